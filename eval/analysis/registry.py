@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, serving, turns
 from eval.analysis.groups import FIGURE as NEEDLE
 from eval.analysis.groups import groups
 from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
 from eval.analysis.ranking import effective_keep, ranking
+from eval.analysis.style import save
 from eval.analysis.table import Figure, Table
 from eval.analysis.verdicts import step_cost, verdicts
 from eval.store.results import Results
@@ -54,3 +56,11 @@ SUBJECTS = {
 }
 TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
 FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}
+
+
+def draw_all(results: Results, folder: Path) -> list[Path]:
+    """Draw all figures that have data as PNG files in a folder, created if missing. Returns the paths."""
+    folder.mkdir(exist_ok=True)
+    data = {name: figure.data(results) for name, figure in FIGURES.items()}
+    drawn = [name for name in FIGURES if not data[name].empty]
+    return [path for name in drawn for path in save(FIGURES[name].plot(data[name]), folder / name, ("png",))]

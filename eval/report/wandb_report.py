@@ -8,7 +8,6 @@ Tables and figures are those of `lazyllm-bench paper`; the panels show the given
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.folder import fingerprint
 from eval.store.results import Results, add_choice
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 
 _TABLES = ("table1_paper", "table2_paper", "verdicts", "field")
@@ -95,8 +94,7 @@ def publish(results: Results, report: Block) -> str:
     """Save the images as a W&B run, then the report; returns its address. Raises UserError if W&B refuses it."""
     import wandb  # not at the top: slow to import
 
-    from eval.analysis.registry import FIGURES
-    from eval.analysis.style import save
+    from eval.analysis.registry import draw_all
 
     if not wandb.login(prompt=False):
         raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
@@ -105,10 +103,8 @@ def publish(results: Results, report: Block) -> str:
         place = {"project": report["project"], "entity": report["entity"], "name": report["title"]}
         facts = {"report": report_id(results)}
         with TemporaryDirectory() as folder, wandb.init(**place, job_type="report", config=facts) as run:
-            for name, figure in FIGURES.items():
-                if not (frame := figure.data(results)).empty:
-                    (file,) = save(figure.plot(frame), Path(folder, name), ["png"])
-                    run.log({f"figures/{name}": wandb.Image(str(file))})
+            for file in draw_all(results, Path(folder)):
+                run.log({f"figures/{file.stem}": wandb.Image(str(file))})
         report_made.save()
     except Exception as error:  # no network, no such project, no permission: many types
         raise UserError(f"W&B refused the report ({type(error).__name__}: {error})") from error
@@ -139,9 +135,7 @@ def _introduction(results: Results) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench wandb-report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("wandb-report", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, help="write the specification to this file, offline")
     parser.add_argument("--publish", action="store_true", help="save the report in W&B")

@@ -33,7 +33,7 @@ from eval.run.wandb_run import Tracker, facts_of, open_tracker
 from eval.store.folder import PLANNED, RunStore, fingerprint, open_store, planned_text, read_about
 from eval.store.record import Failure, Trace
 from eval.store.results import Results, tell_apart, with_baselines
-from eval.store.runs import StoredRun, short_name
+from eval.store.runs import StoredRun, counted, short_name
 from lazyllm.engine.devices import devices_of
 from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
@@ -98,13 +98,17 @@ def _run(
                 store.write("summary.csv", table.to_csv())
                 store.write("summary.md", table.to_markdown())
                 log.info("records, summary.json, .csv and .md are in %s", plan.folder)
-                pictures = [] if config.tracker.name == "none" else _pictures(_stored(plan, store))
+                pictures: list[Path] = []
+                if config.tracker.name != "none":
+                    from eval.analysis.registry import draw_all  # not at the top: matplotlib is slow to import
+
+                    pictures = draw_all(results, plan.folder / "figures")
                 tracker.finish(table, results.runs[0].records, pictures, plan.folder)
                 if show:
                     console().print(table.to_rich())
     if bad := plan.skipped:
         where, reason = bad[0].where, bad[0].reason
-        log.warning("%d rows were skipped (data.on_error=skip), the first: %s: %s", len(bad), where, reason)
+        log.warning("skipped %s (data.on_error=skip), the first: %s: %s", counted(len(bad), "row"), where, reason)
     return RunResult(plan.folder, results, plan.names, failed, control)
 
 
@@ -348,19 +352,6 @@ def _results(plan: Plan, store: RunStore) -> tuple[Results | None, str]:
         log.info("%s: other shards have %d examples to measure; the last shard makes the table", plan.folder, pending)
         return None, told
     return Results([replace(_stored(plan, store), source=done)]), told
-
-
-def _pictures(stored: StoredRun) -> list[Path]:
-    """All figures that need only one run, as PNG in its folder."""
-    from eval.analysis.registry import FIGURES  # not at the top: matplotlib is slow to import
-    from eval.analysis.style import save
-
-    folder = stored.folder / "figures"
-    folder.mkdir(exist_ok=True)
-    results = Results([stored])
-    data = {name: figure.data(results) for name, figure in FIGURES.items()}
-    drawn = [name for name in FIGURES if not data[name].empty]
-    return [path for name in drawn for path in save(FIGURES[name].plot(data[name]), folder / name, ("png",))]
 
 
 def console() -> Console:

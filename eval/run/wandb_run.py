@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,9 +45,10 @@ class Tracker:
     """
 
     def __init__(self, config: TrackerConfig, folder: Path, init: Mapping[str, Any]) -> None:
+        self._wandb: Any = None
         self._run: Any = None
-        self._works = config.name == "wandb"
-        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._sums: Any = 0.0  # of the columns of `example_rows`, mean over an example's turns
+        self._works, self._examples = config.name == "wandb", 0
         self._attempt(lambda _: self._start(config, folder, init))
 
     def _start(self, config: TrackerConfig, folder: Path, init: Mapping[str, Any]) -> None:
@@ -56,6 +56,7 @@ class Tracker:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # not at the top: only if it is used
 
+        self._wandb = wandb
         mode: Any = config.mode
         place = {"project": config.project, "entity": config.entity, "dir": str(folder.absolute())}
         again: Any = {"resume": "allow", "reinit": "create_new", "settings": wandb.Settings(**SETTINGS)}
@@ -74,26 +75,15 @@ class Tracker:
 
     def record(self, record: Record) -> None:
         """Show a new record: means and speedups over this job's examples so far, all with the same weight."""
-        sums, turns = self._sums, record.by_turn
-        sums["examples"] += 1
-        for part, measured in ((part, getattr(turn, part)) for turn in turns for part in ("method", "baseline")):
-            for name in ("score", "pct_prompt_tokens_computed", "ttft_s", "total_s") if measured else ():
-                value = getattr(measured, name)
-                sums[f"{part}_{name}"] += (math.nan if value is None else value) / len(turns)
-        number = sums["examples"]
+        self._examples += 1
+        sums = self._sums = example_rows([record]).mean(numeric_only=True, skipna=False) + self._sums
         shown = {
-            "examples": number,
-            "running/score": 100 * sums["method_score"] / number,
-            "running/pct_prompt_tokens_computed": sums["method_pct_prompt_tokens_computed"] / number,
+            **{name: sums[name] / self._examples for name in ("score", "baseline_score", "pct_prompt_tokens_computed")},
+            "ttft_speedup": sums["baseline_ttft_s"] / sums["ttft_s"],
+            "generation_speedup": sums["baseline_total_s"] / sums["total_s"],
         }
-        if record.baseline is not None:
-            shown |= {
-                "running/baseline_score": 100 * sums["baseline_score"] / number,
-                "running/ttft_speedup": sums["baseline_ttft_s"] / sums["method_ttft_s"],
-                "running/generation_speedup": sums["baseline_total_s"] / sums["method_total_s"],
-            }
-        known = {name: value for name, value in shown.items() if not math.isnan(value)}
-        self._attempt(lambda run: run.log(known))
+        known = {f"running/{name}": float(value) for name, value in shown.items() if not math.isnan(value)}
+        self._attempt(lambda run: run.log({"examples": self._examples, **known}))
 
     def finish(self, table: Table, records: Sequence[Record], pictures: Sequence[Path], folder: Path) -> None:
         """Show the whole run: its table, every example in the table, pictures (PNG), and the folder's files."""
@@ -105,7 +95,7 @@ class Tracker:
     def show(self, pictures: Sequence[Path]) -> None:
         """Show those pictures that are PNG files."""
         for file in (file for file in pictures if file.suffix == ".png"):
-            self._attempt(lambda run, file=file: run.log({f"figures/{file.stem}": _image(file)}))
+            self._attempt(lambda run, file=file: run.log({f"figures/{file.stem}": self._wandb.Image(str(file))}))
 
     def close(self, exit_code: int) -> None:
         """End the W&B run."""
@@ -135,12 +125,6 @@ def facts_of(run: StoredRun, part: str = "") -> dict[str, Any]:
         "job_type": "run",
         "config": json.loads(json.dumps(about | {"setting": run.label}, default=str)),
     }
-
-
-def _image(file: Path) -> Any:
-    import wandb
-
-    return wandb.Image(str(file))
 
 
 def _table(records: Sequence[Record]) -> Any:
