@@ -141,7 +141,9 @@ def test_training_text_holds_no_held_out_module(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", [*train.TRAINERS])
-def test_resumed_training_is_bit_identical(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_training_is_bit_identical(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(train, "library_files", lambda: TEXTS)
     monkeypatch.setattr(train, "test_files", lambda modules: {})
     monkeypatch.setattr(train, "LENGTHS", (128,) * 4)
@@ -161,12 +163,9 @@ def test_resumed_training_is_bit_identical(name: str, tmp_path: Path, monkeypatc
     for a, b in zip(at_once.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert at_once.rng.getstate() == resumed.rng.getstate()
-    clock = {"seconds": 0.0, "log": []}
-    assert replace(at_once.at, **clock) == replace(resumed.at, **clock)
-    assert [len((tmp_path / work / "log.csv").read_text().splitlines()) for work in ("whole", "parts")] == [3, 3]
+    assert at_once.at == resumed.at
+    assert capsys.readouterr().out.count('{"step": 2, ') == 2
     if name == "coder":
-        assert not (tmp_path / "parts" / "before_fall.pt").exists()
         run("parts", 0)
-        assert (tmp_path / "parts" / "before_fall.pt").exists()
     train.save(name, tmp_path / "parts", tmp_path / "model")
     assert 0 < (tmp_path / "model" / "model.safetensors").stat().st_size < 20e6

@@ -103,7 +103,7 @@ CLASSES = ("animal", "color", "food", "machine", "number", "person", "sound", "p
 PARAGRAPHS = 40
 """The highest paragraph number of `retrieve` and document number of `hops`."""
 
-_ORDINALS = ("first", "second", "third")
+ORDINALS = ("first", "second", "third")
 
 TEMPLATES: dict[str, str] = {
     "lookup": "Ledger: {context}\nQuestion: entry {input}",
@@ -139,7 +139,7 @@ def keys() -> tuple[str, ...]:
 @cache
 def vocabulary() -> tuple[str, ...]:
     """Every string that is one token in the suite's prompts and answers, but for single bytes."""
-    spaced = [*keys(), *VALUES, *CLASSES, *_ORDINALS, *map(str, range(1, PARAGRAPHS + 1)), "entry", "link", "aside"]
+    spaced = [*keys(), *VALUES, *CLASSES, *ORDINALS, *map(str, range(1, PARAGRAPHS + 1)), "entry", "link", "aside"]
     for words in (*_PATTERN, _CODE):
         spaced += words
     bare = _words(
@@ -194,7 +194,7 @@ def _draw(rng: random.Random, pool: Sequence[str], count: int) -> Tokens:
     return [f" {word}" for word in words]
 
 
-def _draw_values(rng: random.Random, level: Level, sizes: Sequence[int], end: str = ".") -> list[Tokens]:
+def draw_values(rng: random.Random, level: Level, sizes: Sequence[int], end: str = ".") -> list[Tokens]:
     """Answers of these numbers of words, each followed by `end`; no word occurs twice if there are enough."""
     words = iter(_draw(rng, VALUES[: level.values], sum(sizes)))
     return [[*islice(words, size), end] for size in sizes]
@@ -215,7 +215,7 @@ def _sizes(rng: random.Random, total: int, low: int, high: int) -> list[int]:
     return sizes
 
 
-def _among_filler(rng: random.Random, needles: list[Tokens], total: int) -> Tokens:
+def among_filler(rng: random.Random, needles: list[Tokens], total: int) -> Tokens:
     """`needles` in order, at random depths among filler sentences, `total` tokens together."""
     filler = [filler_sentence(rng, size) for size in _sizes(rng, total - sum(map(len, needles)), 5, 10)]
     places = set(rng.sample(range(len(needles) + len(filler)), len(needles)))
@@ -229,18 +229,18 @@ def _among_filler(rng: random.Random, needles: list[Tokens], total: int) -> Toke
 def _lookup(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """Facts of two to four words under a key, among filler."""
     names = _draw(rng, keys()[: level.keys], level.facts)
-    answers = _draw_values(rng, level, [rng.randint(2, 4) for _ in names])
+    answers = draw_values(rng, level, [rng.randint(2, 4) for _ in names])
     needles = [[" entry", name, *answer] for name, answer in zip(names, answers, strict=True)]
     asked = zip(names, answers, needles, strict=True)
     questions = [Question([name], answer, [needle]) for name, answer, needle in asked]
-    return _among_filler(rng, needles, level.context), questions
+    return among_filler(rng, needles, level.context), questions
 
 
 def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """Documents in which a link leads from one key to another, whose entry is elsewhere."""
     chains = max(1, level.facts // 2)
     names = _draw(rng, keys()[: level.keys], 2 * chains)
-    values = _draw_values(rng, level, [rng.randint(2, 3) for _ in range(chains)])
+    values = draw_values(rng, level, [rng.randint(2, 3) for _ in range(chains)])
     needles: list[Tokens] = []
     questions: list[Question] = []
     for name, second, value in zip(names[:chains], names[chains:], values, strict=True):
@@ -254,7 +254,7 @@ def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     tokens: Tokens = []
     for number, share in enumerate(shares, start=1):
         size = rest // documents if number < documents else rest - rest // documents * (documents - 1)
-        tokens += ["Document", f" {number}", ".", *_among_filler(rng, share, size), "\n"]
+        tokens += ["Document", f" {number}", ".", *among_filler(rng, share, size), "\n"]
     return tokens[:-1], questions
 
 
@@ -263,8 +263,8 @@ def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
 
     The context also holds asides of the same form, which are not in the digest, and filler.
     """
-    names = _draw(rng, keys()[: level.keys], max(len(_ORDINALS), level.facts // 2))
-    values = _draw_values(rng, level, [3] * len(names))
+    names = _draw(rng, keys()[: level.keys], max(len(ORDINALS), level.facts // 2))
+    values = draw_values(rng, level, [3] * len(names))
     pairs = [iter(([" entry", name, *value], [" aside", name, "."])) for name, value in zip(names, values, strict=True)]
     order = [pair for pair in pairs for _ in range(2)]
     rng.shuffle(order)
@@ -272,13 +272,13 @@ def _digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     said = [i for i, needle in enumerate(needles) if needle[0] == " aside"]
     answer: Tokens = []
     evidence: list[Tokens] = []
-    for place, ordinal in zip(sorted(rng.sample(said, len(_ORDINALS))), _ORDINALS, strict=True):
+    for place, ordinal in zip(sorted(rng.sample(said, len(ORDINALS))), ORDINALS, strict=True):
         name = needles[place][1]
         value = values[names.index(name)]
         needles[place] = [f" {ordinal}", *needles[place][1:]]
         answer += [f" {ordinal}", *value]
         evidence += [needles[place], [" entry", name, *value]]
-    return _among_filler(rng, needles, level.context), [Question([" first"], answer[1:], evidence)]
+    return among_filler(rng, needles, level.context), [Question([" first"], answer[1:], evidence)]
 
 
 def _shots(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
@@ -311,7 +311,7 @@ def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
     questions: list[Question] = []
     for end, number, size in zip(ends, numbers, sizes, strict=True):
         quote = [*_draw(rng, keys()[: level.keys], 2), end]
-        tokens += ["Paragraph", number, ".", *_among_filler(rng, [[*quote, number, "."]], size), "\n"]
+        tokens += ["Paragraph", number, ".", *among_filler(rng, [[*quote, number, "."]], size), "\n"]
         questions.append(Question(quote, [number, "."], [[*quote, number, "."]]))
     return tokens[:-1], questions
 
@@ -319,7 +319,7 @@ def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
 def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """A file of procedures; the last line calls one of them, the answer is its arguments."""
     names = _draw(rng, keys()[: level.keys], max(1, level.facts // 2))
-    answers = _draw_values(rng, level, [rng.randint(2, 4) for _ in names], end=";")
+    answers = draw_values(rng, level, [rng.randint(2, 4) for _ in names], end=";")
     tokens: Tokens = []
     questions: list[Question] = []
     rest = level.context + 1 - sum(map(len, answers)) - 3 * len(names)
@@ -349,23 +349,6 @@ GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Questi
     "complete": _complete,
 }
 """For each dataset: a context of exactly `level.context` tokens, and all possible questions about it."""
-
-
-def _direct_digest(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
-    """`_digest` with points that hold their words directly."""
-    asides = max(0, level.facts // 2 - len(_ORDINALS))
-    values = _draw_values(rng, level, [4] * (asides + len(_ORDINALS)))
-    marks = [" aside"] * asides
-    for place, ordinal in zip(sorted(rng.sample(range(asides + 3), 3)), _ORDINALS, strict=True):
-        marks.insert(place, f" {ordinal}")
-    needles = [[mark, *value] for mark, value in zip(marks, values, strict=True)]
-    points = [needle for needle in needles if needle[0] != " aside"]
-    answer = [token for point in points for token in point][1:]
-    return _among_filler(rng, needles, level.context), [Question([" first"], answer, points)]
-
-
-WARM_UP = {**GENERATORS, "digest": _direct_digest}
-"""The generators at the start of training: digest is easier, without a second look-up. Not in the suite."""
 
 
 def as_text(tokens: Tokens) -> str:

@@ -6,6 +6,8 @@
 
 The shipped weights were made at commit 8716cf3. Recipes and draws are the same since then, rounding is not.
 
+Standard output is the log, a line of JSON for some steps.
+
 tiny learns the embedded suite (`eval/benchmarks/embedded.py`). Half of the early sequences are copying (random tokens,
 of which segments are repeated at varying distance), half are contexts of the suite with several questions. Contexts
 start short, with few facts, keys and words; they grow when the running accuracy of the answers' first tokens, mean over
@@ -14,7 +16,7 @@ tasks, passes `ADVANCE`. The loss is on answers only. No question of the test sp
 coder learns Python: the standard library of the running Python and its tests, without the modules that `is_held_out`
 picks, of which `eval/benchmarks/stdlib.py` has its rows. It starts as tiny with 4 more layers, whose outputs are 0 at
 first, and a larger vocabulary in which every token of tiny keeps its id. Its rate falls in the last fifth of
-`--tokens`. To train longer, copy `before_fall.pt` over `checkpoint.pt` and call again with more `--tokens`.
+`--tokens`.
 """
 
 from __future__ import annotations
@@ -25,15 +27,13 @@ import json
 import random
 import re
 import sysconfig
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
-import pandas as pd
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
@@ -71,16 +71,14 @@ class Settings:
 
 @dataclass
 class Progress:
-    """Counters of a training. seconds: of CPU time. loss, accuracy (of each kind): running means of some 30 steps."""
+    """Counters of a training. loss, accuracy (of each kind): running means of some 30 steps."""
 
     accuracy: list[float]
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
     loss: float = 0.0
     stage: int = 0
     stage_tokens: int = 0
-    log: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Trainer(ABC):
@@ -165,15 +163,11 @@ class Trainer(ABC):
             print(f"resumed at step {self.at.step}", flush=True)
         at = self.at
         while not (over := self.advance()) and (not settings.steps or at.step < settings.steps):
-            started = time.process_time()
             self.update()
-            at.seconds += time.process_time() - started
             if at.step % settings.log_every == 0:
-                row = {key: round(getattr(at, key), 4) for key in ("step", "tokens", "seconds", "stage", "loss")}
+                row = {key: round(getattr(at, key), 4) for key in ("step", "tokens", "stage", "loss")}
                 row |= dict(zip(self.kinds, (round(value, 4) for value in at.accuracy), strict=True))
-                at.log.append(row)
-                print(json.dumps(row), f"{at.tokens / at.seconds:.0f} tokens/s", flush=True)
-                pd.DataFrame(at.log).to_csv(settings.work / "log.csv", index=False)
+                print(json.dumps(row), flush=True)
             if at.step % settings.save_every == 0:
                 self.save(checkpoint)
         self.save(checkpoint)
@@ -211,7 +205,7 @@ class Stage:
     length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
     tokens: of the stage; 0: until ADVANCE is passed (and at least `Settings.stage_tokens`).
     rate: share of the learning rate at its start. decay: tokens in which the full rate would fall to 0; 0: constant.
-    direct: whether digest has its easier form (`embedded.WARM_UP`).
+    direct: whether digest has its easier form (`direct_digest`).
     """
 
     length: int
@@ -288,6 +282,19 @@ def copy_sequence(rng: random.Random, length: int) -> Sequence_:
     return _scored(ids[:length], labels[:length])
 
 
+def direct_digest(rng: random.Random, level: embedded.Level) -> tuple[embedded.Tokens, list[embedded.Question]]:
+    """The suite's `digest` without a second look-up: its points hold their words directly."""
+    asides = max(0, level.facts // 2 - len(embedded.ORDINALS))
+    values = embedded.draw_values(rng, level, [4] * (asides + len(embedded.ORDINALS)))
+    marks = [" aside"] * asides
+    for place, ordinal in zip(sorted(rng.sample(range(asides + 3), 3)), embedded.ORDINALS, strict=True):
+        marks.insert(place, f" {ordinal}")
+    needles = [[mark, *value] for mark, value in zip(marks, values, strict=True)]
+    points = [needle for needle in needles if needle[0] != " aside"]
+    answer = [token for point in points for token in point][1:]
+    return embedded.among_filler(rng, needles, level.context), [embedded.Question([" first"], answer, points)]
+
+
 def _scored(ids: list[int], labels: list[int]) -> Sequence_:
     """The sequence with the accuracy of all labels."""
     return ids, labels, [place for place, label in enumerate(labels) if label != IGNORE]
@@ -302,8 +309,8 @@ def task_sequence(rng: random.Random, name: str, stage: Stage) -> Sequence_:
     before, between = embedded.head(name), embedded.tail(name)
     asked = {"digest": 24, "shots": stage.length // 3, "retrieve": stage.length // 3}.get(name, int(stage.length * 0.4))
     level = embedded.Level(stage.length - len(before) - min(asked, 240), stage.facts, stage.keys, stage.values)
-    generators = embedded.WARM_UP if stage.direct else embedded.GENERATORS
-    context, questions = generators[name](rng, level)
+    generate = direct_digest if stage.direct and name == "digest" else embedded.GENERATORS[name]
+    context, questions = generate(rng, level)
     questions = [question for question in questions if not embedded.is_test(context, question)]
     sequence = [ids[token] for token in (*before, *context)]
     labels, starts = [IGNORE] * len(sequence), list[int]()
@@ -547,10 +554,6 @@ class CoderTrainer(Trainer):
         return length, [(kind, getattr(self.sequences, self.kinds[kind])(length)) for kind in kinds], True
 
     def advance(self) -> bool:
-        """Keep the checkpoint before the rate falls."""
-        if self.at.stage == 0 and self.left() < 1:
-            self.save(self.settings.work / "before_fall.pt")
-            self.at.stage = 1
         return self.at.tokens >= self.settings.tokens
 
 
