@@ -7,7 +7,7 @@
 Answers go to standard output, their cost to standard error: TTFT, the share of all turns' prompt tokens that was
 computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the most). With a chat
 template, a turn runs only what the template writes after the last answer; thoughts are off and the date is fixed, as in
-runs. Without a template, each line is a prompt of its own. Ctrl-C stops an answer, Ctrl-D ends.
+runs. Without a template, each line is a prompt of its own. Answers are greedy. Ctrl-C stops an answer, Ctrl-D ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class Chat:
     tokenizer: Any
     method: Method
     max_new_tokens: int = 256
-    temperature: float = 0.0
     messages: list[dict[str, str]] = field(default_factory=list)
     session: Conversation | None = None
 
@@ -59,13 +58,9 @@ class Chat:
             ids = tokenizer(whole, add_special_tokens=not tokenizer.chat_template).input_ids
             session = start(self.model, ids, self.method)
 
-        def sample(logits: torch.Tensor) -> tuple[int, bool]:
-            token_id = int(torch.multinomial((logits.float() / self.temperature).softmax(dim=-1), 1))
-            return token_id, token_id in end_ids
-
         streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
-        choose = sample if self.temperature else Greedy(end_ids)
-        out = session.answer_by(choose, more, self.max_new_tokens, lambda token: streamer.put(torch.tensor([token])))
+        choose, most = Greedy(end_ids), self.max_new_tokens
+        out = session.answer_by(choose, more, most, lambda token: streamer.put(torch.tensor([token])))
         streamer.end()
         if tokenizer.chat_template:
             said = tokenizer.decode(out.token_ids, skip_special_tokens=True)
@@ -106,8 +101,8 @@ def load(options: argparse.Namespace) -> Chat:
     """The model and method of the command line. Raises TypeError or ValueError, before torch loads if it can."""
     import yaml
 
-    if options.temperature < 0 or options.max_new_tokens < 1:
-        raise UserError("--temperature is 0 (greedy) or more, --max-new-tokens is 1 or more")
+    if options.max_new_tokens < 1:
+        raise UserError("--max-new-tokens is 1 or more")
     name, _, text = (options.method or "lazy").partition(" ")
     try:
         settings = dict(yaml.safe_load(text or "{}")) if options.method else {"schedule": options.schedule}
@@ -123,9 +118,8 @@ def load(options: argparse.Namespace) -> Chat:
     from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
 
     torch.set_num_threads(options.threads or torch.get_num_threads())
-    torch.manual_seed(options.seed)
     method.check(check_loading(spec))
-    return Chat(load_weights(spec), load_tokenizer_of(spec), method, options.max_new_tokens, options.temperature)
+    return Chat(load_weights(spec), load_tokenizer_of(spec), method, options.max_new_tokens)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -139,8 +133,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or {layer: keep ratio, ...}")
     add("--method", help="another method, instead of a schedule: NAME, or 'NAME {parameter: value, ...}'")
     add("--max-new-tokens", type=int, default=256)
-    add("--temperature", type=float, default=0.0, help="of sampling; 0, the default, is greedy")
-    add("--seed", type=int, default=0, help="of sampling")
     add("--prompt-file", type=Path, help="text before the (first) question, UTF-8")
     add("--once", metavar="TEXT", help="answer TEXT and end; - reads it from standard input")
     return parser

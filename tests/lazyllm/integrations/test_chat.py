@@ -61,8 +61,8 @@ def test_chat_runs_only_what_the_template_writes_after_the_answer(template: str,
 
 REFUSED = [
     (["--schedule", "{9: 0.5}"], "only 8 layers"), (["--max-new-tokens", "0"], "--max-new-tokens is 1"),
-    (["--temperature", "-1"], "--temperature is 0"), (["--dtype", "int8"], "dtype 'int8'"),
-    (["--device", "warp"], "device 'warp'"), (["--prompt-file", "no/such/file"], "No such file"),
+    (["--dtype", "int8"], "dtype 'int8'"), (["--device", "warp"], "device 'warp'"),
+    (["--prompt-file", "no/such/file"], "No such file"),
     (["--method", "random_drop keep=0.5"], "NAME {parameter"), (["--method", "nosuch"], "unknown method 'nosuch'"),
 ]  # fmt: skip
 
