@@ -44,6 +44,9 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
     def panels(*shown: Block, only: str = f"Config('fingerprint') in {prints}") -> Block:
         return _block("PanelGrid", runsets=[_block("Runset", name="runs", filters=only, **runs)], panels=list(shown))
 
+    def section(title: str, *shown: Block) -> list[Block]:
+        return [_block("H1", text=title), panels(*shown)]
+
     there = {DATASETS[name].task for run in results.runs for name in run.datasets}
     speed, score = (_block("SummaryMetric", name=f"all/{column}") for column in ("ttft_speedup", "score"))
     blocks = [_block("P", text=_introduction(results)), _block("TableOfContents")]
@@ -53,22 +56,21 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
         if not figure.data(results).empty:
             picture = {"title": figure.title, "media_keys": [f"figures/{name}"], "layout": _place(0, 2)}
             blocks.append(panels(_block("MediaBrowser", **picture), only=f"Config('report') = '{report_id(results)}'"))
-    blocks.append(_block("H1", text="Score against speed, mean over tasks"))
-    blocks.append(panels(_block("ScatterPlot", x=speed, y=score, layout=_place(0, 2))))
+    against = _block("ScatterPlot", x=speed, y=score, layout=_place(0, 2))
+    blocks += section("Score against speed, mean over tasks", against)
     for task in [*(task for task in TASKS if task in there), "all"]:
         bars = [
             _block("BarPlot", title=f"{task}: {heading}", metrics=[f"{task}/{column}"], layout=_place(number))
             for number, (column, heading) in enumerate(_COLUMNS.items())
         ]
-        blocks += [_block("H1", text=task), panels(*bars)]
+        blocks += section(task, *bars)
     curves = [
         _block("LinePlot", title=heading, x="examples", y=[key], title_x="examples", layout=_place(number))
         for number, (key, heading) in enumerate(_RUNNING.items())
     ]
-    blocks.append(_block("H1", text="Run by run"))
-    blocks.append(panels(*curves, _block("RunComparer", diff_only="split", layout=_place(2, 2))))
-    blocks.append(_block("H1", text="Examples"))
-    blocks.append(panels(_block("WeavePanelSummaryTable", table_name="per_example", layout=_place(0, 2))))
+    blocks += section("Run by run", *curves, _block("RunComparer", diff_only="split", layout=_place(2, 2)))
+    examples = _block("WeavePanelSummaryTable", table_name="per_example", layout=_place(0, 2))
+    blocks += section("Examples", examples)
     return _block("Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks)
 
 

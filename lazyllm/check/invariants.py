@@ -21,8 +21,6 @@ from lazyllm.engine.checks import check_once
 from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.method import Method
 
-Invariant = Callable[[PreTrainedModel, Method, Sequence[int]], Any]
-
 _STEPS = 5
 
 

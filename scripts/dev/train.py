@@ -574,10 +574,6 @@ def save(name: str, work: Path, folder: Path) -> None:
         clean_up_tokenization_spaces=False, model_max_length=model.config.max_position_embeddings,
     )  # fmt: skip
     fast.save_pretrained(folder)
-    # transformers 5 writes the name of a new class; this one exists in every version
-    path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def main() -> None:

@@ -240,7 +240,6 @@ class _Needles(_Sampler):
             self.kind = self.kind[:-1]
 
     def draw(self, size: int, number: int) -> _Draft:
-        del number
         keys, values, needles = [], [], []
         for _ in range(self.keys):
             keys.append(self._drawn(self.key))
@@ -334,7 +333,6 @@ class _Chains(_Chained):
         self.example_tokens = setting.count(self.example)
 
     def draw(self, size: int, number: int) -> _Draft:
-        del number
         values = [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
         return self.chained(size, self.names(5), values)
 
@@ -355,7 +353,6 @@ class _ChainsExample(_Chained):
         self.budget = self.limit = 500 - (setting.length - setting.budget)
 
     def draw(self, size: int, number: int) -> _Draft:
-        del number
         return self.chained(size, self.names(3), [_EXAMPLE_VALUE] * self.chains)
 
     def too_short(self) -> UserError:
@@ -385,7 +382,6 @@ class _CommonWords(_Sampler):
         return int(self.budget // (tokens / 4096)) * 2
 
     def draw(self, size: int, number: int) -> _Draft:
-        del number
         example = self._listed(*self.example)
         solution = " ".join(f"{place}. {word}" for place, word in enumerate(example.outputs, start=1))
         return self._listed(size, *self.repeats).behind(f"{example.text} {solution}\n")
@@ -430,7 +426,6 @@ class _FrequentWords(_Sampler):
         return size - self.step
 
     def draw(self, size: int, number: int) -> _Draft:
-        del number
         return self._coded(size, self._vocabulary())
 
     def fitted(self, size: int, number: int) -> tuple[_Draft, int]:
