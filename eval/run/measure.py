@@ -37,6 +37,7 @@ from lazyllm.engine.devices import (
     reset_peak,
 )
 from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.generation import Greedy
 from lazyllm.engine.pack import Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
@@ -70,29 +71,26 @@ class Case:
     def key(self) -> tuple[str, str]:
         return self.dataset.name, self.example.id
 
+    @property
+    def answering(self) -> dict[str, Any]:
+        """The options of `lazyllm.generate`."""
+        least = 1 if self.dataset.newline_ends else 0
+        return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
+
 
 def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generation:
     """The case's first answer by the method."""
-    return generate(model, case.prompt.as_input(), method, **_answering(case))
+    return generate(model, case.prompt.as_input(), method, **case.answering)
 
 
 def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Generation]:
     """The case's answers, turn by turn. Every turn follows the method's own answers, as in a real conversation."""
     with start(model, case.prompt.as_input(), method, turns=case.turns_of(method)) as conversation:
-        out = conversation.answer(None, **_answering(case))
+        out = conversation.answer(None, **case.answering)
         yield out
         for turn in case.prompt.turns:
-            out = conversation.answer(turn.behind(out.token_ids, case.end_ids), **_answering(case))
+            out = conversation.answer(turn.behind(out.token_ids, case.end_ids), **case.answering)
             yield out
-
-
-def _answering(case: Case) -> dict[str, Any]:
-    """The dataset's options for generating an answer."""
-    return {
-        "max_new_tokens": case.max_new_tokens,
-        "eos_token_ids": case.end_ids,
-        "min_new_tokens": 1 if case.dataset.newline_ends else 0,
-    }
 
 
 @dataclass(frozen=True)
@@ -186,56 +184,50 @@ class Bench:
             if isinstance(outcome, Failure):
                 free(*devices_of(self.model))
         if self.rows > 1:
-            yield from self._measure_together([case for case in cases if not case.prompt.turns])
+            at_once = max(1, self.rows // (1 + (self.paired is True)))
+            yield from self._measure_together([case for case in cases if not case.prompt.turns], at_once)
 
-    def _measure_together(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
-        """As `measure`, the longest prompts first.
+    def _measure_together(self, cases: Sequence[Case], most: int) -> Iterator[Record | Failure]:
+        """As `measure`, the longest prompts first, at most `most` examples at once.
 
         After an error, the examples in the pack start again, half as many at once until all of them have ended; a lone
         example's is its failure.
         """
-        waiting = sorted(cases, key=lambda case: len(case.prompt.token_ids))
-        wanted = most = max(1, self.rows // (1 + (self.paired is True)))  # examples at once
-        pack, inside = Pack(self.model, self.rows), dict[tuple[str, str], tuple[Case, dict[str, Row]]]()
-        again, number = set[tuple[str, str]](), 0  # again: examples that failed together
+        waiting, number = sorted(cases, key=lambda case: len(case.prompt.token_ids)), 0
+        pack, inside = Pack(self.model, self.rows), list[tuple[Case, dict[str, Row]]]()
+        done = dict[Row, Generation]()
         while waiting or inside:
             failure = None
             try:
                 if waiting and len(inside) < most:
                     case, rows = waiting.pop(), dict[str, Row]()
-                    inside[case.key] = case, rows
+                    inside.append((case, rows))
                     for side, method, its_case in self._sides(case, baseline_first=number % 2 == 0):
-                        rows[side] = row_of(self.model, case.prompt.as_input(), method, **_answering(its_case))
+                        prompt, choose = case.prompt.as_input(), Greedy(case.end_ids, case.answering["min_new_tokens"])
+                        rows[side] = row_of(self.model, prompt, method, its_case.max_new_tokens, choose)
                         pack.join(rows[side])
                     number += 1
                 else:
-                    pack.run()
+                    done |= pack.run()
             except UserError:
                 raise  # all other examples would fail too
             except Exception as error:
-                failure = _failure(next(iter(inside.values()))[0], error)
+                failure = _failure(inside[0][0], error)
             if failure is not None:  # not in the handler, as the error's frames hold memory
-                lost = [case for case, _ in reversed(inside.values())]
-                pack, inside = Pack(self.model, self.rows), {}
+                lost = [case for case, _ in inside]
+                pack, inside, done = Pack(self.model, self.rows), [], {}
                 free(*devices_of(self.model))
                 if len(lost) == 1:
-                    again.discard(failure.key)
                     yield failure
-                else:
-                    most = len(lost) // 2
-                    waiting += lost
-                    again |= {case.key for case in lost}
-                    reason = failure.reason.partition(";")[0]
-                    log.warning("%d examples at once until %d have ended: %s", most, len(again), reason)
-            for key in [key for key, (_, rows) in inside.items() if all(row.result for row in rows.values())]:
-                again.discard(key)
-                case, rows = inside.pop(key)
-                yield _outcome(case, partial(self._packed_record, case, rows))
-            most = most if again else wanted
-
-    def _packed_record(self, case: Case, rows: dict[str, Row]) -> Record:
-        runs = {side: _Run(row.method, "continue", [row.generation()], [None], True) for side, row in rows.items()}
-        return self.record_of(case, runs["method"], runs.get("baseline"))
+                    continue
+                reason = failure.reason.partition(";")[0]
+                log.warning("%d examples at once until %d have ended: %s", len(lost) // 2, len(lost), reason)
+                yield from self._measure_together(lost, len(lost) // 2)
+            for example in [one for one in inside if done.keys() >= {*one[1].values()}]:
+                inside.remove(example)
+                case, rows = example
+                runs = {side: _Run(row.method, "continue", [done.pop(row)], [None], True) for side, row in rows.items()}
+                yield _outcome(case, partial(self.record_of, case, runs["method"], runs.get("baseline")))
 
     def _sides(self, case: Case, baseline_first: bool) -> Iterator[tuple[str, Method, Case]]:
         """(side, method, its case) in order. A draft or scorer counts only in its own method's memory."""

@@ -169,9 +169,8 @@ class Decoder:
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
                 of_layer = 2 * self.layout.rope_of[layer]
-                hidden = self.layers[
-                    layer
-                ](
+                run_layer = self.layers[layer]
+                hidden = run_layer(
                     hidden,
                     attention_mask=None,
                     position_ids=position_ids,

@@ -10,7 +10,7 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -60,16 +60,17 @@ def generate_many(
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"rows={rows!r}: give a whole number of 1 or more")
-    options = max_new_tokens, eos_token_ids, min_new_tokens
-    return answers(model, [row_of(model, input_ids, method, *options) for input_ids in prompts], rows)
+    end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
+    return answers(
+        model, [row_of(model, ids, method, max_new_tokens, Greedy(end_ids, min_new_tokens)) for ids in prompts], rows
+    )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Row:
-    """A prompt, after `as_prompt`, `check_fits` and `check_length`, and its answer in a `Pack`.
+    """A prompt to answer, after `as_prompt`, `check_fits` and `check_length`.
 
     choose: a new one for each row. put: as of `Conversation.answer_by`.
-    answer: so far, while it is in the pack. result: the finished answer, or the error of logits that are not finite.
     """
 
     prompt: Prompt
@@ -77,30 +78,6 @@ class Row:
     max_new_tokens: int
     choose: Chooser
     put: Callable[[int], None] | None = None
-    answer: Answer = field(init=False)
-    result: Generation | FloatingPointError | None = field(default=None, init=False)
-
-    @property
-    def is_done(self) -> bool:
-        return self.result is not None or self.answer.is_done
-
-    def add(self, picked: list[float], now: float) -> None:
-        """Note what its chooser picked, and the clock."""
-        try:
-            token_id, ended = self.choose.read(picked)
-        except FloatingPointError as error:
-            self.result = error
-            return
-        self.answer.add(token_id, ended, now)
-        if self.put is not None:
-            self.put(token_id)
-
-    def generation(self) -> Generation:
-        """The finished answer. Raises FloatingPointError."""
-        assert self.result is not None  # the row has left its pack
-        if isinstance(self.result, FloatingPointError):
-            raise self.result
-        return self.result
 
 
 def row_of(
@@ -108,15 +85,14 @@ def row_of(
     input_ids: Tensor | Sequence[int] | Prompt,
     method: Method,
     max_new_tokens: int,
-    eos_token_ids: Sequence[int] | None,
-    min_new_tokens: int,
+    choose: Chooser,
+    put: Callable[[int], None] | None = None,
 ) -> Row:
-    """The row of a greedy answer. Arguments and errors as of `generate`."""
+    """A `Row`. Other arguments and errors as of `generate`."""
     prompt = as_prompt(model, input_ids)
     check_fits(model, method, prompt)
     check_length(model, len(prompt), max_new_tokens)
-    end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
-    return Row(prompt, method, max_new_tokens, Greedy(end_ids, min_new_tokens))
+    return Row(prompt, method, max_new_tokens, choose, put)
 
 
 def answers(model: PreTrainedModel, rows: Sequence[Row], most: int) -> Iterator[tuple[int, Generation]]:
@@ -124,24 +100,24 @@ def answers(model: PreTrainedModel, rows: Sequence[Row], most: int) -> Iterator[
 
     Raises as `generate`, and whatever a chooser raises.
     """
-    waiting = list(enumerate(rows))
-    if most > 1:
-        waiting.sort(key=lambda each: -len(each[1].prompt))
-    pack, index_of = Pack(model, most), dict[Row, int]()
-    while waiting or pack.rows:
-        while waiting and len(pack.rows) < most:
-            index, row = waiting.pop(0)
-            pack.join(row)
-            index_of[row] = index
-        for row in pack.run():
-            yield index_of.pop(row), row.generation()
+    index_of = {row: index for index, row in enumerate(rows)}
+    waiting = sorted(rows, key=lambda row: -len(row.prompt)) if most > 1 else [*rows]
+    pack = Pack(model, most)
+    while waiting or pack.answers:
+        while waiting and len(pack.answers) < most:
+            pack.join(waiting.pop(0))
+        for row, generation in pack.run():
+            yield index_of[row], generation
 
 
 class Pack:
-    """The rows that decode together, at most `most` of them. Between two calls the model is as it was."""
+    """The rows that decode together, at most `most` of them, with their answers so far.
+
+    Between two calls the model is as it was. After an error its answers cannot go on.
+    """
 
     def __init__(self, model: PreTrainedModel, most: int) -> None:
-        self.rows: list[Row] = []
+        self.answers: dict[Row, Answer] = {}
         self._model = model
         self._most = most
         self._layout: Layout | None = None
@@ -149,7 +125,7 @@ class Pack:
     @torch.inference_mode()
     def join(self, row: Row) -> None:
         """Prefill a row's prompt alone and choose its first token. Raises as `generate`."""
-        method, prompt = row.method, row.prompt
+        method, choose = row.method, row.choose
         if self._most > 1 and not method.packs:
             raise UserError(f"{method.label} decodes in a way of its own, so its rows cannot be packed: give rows=1")
         check_once(self._model)
@@ -157,43 +133,37 @@ class Pack:
         with open_decoder(self._model, self._layout) as decoder:
             self._layout = decoder.layout
             start = read_clock(*decoder.devices)
-            session = method.start(decoder, prompt, row.max_new_tokens)
-            logits = session.prefill(prompt.token_ids.to(decoder.device))
-            row.answer = Answer(session, logits, row.max_new_tokens, start)
-            picked = row.choose.pick(logits).tolist()
-            row.add(picked, read_clock(*decoder.devices))
-        self.rows.append(row)
+            session = method.start(decoder, row.prompt, row.max_new_tokens)
+            logits = session.prefill(row.prompt.token_ids.to(decoder.device))
+            self.answers[row] = answer = Answer(session, logits, row.max_new_tokens, start, row.put)
+            answer.add(*choose.read(choose.pick(logits).tolist()), read_clock(*decoder.devices))
 
     @torch.inference_mode()
-    def run(self) -> list[Row]:
-        """Decode until rows are done; these leave the pack."""
+    def run(self) -> list[tuple[Row, Generation]]:
+        """Decode until rows are done; these leave the pack. Raises as `generate`."""
         with open_decoder(self._model, self._layout) as decoder:
-            for row in self.rows:
-                row.answer.session.decoder = decoder.beside()
+            for answer in self.answers.values():
+                answer.session.decoder = decoder.beside()
             try:
-                while not any(row.is_done for row in self.rows):
+                while not any(answer.is_done for answer in self.answers.values()):
                     self._step(decoder)
             except Exception:
-                for row in self.rows:
-                    row.answer.session.read_selections()  # one that breaks a rule may be the cause
+                for answer in self.answers.values():
+                    answer.session.read_selections()  # one that breaks a rule may be the cause
                 raise
-        done = [row for row in self.rows if row.is_done]
-        self.rows = [row for row in self.rows if not row.is_done]
-        for row in done:
-            row.result = row.result or row.answer.generation(len(row.prompt))
-            del row.answer  # frees its memory
-        return done
+        done = [row for row, answer in self.answers.items() if answer.is_done]
+        return [(row, self.answers.pop(row).generation(len(row.prompt))) for row in done]
 
     def _step(self, decoder: Decoder) -> None:
         """Generate one token in each row."""
-        sessions = [row.answer.session for row in self.rows]
-        newest = [row.answer.token_ids[-1] for row in self.rows]
+        sessions = [answer.session for answer in self.answers.values()]
+        newest = [answer.token_ids[-1] for answer in self.answers.values()]
         logits = sessions[0].step(newest[0])[None] if self._most == 1 else step_together(decoder, sessions, newest)
-        picks = [row.choose.pick(of_row) for row, of_row in zip(self.rows, logits, strict=True)]
+        picks = [row.choose.pick(of_row) for row, of_row in zip(self.answers, logits, strict=True)]
         picked = iter(torch.cat(picks).tolist())  # one transfer for all rows
         now = read_clock(*decoder.devices)
-        for row, pick in zip(self.rows, picks, strict=True):
-            row.add([*islice(picked, len(pick))], now)
+        for (row, answer), pick in zip(self.answers.items(), picks, strict=True):
+            answer.add(*row.choose.read([*islice(picked, len(pick))]), now)
 
 
 def step_together(decoder: Decoder, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:

@@ -40,9 +40,9 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Generation, as_prompt, check_fits, check_length, check_method
+from lazyllm.engine.generation import Generation, check_method
 from lazyllm.engine.method import Method
-from lazyllm.engine.pack import ROWS, Row, answers
+from lazyllm.engine.pack import ROWS, answers, row_of
 
 # Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
 # Options that transformers turns into logits processors and stopping criteria, or that are read here.
@@ -287,12 +287,6 @@ class GenerateWith:
         lengths = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
         # one token is generated if the limit is already reached, as in transformers
         max_new_tokens = max(1, min(lengths, default=generation_config.max_length) - width)
-        ids_on_host = input_ids.cpu()
-        prompts = [as_prompt(model, ids_on_host[row, left:]) for row, left in enumerate(padding)]
-        for prompt in prompts:
-            check_fits(model, self.method, prompt)
-            check_length(model, len(prompt), max_new_tokens)
-
         wanted = generation_config.return_dict_in_generate
         put = None if streamer is None else functools.partial(_put, streamer)
         choosers = [
@@ -309,8 +303,10 @@ class GenerateWith:
             )
             for index, left in enumerate(padding)
         ]
+        ids_on_host = input_ids.cpu()
         packed = [
-            Row(prompt, self.method, max_new_tokens, row, put) for prompt, row in zip(prompts, choosers, strict=True)
+            row_of(model, ids_on_host[index, row.left :], self.method, max_new_tokens, row, put)
+            for index, row in enumerate(choosers)
         ]
         in_turn = generation_config.do_sample and self.seed is None
         together = self.method.packs and not in_turn and _serve_several([*logits_processor, *stopping_criteria])
