@@ -259,11 +259,10 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
     import torch
 
     from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.devices import peak_of, read_work_clock
+    from lazyllm.engine.devices import read_work_clock, utilisation
     from lazyllm.engine.generation import Greedy
 
-    device, config, choose, shape = model.device, model.config, Greedy(), LayerShape.of(model.config)
-    peak = peak_of(device, model.dtype, shape.width, shape.mlp_width)
+    device, config, choose = model.device, model.config, Greedy()
 
     def token_by_token(method: Method) -> Iterator[Run | None]:
         """The generation of `lazyllm.generate`: each `next` generates a token; the last one gives the run."""
@@ -281,7 +280,7 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
         computed = [[int(count) for count in step] for step in session.computed]
         revived = [after - before for before, after in pairwise(map(statistics.fmean, computed))]
         flops = method.first_token_flops(config, len(prompt), computed[0])
-        mfu = peak.share(flops, seconds[0]) if peak is not None else None
+        mfu = utilisation(model, flops, seconds[0])
         yield Run(token_ids, seconds[0], seconds[1:], sum(seconds), flops, revived, *held, mfu)
 
     first = [_transformers(model, prompt, new_tokens) for method in methods if method is None]

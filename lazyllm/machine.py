@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lazyllm.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,6 +36,17 @@ class Accelerator:
     def is_hopper(self) -> bool:
         """Whether it is of the generation that FlashAttention 2 was not written for."""
         return self.name.startswith("H")
+
+    def share(self, flops_per_s: float, is_float32: bool = False) -> float:
+        """The share of the peak at a rate, from 0 to 1. Raises UserError for more."""
+        peak = self.float32_flops_per_s if is_float32 else self.flops_per_s
+        if flops_per_s > peak:
+            raise UserError(
+                f"impossible clock: {flops_per_s / 1e12:.4g} TFLOP/s are {flops_per_s / peak:.0%} of the peak of "
+                f"{self.name}, {peak / 1e12:.4g} TFLOP/s; expected at most 100 %: wait for the device before each "
+                "reading (torch.cuda.synchronize), and give the device and dtype that ran"
+            )
+        return flops_per_s / peak
 
 
 LONG, LEAST_MFU = 8000, 40  # tokens; per cent of its peak that a good baseline reaches from there on

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the ground up: a room imports rooms of lower floors only. On the roof: the command line, `eval.cli`
 FLOORS = [
-    ["lazyllm.errors", "lazyllm.machine"],
-    ["lazyllm.files", "lazyllm.presets"],
+    ["lazyllm.errors"],
+    ["lazyllm.files", "lazyllm.machine", "lazyllm.presets"],
     ["lazyllm.spec"],
     ["lazyllm.engine"],
     ["lazyllm.models"],

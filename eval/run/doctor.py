@@ -4,9 +4,9 @@
     lazyllm-bench doctor --model qwen3-8b
     lazyllm-bench doctor --url http://127.0.0.1:8000/v1    # what a server is and can do
 
-Nothing is downloaded, and no network is needed. torch runs only on a GPU, in another process: its attention kernel is
-named by a profile. `missing`: the run needs it and would not find
-it. `not needed`: the run works without it. The exit code is 0 if nothing is missing, else 2.
+Nothing is downloaded, and no network is needed. torch is imported only on a GPU: a profile names its attention kernel.
+`missing`: the run needs it and would not find it. `not needed`: the run works without it. The exit code is 0 if nothing
+is missing, else 2.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from eval.benchmarks.datasets import default_suite
 from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import parser_of
-from lazyllm.machine import FLASH_2, accelerator
+from lazyllm.machine import handicaps
 from lazyllm.presets import PRESETS
 from lazyllm.spec import source_of
 
@@ -83,20 +83,14 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
         return OK, "sdpa runs PyTorch's flash attention for CPUs"
     if not fits:
         return NOT_NEEDED, "its kernel is known once torch fits"
-    command = [sys.executable, "-c", _PROBE]
-    kernel = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.strip()
-    kind = accelerator(gpu[0])
-    slow = kernel == FLASH_2 and kind is not None and kind.is_hopper
-    return OK, f"sdpa runs {kernel}" + (": about 35 % of the peak on Hopper, which flatters speedups" if slow else "")
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as attend
 
+    from lazyllm.engine.devices import attention_events, attention_kernel
 
-_PROBE = """
-import torch
-from torch.nn.functional import scaled_dot_product_attention as attend
-from lazyllm.engine.devices import attention_events, attention_kernel
-part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
-print(attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True))))
-"""
+    part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
+    kernel = attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True)))
+    return OK, ". ".join([f"sdpa runs {kernel}", *handicaps(gpu[0], [kernel], nan)])
 
 
 def check_disk(gigabytes: float) -> State:

@@ -30,13 +30,13 @@ from lazyllm.engine.devices import (
     attention_events,
     attention_kernel,
     devices_of,
-    peak_of,
     read_clock,
     read_peak,
     release_memory,
     reset_peak,
+    utilisation,
 )
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import Greedy
 from lazyllm.engine.pack import Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
@@ -306,10 +306,7 @@ class Bench:
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         group_starts, computed = compact_counts(out.computed)
-        flops, shape = run.prefill_flops(self.model.config, turn), LayerShape.of(self.model.config)
-        sizes = shape.width, shape.mlp_width
-        is_known = getattr(self.model.config, "quantization_config", None) is None  # quantised products are faster
-        peak = peak_of(devices_of(self.model)[0], self.model.dtype, *sizes) if is_known else None
+        flops = run.prefill_flops(self.model.config, turn)
         return Measurement(
             **scored(case, decoded, self.chat, turn),
             token_ids=out.token_ids,
@@ -325,7 +322,7 @@ class Bench:
             aux_bytes=out.aux_bytes,
             peak_memory_bytes=run.peaks[turn],
             prefill_flops=flops,
-            prefill_mfu=None if peak is None else peak.share(flops, out.ttft_s),
+            prefill_mfu=utilisation(self.model, flops, out.ttft_s),
             tokens_computed=run.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(run.tokens_computed, range(turn + 1))),

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lazyllm.errors import UserError
+from lazyllm.engine.flops import LayerShape
 from lazyllm.machine import FLASH_2, accelerator, device_name
 
 _CLEAR = Path("/proc/self/clear_refs")
@@ -83,37 +82,21 @@ def read_work_clock(device: torch.device) -> float:
     return time.process_time() if is_one_thread else read_clock(device)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The rate that a device can reach. is_bound: whether nothing is faster: a data sheet's, not one measured here."""
+def utilisation(model: Any, flops: float, seconds: float) -> float | None:
+    """The share of the peak of the model's device that some work used; None if the peak is not known.
 
-    flops_per_s: float
-    is_bound: bool
-
-    def share(self, flops: float, seconds: float) -> float:
-        """The share of the rate that some work used. Raises UserError if it is more than the device can do."""
-        share = flops / seconds / self.flops_per_s
-        if self.is_bound and share > 1:
-            raise UserError(
-                f"impossible clock: {flops / 1e12:.4g} TFLOP in {seconds:.4g} s are {share:.0%} of this device's peak "
-                f"of {self.flops_per_s / 1e12:.4g} TFLOP/s; expected at most 100 %: wait for the device before each "
-                "reading (torch.cuda.synchronize), and give the device and dtype that ran"
-            )
-        return share
-
-
-def peak_of(device: torch.device, dtype: torch.dtype, width: int, mlp_width: int) -> Peak | None:
-    """The peak of a known accelerator in `dtype`; of a CPU, the rate of one matrix product. None for other devices.
-
-    width, mlp_width: of the model; the CPU multiplies 1,000 of its tokens by a matrix of this size, best of three.
+    The peak is that of the data sheet, and on a CPU the rate of one matrix product: of 1,000 of the model's tokens, the
+    best of three. Raises UserError for more than a data sheet's.
     """
+    device, dtype, shape = devices_of(model)[0], model.dtype, LayerShape.of(model.config)
+    if getattr(model.config, "quantization_config", None) is not None:  # its products are faster
+        return None
     if device.type == "cpu":
-        return Peak(_cpu_rate(dtype, width, mlp_width, torch.get_num_threads()), is_bound=False)
+        return flops / seconds / _cpu_rate(dtype, shape.width, shape.mlp_width, torch.get_num_threads())
     kind = accelerator(device_name(device))
     if kind is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return None
-    is_float32 = dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
-    return Peak(kind.float32_flops_per_s if is_float32 else kind.flops_per_s, is_bound=True)
+    return kind.share(flops / seconds, dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch
 from eval.analysis.run_table import compared_table, run_table
 from eval.board import read_board
 from eval.report.overview import warnings
-from eval.run import doctor, measure
+from eval.run import doctor
 from eval.run.config import TimingConfig
 from eval.run.loop import run
 from eval.store.record import Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun, stored_runs
-from lazyllm.engine.devices import Peak, attention_events, attention_kernel, peak_of
+from lazyllm.engine import devices
+from lazyllm.engine.devices import attention_events, attention_kernel, utilisation
 from lazyllm.engine.generation import generate
 from lazyllm.errors import UserError
 from lazyllm.machine import FLASH_2, accelerator
@@ -47,18 +49,23 @@ def test_data_sheet_is_found_by_the_drivers_name(device: str, teraflops: int | N
     assert (kind and kind.flops_per_s) == (teraflops and teraflops * 1e12)
 
 
-def test_peak_refuses_more_than_all_of_a_data_sheet() -> None:
-    assert Peak(100e12, is_bound=True).share(5e12, 0.1) == 0.5
-    assert Peak(100e12, is_bound=False).share(5e12, 0.01) == 5  # a rate measured here may be exceeded
-    with pytest.raises(UserError, match=r"impossible clock: 5 TFLOP in 0\.01 s are 500%.*100 TFLOP/s.*synchronize"):
-        Peak(100e12, is_bound=True).share(5e12, 0.01)
+def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(config=load_config(ModelSpec("tiny")), device=torch.device("cuda"))
+    monkeypatch.setattr(devices, "devices_of", lambda model: [model.device])
+    monkeypatch.setattr(devices, "device_name", lambda _: H100)
+    for dtype, teraflops, share in ((torch.bfloat16, 98.9, 0.5), (torch.float32, 6.7, 0.5), (torch.float64, 1, None)):
+        model.dtype = dtype
+        assert utilisation(model, teraflops * 1e12, 0.2) == (share and pytest.approx(share))
+    model.dtype = torch.bfloat16
+    with pytest.raises(UserError, match=r"impossible clock: 4945 TFLOP/s are 500% of the peak of H100, 989.*synchroni"):
+        utilisation(model, 98.9e12, 0.02)
 
 
-def test_peak_of_a_cpu_is_a_measured_rate() -> None:
-    peak = peak_of(torch.device("cpu"), torch.float32, 64, 96)
-    assert peak is not None
-    assert peak.flops_per_s > 0
-    assert not peak.is_bound
+def test_share_of_a_cpus_measured_rate_may_be_any() -> None:
+    model = random_model("llama", 1, num_layers=1)
+    assert (utilisation(model, 1e18, 1) or 0) > 1
+    model.config.quantization_config = {}
+    assert utilisation(model, 1, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,7 @@ def test_kernel_that_ran_is_told_by_a_profile(attention: str, kernel: str) -> No
 
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "peak_of", lambda *_: Peak(1e9, is_bound=False))
+    monkeypatch.setattr(devices, "_cpu_rate", lambda *_: 1e9)
     result = run(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, timing=TimingConfig(warmup=1)))
     assert result.results is not None
     [stored] = result.results.runs
@@ -151,7 +158,7 @@ def test_board_refuses_an_impossible_clock_with_its_number(tmp_path: Path) -> No
     fast = replace(record(1), method=measurement(prefill_flops=int(2 * 989e12 * 0.2)))  # in 0.2 s
     submit(tmp_path / "board" / "fast", [fast], provenance=machine)
     [submission] = read_board(tmp_path / "board")
-    assert any("impossible clock: a prefill at 200% of the peak of NVIDIA H100" in line for line in submission.problems)
+    assert any("impossible clock: 1978 TFLOP/s are 200% of the peak of H100" in line for line in submission.problems)
 
 
 def test_doctor_names_the_kernel_on_a_cpu_and_waits_for_torch_on_a_gpu() -> None:
