@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import HubDataset, is_cached, literals, official_file
+from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths
 from lazyllm.errors import UserError
@@ -88,7 +88,7 @@ SUITE = Suite(
     options=BabilongConfig,
     check=partial(check_lengths, LENGTHS),
     missing=_HUB.missing,
-    cached=partial(is_cached, _HUB.repository),
+    cached=_HUB.is_cached,
 )
 
 

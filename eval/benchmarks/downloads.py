@@ -26,14 +26,6 @@ from lazyllm.files import cache_folder, write_whole
 log = logging.getLogger(__name__)
 
 
-def is_cached(repository: str) -> bool:
-    """Whether a dataset of the hub is in the cache of the package `datasets`, without its slow import."""
-    from huggingface_hub import constants
-
-    folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-    return (Path(folder).expanduser() / repository.replace("/", "___")).is_dir()
-
-
 @cache
 def hub_is_reachable() -> bool:
     """Whether the hub answers; False if HF_HUB_OFFLINE is set. Asked once a process, as it may take seconds."""
@@ -42,63 +34,58 @@ def hub_is_reachable() -> bool:
     return not is_offline() and is_reachable(constants.ENDPOINT)
 
 
-def load_from_hub(repository: str, configuration: str | None, split: str, give: str) -> Any:
-    """The rows of a dataset's split, from the cache of `datasets` or from the hub.
-
-    give: the content of a folder that the user can give instead. Raises UserError if it is in neither.
-    """
-    from datasets import config, load_dataset
-    from datasets.exceptions import DatasetsError
-
-    offline = config.HF_HUB_OFFLINE
-    try:
-        # without a network, `datasets` tries for half a minute before it reads its cache
-        config.HF_HUB_OFFLINE = offline or not hub_is_reachable()
-        return load_dataset(repository, configuration, split=split)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(
-            f"{repository} is not cached and cannot be downloaded ({reason_of(error)}): give data.dir=FOLDER with "
-            f"{give}, or run once with a network"
-        ) from error
-    finally:
-        config.HF_HUB_OFFLINE = offline
-
-
-def rows_from_hub(repository: str, configuration: str | None, split: str, give: str) -> Rows:
-    """The rows of a dataset's split. Arguments as in `load_from_hub`."""
-    source = repository if configuration is None else f"{repository}, {configuration}"
-    return _hashed({source: map(dict, load_from_hub(repository, configuration, split, give))}, source)
-
-
-def _hashed(parts: Mapping[str, Iterable[dict[str, Any]]], source: str) -> Rows:
-    """parts: {file or dataset: its rows}."""
-    rows = [(f"{part}, row {number}", row) for part, values in parts.items() for number, row in enumerate(values, 1)]
-    return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
-
-
-def missing_from_hub(repository: str, give: str) -> str | None:
-    """Why a dataset cannot be loaded, without importing `datasets`; None if it can. give: as in `load_from_hub`."""
-    if is_cached(repository) or hub_is_reachable():
-        return None
-    return (
-        f"{repository} is not cached and cannot be downloaded: give data.dir=FOLDER with {give}, or run once with a "
-        "network"
-    )
-
-
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the hub whose own files may be in `data.dir` instead. give: those files, for messages."""
+    """A dataset of the hub, by the package `datasets`. give: the files that may be in `data.dir` instead, for messages.
+
+    Its methods raise UserError if it is neither cached nor downloadable.
+    """
 
     repository: str
     give: str
 
+    def is_cached(self) -> bool:
+        """Whether it is in the cache of `datasets`, without its slow import."""
+        from huggingface_hub import constants
+
+        folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+        return (Path(folder).expanduser() / self.repository.replace("/", "___")).is_dir()
+
+    def absent(self, reason: str = "") -> str | None:
+        """Why it cannot be loaded, without importing `datasets`; None if it can. reason: of a load that failed."""
+        if not reason and (self.is_cached() or hub_is_reachable()):
+            return None
+        return (
+            f"{self.repository} is not cached and cannot be downloaded{reason}: give data.dir=FOLDER with {self.give}, "
+            "or run once with a network"
+        )
+
+    def missing(self, dataset: Dataset, settings: DataSettings) -> str | None:
+        """`absent`, or None if there is a `data.dir`."""
+        return self.absent() if settings.dir is None else None
+
+    def split(self, configuration: str | None, split: str) -> Any:
+        """A split, from the cache or the hub."""
+        from datasets import config, load_dataset
+        from datasets.exceptions import DatasetsError
+
+        offline = config.HF_HUB_OFFLINE
+        try:
+            # without a network, `datasets` tries for half a minute before it reads its cache
+            config.HF_HUB_OFFLINE = offline or not hub_is_reachable()
+            return load_dataset(self.repository, configuration, split=split)
+        except (OSError, ValueError, DatasetsError) as error:
+            raise UserError(self.absent(f" ({reason_of(error)})")) from error
+        finally:
+            config.HF_HUB_OFFLINE = offline
+
     def rows(
-        self, settings: DataSettings, pattern: str, configuration: str | None = None, split: str = "train"
+        self, settings: DataSettings, pattern: str = "", configuration: str | None = None, split: str = "train"
     ) -> Rows:
-        """The rows of the files in `data.dir` whose names match `pattern`, or of a split. Raises UserError."""
+        """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split."""
         if settings.dir is None:
-            return rows_from_hub(self.repository, configuration, split, self.give)
+            source = self.repository if configuration is None else f"{self.repository}, {configuration}"
+            return _hashed({source: map(dict, self.split(configuration, split))}, source)
         import pyarrow.parquet as pq  # not at the top: it is slow to import
 
         folder, files = settings.dir.expanduser(), {}
@@ -112,9 +99,11 @@ class HubDataset:
             raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
         return _hashed(files, str(folder))
 
-    def missing(self, dataset: Dataset, settings: DataSettings) -> str | None:
-        """Why the rows cannot be loaded; None if they can."""
-        return missing_from_hub(self.repository, self.give) if settings.dir is None else None
+
+def _hashed(parts: Mapping[str, Iterable[dict[str, Any]]], source: str) -> Rows:
+    """parts: {file or dataset: its rows}."""
+    rows = [(f"{part}, row {number}", row) for part, values in parts.items() for number, row in enumerate(values, 1)]
+    return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
 
 
 def literals(content: bytes, *names: str) -> list[Any]:

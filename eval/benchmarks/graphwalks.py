@@ -16,7 +16,7 @@ from functools import partial
 from itertools import islice, product
 from typing import Any
 
-from eval.benchmarks.downloads import HubDataset, is_cached
+from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, sha256_of
 from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite
@@ -102,7 +102,7 @@ SUITE = Suite(
     options=GraphWalksConfig,
     check=check,
     missing=lambda dataset, settings: _HUB.missing(dataset, settings) if settings.options.lengths is None else None,
-    cached=partial(is_cached, _HUB.repository),
+    cached=_HUB.is_cached,
     length=lambda settings: max(settings.options.lengths or [0]) or None,
     shorter="give smaller graphwalks.lengths",
 )

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import HubDataset, given_file, is_cached, official_file, rows_from_hub
+from eval.benchmarks.downloads import HubDataset, given_file, official_file
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Field, Rows, check_fields, is_filled, is_text, loaded, parsed_json, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
@@ -69,7 +69,7 @@ SUITE = Suite(
     score=score_example,
     rows_in_dir=True,
     missing=_HUB.missing,
-    cached=partial(is_cached, _HUB.repository),
+    cached=_HUB.is_cached,
 )
 
 
@@ -89,7 +89,7 @@ def _template(settings: DataSettings) -> str:
 def _rows(settings: DataSettings) -> Rows:
     """The rows of the folder or of the hub. Raises UserError."""
     if settings.dir is None:
-        return rows_from_hub(_HUB.repository, None, "train", _HUB.give)
+        return _HUB.rows(settings)
     file = given_file(settings.dir, ROWS, _HUB.give)
     values = parsed_json(data := file.read_bytes(), str(file))
     if not isinstance(values, list):

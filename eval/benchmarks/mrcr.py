@@ -19,7 +19,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import HubDataset, is_cached
+from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import tokenizer_for_rows
 from eval.benchmarks.rows import check_fields, is_filled, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths
@@ -122,7 +122,7 @@ SUITE = Suite(
     options=MrcrConfig,
     check=partial(check_lengths, BINS),
     missing=_HUB.missing,
-    cached=partial(is_cached, _HUB.repository),
+    cached=_HUB.is_cached,
     length=lambda settings: max(settings.options.lengths),
     shorter="give smaller mrcr.lengths",
 )

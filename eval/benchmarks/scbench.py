@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import given_file, is_cached, literals, missing_from_hub, official_file, rows_from_hub
+from eval.benchmarks.downloads import HubDataset, given_file, literals, official_file
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Rows, check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
-REPOSITORY = "microsoft/SCBench"
 PROMPTS = "eval_utils.py"
 PROMPTS_URL = "https://raw.githubusercontent.com/microsoft/MInference/a045846dcf55e28650b2d6be49a4407f9645a4d7/scbench/eval_utils.py"
 PROMPTS_SHA256 = "069629206c915778f4cfe0175ace7203869557b9bf8e31a565ea54dc6c03c3d3"
@@ -53,7 +52,7 @@ _NAMES = (
     "multiturn_follow_up_templates_in_chat_tempate",
 )
 _PLACES = {"input", "question", "prefix", "OPTION_A", "OPTION_B", "OPTION_C", "OPTION_D"}
-_GIVE = f"SCBench's <task>.jsonl and {PROMPTS}"
+_HUB = HubDataset("microsoft/SCBench", f"SCBench's <task>.jsonl and {PROMPTS}")
 _ASKED = re.compile("The .+ is")  # what mf's questions ask for
 _PARTS = ("scbench_summary", "scbench_passkey")  # the tasks of the turns of summary_with_needles
 
@@ -63,7 +62,7 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
     if dataset.name in _LEFT_OUT:
         return "its official score needs a parser of six languages (tree-sitter), which this package does not include"
     if settings.dir is None:
-        return missing_from_hub(REPOSITORY, _GIVE)
+        return _HUB.absent()
     file = settings.dir.expanduser() / f"{dataset.name}.jsonl"
     return None if file.is_file() else f"data.dir={settings.dir} holds no <task>.jsonl for it"
 
@@ -99,7 +98,7 @@ SUITE = Suite(
     score=score_example,
     rows_in_dir=True,
     missing=missing,
-    cached=partial(is_cached, REPOSITORY),
+    cached=_HUB.is_cached,
 )
 
 
@@ -117,7 +116,7 @@ class _Prompts:
 
 def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
     """A task's prompts, read from the folder or downloaded. Raises UserError."""
-    content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _GIVE, prompts_sha256)
+    content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _HUB.give, prompts_sha256)
     first, plain, in_chat = (prompts[dataset.name] for prompts in _parsed_prompts(content).values())
     is_wrapped = _is_wrapped(settings)
     prefix = "This paper" if is_wrapped and dataset.name == "scbench_summary" else ""
@@ -156,8 +155,8 @@ def _parsed_prompts(content: bytes) -> dict[str, dict[str, str]]:
 def _rows(dataset: Dataset, settings: DataSettings) -> Rows:
     """The rows of the folder or of the hub. Raises UserError."""
     if settings.dir is None:
-        return rows_from_hub(REPOSITORY, dataset.name, "test", _GIVE)
-    file = given_file(settings.dir, f"{dataset.name}.jsonl", _GIVE)
+        return _HUB.rows(settings, configuration=dataset.name, split="test")
+    file = given_file(settings.dir, f"{dataset.name}.jsonl", _HUB.give)
     return lines_of(file.read_bytes(), str(file))
 
 

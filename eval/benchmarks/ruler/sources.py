@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from eval.benchmarks.downloads import literals, load_from_hub, missing_from_hub, official_file
+from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, parsed_json
 from lazyllm.errors import UserError
 
@@ -40,9 +40,9 @@ OFFICIAL_SHA256 = "92afc45cbdaddfd043fb3cc4706500f8cf8811508ed14cfee8be345b8eaaa
 """Of both files, one after the other."""
 _ESSAYS, _ENGLISH = "PaulGrahamEssays.json", "english_words.json"
 _GIVE_ESSAY = f"give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with RULER's {_ESSAYS}"
-_HUB = {  # dataset of a qa task: (repository, configuration, file in data.dir)
-    "squad": ("rajpurkar/squad_v2", None, "squad.json"),
-    "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "hotpotqa.json"),
+_HUB = {  # dataset of a qa task: (on the hub, configuration, file in data.dir)
+    "squad": (HubDataset("rajpurkar/squad_v2", "RULER's squad.json"), None, "squad.json"),
+    "hotpotqa": (HubDataset("hotpotqa/hotpot_qa", "RULER's hotpotqa.json"), "distractor", "hotpotqa.json"),
 }
 INSTALL = "install it with: pip install 'lazyllm-bench[ruler]'"
 
@@ -237,10 +237,10 @@ def missing_corpus(task: Task, sources: Sources) -> str | None:
         return f"no text to hide needles in; {_GIVE_ESSAY}" if _essay_file(sources) is None else None
     if task.kind != "qa":
         return None
-    repository, _, name = _HUB[task.settings["dataset"]]
+    hub, _, name = _HUB[task.settings["dataset"]]
     if sources.folder is not None and (sources.folder / name).is_file():
         return None
-    return missing_from_hub(repository, f"RULER's {name}")
+    return hub.absent()
 
 
 def corpus_sha256(task: Task, sources: Sources) -> str | None:
@@ -268,12 +268,12 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
     dataset: "squad" or "hotpotqa", read from its file in `data.dir` if it exists, else by the package `datasets`.
     Raises UserError if the file is malformed, or if the dataset is neither cached nor downloadable.
     """
-    source, configuration, name = _HUB[dataset]
+    hub, configuration, name = _HUB[dataset]
     file = sources.folder / name if sources.folder else None
     if file is not None and file.is_file():
         content, source = parsed_json(_content(file), str(file)), str(file)
     else:
-        content = load_from_hub(source, configuration, "validation", f"RULER's {name}")
+        content, source = hub.split(configuration, "validation"), hub.repository
     try:
         if dataset == "squad":
             corpus = _squad(_squad_rows(content) if isinstance(content, dict) else content)

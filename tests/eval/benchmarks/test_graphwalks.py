@@ -106,8 +106,3 @@ def test_rows_of_the_datasets_files(tmp_path: Path) -> None:
         assert [example.context for example in loaded.examples] == [example.context for example in own]
         assert [example.answers for example in loaded.examples] == [example.answers for example in own]
         assert {example.input for example in loaded.examples} == {"Operation:\nfind"}
-
-
-def test_folder_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.dir=.*\*\.parquet"):
-        SUITE.load(BFS, DataSettings(dir=tmp_path, options=GraphWalksConfig()))
