@@ -7,8 +7,8 @@
 The arguments are those of a run or a sweep. Nothing is downloaded and no model runs: data and tokenizers are in the
 caches (lazyllm-bench fetch). Prompts, FLOPs and bytes are counted, with the paired baseline, warm-ups, later turns and
 other models. Answers have their maximum length; as many decode together as `answers.rows` says, or as fit into the
-GPU's memory; nothing is revived. Hours follow from one rate: half of the FLOP/s and of the bytes per second in the
-GPU's data sheet.
+GPU's memory; nothing is revived. Without --gpu, memory is that of a run on this machine. Hours follow from one rate:
+half of the FLOP/s and of the bytes per second in the GPU's data sheet.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
     from eval.run.measure import WARMUP_TOKENS
     from eval.run.prepare import parameters_of
     from eval.store.runs import label_of, settings_in
+    from lazyllm.models.load import as_device
 
     model = Model.of(run.spec)
     methods: dict[str, Method] = {
@@ -122,6 +123,10 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * seconds_on(device, work) if device is not None else 0
         peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in longest]
+    memory = max(peaks, key=lambda parts: sum(parts.values()))
+    on_cpu = device is None and run.spec.device in ("auto", "cpu") and as_device(run.spec.device).type == "cpu"
+    if on_cpu and together > 1:
+        memory["copies for packed products"] = model.copies
     return Cost(
         run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(run.method))}",
         examples=sum(row.count for row in rows),
@@ -130,7 +135,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
         answer_tokens=sum(row.count * len(row.messages) * row.new_tokens for row in rows),
         method=works[0],
         baseline=works[1],
-        memory=max(peaks, key=lambda parts: sum(parts.values())),
+        memory=memory,
         seconds=seconds,
     )
 

@@ -13,6 +13,7 @@ from eval.run.loop import run
 from eval.run.plan import RATE, as_text, cost, costs, rows_of, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
+from lazyllm.engine import devices
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS
@@ -65,6 +66,18 @@ def test_llama_2_by_hand() -> None:
     assert eager["working"] == 2 * 32 * n * n * 2 > model.memory(Baseline(), n, 1)["working"]
     assert seconds_on(ACCELERATORS["l4"], Work(steps, read)) == pytest.approx(read / 0.3e12 / RATE)
     assert seconds_on(ACCELERATORS["l4"], Work(prefill, model.weights)) == pytest.approx(prefill / 121e12 / RATE)
+
+
+def test_plan_counts_the_copies_of_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "copies_weights", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(devices, "LARGE_MATRIX", 64)
+    matrices = [part.weight.numel() for part in load_weights(TINY).modules() if isinstance(part, torch.nn.Linear)]
+    for dtype, rows, expected in (("bfloat16", 8, 2 * sum(matrices)), ("bfloat16", 1, 0), ("float32", 8, 0)):
+        Model.of.cache_clear()
+        options = f"answers.rows={rows}", f"model.dtype={dtype}", "dataset=lookup", "limit=1"
+        [planned] = costs([*PRUNING[:-1], *options], None)
+        assert planned.memory.get("copies for packed products", 0) == expected
+    Model.of.cache_clear()
 
 
 @pytest.fixture(scope="module")
