@@ -21,6 +21,7 @@ from eval.store.record import Record
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
+from tests.lazyllm.engine.test_pack import Unpackable
 from tests.runs import run_of, small_run
 
 OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes", "prefill_mfu"}
@@ -137,11 +138,6 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
         assert rows == 8 or weights + (rows + 1) * row > 0.8 * gigabytes * 1e9
     assert rows_of_answers(None, spec, methods, 3500, 500, None) == 1
     assert rows_of_answers(16, spec, methods, 3500, 500, None) == 16
-
-
-class Unpackable(Baseline):
-    packs = False
-    label = "unpackable"
 
 
 def test_a_method_that_cannot_be_packed_is_refused_before_anything_runs() -> None:
