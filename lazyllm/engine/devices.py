@@ -102,17 +102,13 @@ def utilisation(model: Any, flops: float, seconds: float) -> float | None:
 @cache
 def _cpu_rate(dtype: torch.dtype, width: int, mlp_width: int, threads: int) -> float:
     """FLOP/s of a product, measured once for each number of threads."""
-    seconds = min(product_seconds(torch.device("cpu"), dtype, 1000, width, mlp_width) for _ in range(3))
-    return 2 * 1000 * width * mlp_width / seconds
-
-
-def product_seconds(device: torch.device, dtype: torch.dtype, tokens: int, width: int, mlp_width: int) -> float:
-    """Seconds of the product of random matrices [tokens, width] and [width, mlp_width]."""
-    rows, weight = (torch.rand(size, device=device).to(dtype) for size in ((tokens, width), (width, mlp_width)))
-    torch.mm(rows, weight)  # the first product is slower
-    began = read_work_clock(device)
-    torch.mm(rows, weight)
-    return read_work_clock(device) - began
+    device, seconds = torch.device("cpu"), []
+    rows, weight = (torch.rand(size).to(dtype) for size in ((1000, width), (width, mlp_width)))
+    for _ in range(4):  # the first one is slower
+        began = read_work_clock(device)
+        torch.mm(rows, weight)
+        seconds.append(read_work_clock(device) - began)
+    return 2 * 1000 * width * mlp_width / min(seconds)
 
 
 # {a part of an event's name in PyTorch's profiler, in lower case: the attention kernel}, the most telling first
