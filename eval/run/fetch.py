@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from eval.run.config import compose_config, jobs_of, to_run_config
 from eval.run.resolved import Resolved, resolve
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import HubError
+from lazyllm.models.checkpoint import HubError, read_config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,12 +36,14 @@ def main(arguments: Sequence[str]) -> int:
 
 def fetched(run: Resolved) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards. Raises UserError."""
+    models = () if run.is_served else (run.spec, *(spec for one in run.runs.values() for spec in one.other_models()))
+    for spec in models:
+        read_config(spec)  # what the hub refuses is told before torch is imported
     from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
 
     if run.is_served:
         load_tokenizer_of(run.spec)
         yield f"{run.spec.name}: tokenizer only"
-    models = () if run.is_served else (run.spec, *(spec for one in run.runs.values() for spec in one.other_models()))
     for spec in models:
         config = check_loading(spec)
         load_tokenizer_of(spec)
