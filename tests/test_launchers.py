@@ -91,6 +91,13 @@ def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[st
     assert list((folder / "home").iterdir()) == []
 
 
+def test_joblib_sweep_tells_once_what_it_leaves_out(tmp_path: Path) -> None:
+    refused_early = ("seed=1,2", "dataset=embedded", "turns=2", "model.chat=auto")
+    done = sweep(tmp_path, *refused_early, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    assert "the tokenizer has no chat template" in done.stderr
+    assert said(tmp_path, done).count("left out: digest: ") == 1
+
+
 def test_joblib_shards_make_one_run_whatever_job_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

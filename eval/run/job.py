@@ -26,7 +26,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.run.config import CONF, RunConfig, check_arguments, compose_config, one_line, register_schema, to_run_config
+from eval.run.config import (
+    CONF,
+    RunConfig,
+    check_arguments,
+    compose_config,
+    jobs_of,
+    one_line,
+    register_schema,
+    to_run_config,
+)
 from eval.run.resolved import RUNS, check_early, check_writable, resolve
 from lazyllm.errors import FailedExamplesError, UserError
 
@@ -52,6 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     options, arguments = parser.parse_known_args(arguments)
     bounds = None if options.gate is None else parse_gate(options.gate)
     _finished.clear()
+    if any(argument.startswith("hydra/launcher=") for argument in arguments):
+        with suppress(UserError):  # the first job tells what is left out here, once for the launcher's processes
+            resolve(to_run_config(compose_config(jobs_of(arguments)[0])))
     try:
         start(run_job, arguments)
     finally:  # a job that failed does not hide the others

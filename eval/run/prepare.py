@@ -20,10 +20,20 @@ from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import in_half, parse_shard, shard_numbers, spread_over
 from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset, Skipped
 from eval.run import targets
-from eval.run.config import compose_config, prompt_limit, register_schema, to_run_config
+from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.identity import machine, now, tokenizer_sha256, versions, weights_sha256
 from eval.run.measure import Case
-from eval.run.resolved import RUNS, Resolved, about_the_method, at_depth, build_method, canonical, later_turns, plain
+from eval.run.resolved import (
+    RUNS,
+    Resolved,
+    about_the_method,
+    at_depth,
+    build_method,
+    canonical,
+    later_turns,
+    limit_of_prompts,
+    plain,
+)
 from eval.run.served import describe_servers
 from eval.run.targets import OutOfReachError
 from eval.run.work import rows_of_answers
@@ -102,7 +112,7 @@ def prepare(run: Resolved) -> Plan:
     assert tokenizer is not None  # `resolve` refuses random weights without one
     told = [server.positions for server in servers.values() if server.positions is not None]
     longest = min(told, default=None) if model_config is None else model_config.max_position_embeddings
-    limit = _prompt_limit(run, longest)
+    limit = limit_of_prompts(run, longest)
     if None in (model.max_prompt_tokens, model.chat):
         log.info(
             "%s: %sprompts beyond %d tokens lose their middle; %s",
@@ -159,7 +169,7 @@ def prepare(run: Resolved) -> Plan:
                 "started": now(),
             },
             # `limit` and `sample` choose from these
-            "examples": {data.dataset.name: data.total or len(data.examples) for data in loaded},
+            "examples": {data.dataset.name: data.total for data in loaded},
             **({"baseline_command": _baseline_command(run, label)} if run.paired == "ttft" else {}),
         },
         names=(model.name, label_of(method["name"], settings_in(method)), seed, label + half),
@@ -175,22 +185,6 @@ def prepare(run: Resolved) -> Plan:
         skipped=[row for data in loaded for row in data.skipped],
         file_part=shard.file_part if shard is not None else "",
     )
-
-
-def _prompt_limit(run: Resolved, longest: int | None) -> int:
-    """Tokens of a prompt; longer ones lose their middle. longest: the model's positions, if known. Raises UserError."""
-    length, asked = run.suite.length(run.data), run.config.model.max_prompt_tokens
-    if length is not None and longest is not None and length > longest:  # before the rows are made
-        raise UserError(
-            f"{run.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
-            f"{run.suite.shorter}"
-        )
-    limit = asked or (prompt_limit(longest) if longest is not None else length)
-    if limit is None:
-        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
-    if longest is not None and limit > longest:
-        raise UserError(f"model.max_prompt_tokens={limit}: the model has {longest} positions: give fewer")
-    return limit
 
 
 def within_reach(run: Resolved) -> dict[str, Resolved]:
@@ -236,7 +230,7 @@ def _cases(
 ) -> Iterator[Case]:
     """A dataset's examples with their prompts. Prompts that the model or the method cannot take are refused here.
 
-    settings: the method's. limit, longest: tokens, as of `_prompt_limit`.
+    settings: the method's. limit, longest: tokens, as of `limit_of_prompts`.
     """
     dataset = data.dataset
     method = Baseline() if run.is_served else build_method(settings)  # servers have their own
@@ -276,12 +270,12 @@ def _cases(
 
 
 def _loaded(run: Resolved) -> list[LoadedDataset]:
-    """The rows of all datasets. Raises UserError that names each dataset whose rows do not fit."""
+    """The rows of all datasets after `limit` and `spread`. Raises UserError that names each whose rows do not fit."""
     loaded: list[LoadedDataset] = []
     reasons = {}
     for dataset in run.datasets:
         try:
-            loaded.append(load(dataset, run.data))
+            loaded.append(_limited(run, load(dataset, run.data)))
         except DoesNotFitError as error:
             reasons[dataset.name] = str(error)
     if reasons:
@@ -291,7 +285,7 @@ def _loaded(run: Resolved) -> list[LoadedDataset]:
 
 
 def _examples(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
-    """The examples of each dataset after `limit`, `half` and `sample`, in the dataset's order."""
+    """The examples of each dataset after `half`, `turns` and `sample`, in the dataset's order."""
     config = run.config
     last = None if config.turns is None else config.turns - 1
     chosen: dict[str, list[Example]] = {}
@@ -299,7 +293,7 @@ def _examples(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, list[Exam
         name = data.dataset.name
         if last and not any(example.turns for example in data.examples):
             raise UserError(f"turns={config.turns}: the rows of {name} hold one question each; leave it out")
-        examples = in_half(name, _limited(run, data), config.half)
+        examples = in_half(name, data.examples, config.half)
         if config.half is not None and not examples:
             raise UserError(f"half={config.half} leaves no example of {name}: give limit=2 or more, or half=null")
         chosen[name] = [replace(example, turns=example.turns[:last]) for example in examples]
@@ -310,10 +304,11 @@ def _examples(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, list[Exam
     return {name: [one for one in examples if next(numbers) in drawn] for name, examples in chosen.items()}
 
 
-def _limited(run: Resolved, data: LoadedDataset) -> Sequence[Example]:
-    """A dataset's examples after `limit` and `spread`."""
-    limit = run.config.limit
-    return data.examples[:limit] if run.config.spread is None or limit is None else spread_over(data.examples, limit)
+def _limited(run: Resolved, data: LoadedDataset) -> LoadedDataset:
+    """The dataset with its rows after `limit` and `spread`."""
+    limit, rows = run.config.limit, data.examples
+    rows = rows[:limit] if run.config.spread is None or limit is None else tuple(spread_over(rows, limit))
+    return replace(data, examples=rows, total=data.total or len(data.examples))
 
 
 def _data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]:
@@ -327,7 +322,7 @@ def _data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]
         "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
     }
     if config.spread is not None:  # equal for all who chose the same rows
-        facts["spread"] = sha256_of({data.dataset.name: [one.id for one in _limited(run, data)] for data in loaded})
+        facts["spread"] = sha256_of({data.dataset.name: [one.id for one in data.examples] for data in loaded})
         facts["spread"] = facts["spread"][:16]
     return facts
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
 from eval.benchmarks.datasets import check_rows, datasets_asked_for, missing_rows
 from eval.benchmarks.suite import Dataset, DataSettings, Suite
 from eval.run import targets
-from eval.run.config import SERVER, SERVER_SETTINGS, RunConfig
+from eval.run.config import SERVER, SERVER_SETTINGS, RunConfig, prompt_limit
 from eval.run.identity import SERVED_CODE, code_sha256, versions
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
@@ -30,6 +29,7 @@ from lazyllm.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 _OF_SERVERS = ("kind", "api", "extra_body", "cache", "trust_prompt", "key_env", "timeout_s")  # settings `model.*`
+TOLD = "LAZYLLM_BENCH_TOLD"  # environment variable: what was said to be left out
 RUNS = Path("runs")  # the folder of runs without `out`, and `hydra.sweep.dir` of conf/config.yaml
 
 
@@ -177,7 +177,7 @@ def check_early(run: Resolved) -> None:
 
 
 def _check_model(run: Resolved) -> None:
-    """Refuse a device, a chat format, or a method at the model's depth, and a folder of another run."""
+    """Refuse a device, a chat format, a prompt limit or a method that does not fit, and a folder of another run."""
     spec, folder = run.spec, run.config.out
     if spec.device.startswith("cuda") and not may_have_gpu():
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
@@ -186,6 +186,8 @@ def _check_model(run: Resolved) -> None:
         source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer, None)
         if not has_chat_template(*source):
             raise UserError(NO_TEMPLATE)
+    if "max_position_embeddings" in config:
+        limit_of_prompts(run, config["max_position_embeddings"])
     if "num_hidden_layers" not in config:  # a nested config, which transformers reads
         return
     layers: int = config["num_hidden_layers"]
@@ -196,6 +198,22 @@ def _check_model(run: Resolved) -> None:
             from eval.store.folder import about_in  # not at the top: it imports pyarrow
 
             about_in(Path(folder), one.identity(layers), in_part=True)
+
+
+def limit_of_prompts(run: Resolved, longest: int | None) -> int:
+    """Tokens of a prompt; longer ones lose their middle. longest: the model's positions, if known. Raises UserError."""
+    length, asked = run.suite.length(run.data), run.config.model.max_prompt_tokens
+    if length is not None and longest is not None and length > longest:  # before the rows are made
+        raise UserError(
+            f"{run.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
+            f"{run.suite.shorter}"
+        )
+    limit = asked or (prompt_limit(longest) if longest is not None else length)
+    if limit is None:
+        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
+    if longest is not None and limit > longest:
+        raise UserError(f"model.max_prompt_tokens={limit}: the model has {longest} positions: give fewer")
+    return limit
 
 
 def check_writable(folder: Path) -> None:
@@ -297,10 +315,12 @@ def _with_rows(config: RunConfig, suite: Suite, named: tuple[Dataset, ...], data
     return tuple(dataset for dataset in named if dataset not in reasons)
 
 
-@cache
 def _tell_once(left_out: str) -> None:
-    """All jobs of a sweep in this process leave out the same."""
-    log.warning("left out: %s", left_out)
+    """All jobs of a sweep leave out the same, also those in processes that this one starts."""
+    told = os.environ.get(TOLD, "")
+    if left_out not in told:
+        log.warning("left out: %s", left_out)
+        os.environ[TOLD] = f"{told}{left_out}\n"
 
 
 def _check_options(config: RunConfig, suite: Suite, named: tuple[Dataset, ...]) -> None:

@@ -86,6 +86,11 @@ COMMANDS = {
     "run model.chat=auto": (2, "error: model.chat=auto: the tokenizer has no chat template: give model.chat=none"),
     "run model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run model=llama2 model.load_format=dummy dataset=lookup": (2, "error: random weights (model.load_format=dummy)"),
+    "run model.max_prompt_tokens=99999": (
+        2,
+        "error: model.max_prompt_tokens=99999: the model has 4096 positions: give",
+    ),
+    "fetch model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run dataset=[]": (2, "error: dataset=[]: expected at least one dataset"),
     "run dataset=trec data.dir=MADE/rows": (2, "rows/trec.jsonl:10: not valid JSON in UTF-8"),
     "run dataset=trec data.dir=MADE/rows out=MADE/damaged": (2, "error: MADE/damaged/run.json: cannot be read"),

@@ -55,8 +55,8 @@ def settings_of(folder: Path, options: RulerConfig | None = None, **settings) ->
 
 @NEEDS_SHARED
 @pytest.mark.parametrize("length", [2048, 4096])
-def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys):
-    resolved._tell_once.cache_clear()  # another test may have been told
+def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys, monkeypatch):
+    monkeypatch.delenv(resolved.TOLD, raising=False)  # another test may have been told
     rows = 1 + (length == 2048)
     shared = [f"model.tokenizer={SHARED / 'tokenizers' / 'llama2'}", f"data.dir={SHARED / 'ruler' / 'official'}"]
     command = ["rows", "dataset=ruler", f"limit={rows}", f"ruler.length={length}", "out=made", *shared]

@@ -214,12 +214,12 @@ def test_run_interrupted_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
     assert read_run(tmp_path / "run")[1] == records
 
 
-def test_more_turns_than_a_row_has_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_more_turns_than_a_row_has_are_refused(caplog, monkeypatch) -> None:
     with pytest.raises(UserError, match="turns=9: a row of the embedded suite has up to 8 questions"):
         run_of(turns=9)
     with pytest.raises(UserError, match="digest: a context has one question only"):
         run_of(dataset={"digest": True})
-    resolved._tell_once.cache_clear()
+    monkeypatch.delenv(resolved.TOLD, raising=False)
     for whole in ({}, {"embedded": True, "digest": True, "lookup": True}):  # two jobs of a sweep
         assert "digest" not in [dataset.name for dataset in run_of(dataset=whole).datasets]
     assert caplog.text.count("left out: digest:") == 1
