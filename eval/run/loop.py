@@ -339,9 +339,10 @@ def _results(plan: Plan, store: RunStore) -> tuple[Results | None, str]:
         first = f"the first: {failed[0].dataset}, row {failed[0].id}: {failed[0].reason}"
         file = store.folder / "failures.jsonl"
         if len(failed) == len(keys):  # never while other shards have examples to measure
+            helps = "a longer model.timeout_s" if plan.servers else "another model.dtype, more memory"
             raise FailedExamplesError(
-                f"all {len(failed)} examples failed, {first}. {file} has the tracebacks; another model.dtype, a "
-                "smaller model.max_prompt_tokens or more memory may help"
+                f"every example failed ({len(failed)}), {first}. {file} has the tracebacks; {helps} or a smaller "
+                "model.max_prompt_tokens may help"
             )
         told = (
             f"{len(failed)} of {len(keys)} examples failed and are not in the table, {first}. {file} holds all; the "

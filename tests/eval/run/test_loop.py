@@ -66,7 +66,7 @@ def test_failed_example_is_written_down_and_the_others_go_on(tmp_path: Path, mon
     ]
     assert all("generate_or_fail" in failure["traceback"] for failure in failures)
     assert "2 of 6 examples failed and are not in the table, the first: lookup" in result.failed
-    assert "2 examples failed and are left out" in (tmp_path / "run" / "summary.md").read_text()
+    assert "2 examples failed, left out here" in (tmp_path / "run" / "summary.md").read_text()
 
     monkeypatch.setattr(eval.run.measure, "generate", generate)
     caplog.clear()
@@ -83,7 +83,7 @@ def test_shard_in_which_all_fails_leaves_the_others_alone(tmp_path: Path, monkey
     failed = len(read_failures(tmp_path / "run"))
     assert 0 < failed < 6
     assert f"{failed} of 6 examples failed and are not in the table" in result.failed
-    with pytest.raises(FailedExamplesError, match="all 6 examples failed"):
+    with pytest.raises(FailedExamplesError, match=r"every example failed \(6\)"):
         run(second, show=False)
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -95,7 +95,7 @@ def test_run_ends_with_3_if_examples_failed(tmp_path: Path, monkeypatch, capsys,
     failing(monkeypatch, {call: RuntimeError("no kernel image") for call in calls})
     quick = ["dataset=lookup", "limit=2", "max_new_tokens=2", "timing.paired=false", "timing.warmup=0"]
     assert main(["run", *sweep, *quick, "method=lazy,random_drop,static_pruning" if sweep else "method=lazy"]) == 3
-    told = {0: "1 of 2 examples failed and are not in the table", 1: "all 2 examples failed"}[len(sweep)]
+    told = {0: "1 of 2 examples failed and are not in the table", 1: "every example failed (2)"}[len(sweep)]
     out, error = capsys.readouterr()
     assert f"error: {told}, the first: lookup" in error.splitlines()[-1]
     assert ("All runs of the sweep" in out) == bool(sweep)
