@@ -17,7 +17,7 @@ from eval.analysis.table import COMPUTED, MODEL, Column, Table, cells, forms, mo
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
-from eval.store.runs import is_ablation, settings_in
+from eval.store.runs import counted, is_ablation, settings_in
 
 PUBLISHED = Path(__file__).parent / "published"
 PAPER_MODELS = ("llama2", "xgen")
@@ -134,7 +134,7 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
         columns += [f"paper_{value.name}", f"{value.name}_difference"] if value.name in _PAPER else []
     frame = pd.DataFrame(rows, columns=columns)
     failed = sum(len(run.failures) for run in runs.runs)
-    failures = f" {failed} examples failed and are not counted (see failures.jsonl of their runs)." if failed else ""
+    failures = f" Failed, not counted: {counted(failed, 'example')} (failures.jsonl of their runs)." if failed else ""
     caption = (
         f"{note} Runs with the preset table1 and the baseline. The paper does not publish its parameters; ours are "
         "solved for its TTFT speedups. ±: half of the 95 % bootstrap interval over examples; both ends are in "

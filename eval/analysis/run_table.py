@@ -20,7 +20,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
 from eval.store.folder import read_planned
 from eval.store.results import Results, without_baseline
-from eval.store.runs import StoredRun
+from eval.store.runs import StoredRun, counted
 from lazyllm.machine import accelerator
 
 FEWEST = 5  # least number of examples for an interval: with fewer, the bootstrap is too narrow (±0 if they agree)
@@ -55,8 +55,14 @@ def run_table(results: Results, title: str, control: Results | None = None) -> T
     rows = _rows(results)
     shown = _without_mean_of_one(rows) + _by_length(results)
     frame = pd.DataFrame(shown, columns=_COLUMNS)
-    names = [row["name"] if row["kind"] == "dataset" else f"**{row['name']}**" for row in shown]
-    table = _cells(frame.assign(shown_name=names), [Column("shown_name", "dataset, **task**")], [rows])
+    datasets = frame[frame["kind"] == "dataset"]
+    alone = datasets.drop_duplicates("task", keep=False).set_index("task")["name"].to_dict()
+    # a task's only dataset has the task's numbers: both are one row
+    names = {row["name"]: f"**{row['name']}**" for row in shown if row["kind"] != "dataset"}
+    names |= {task: f"**{task}**: {dataset}" for task, dataset in alone.items()}
+    once = frame[~frame["name"].isin(alone.values())]
+    keys = [Column("shown_name", "dataset, **task**")]
+    table = _cells(once.assign(shown_name=once["name"].replace(names)), keys, [rows])
     return Table("summary", title, _caption({"": results}, {"": rows}, control), frame, table)
 
 
@@ -189,7 +195,7 @@ def _caption(
     for label, of_run in rows.items():
         if whole := of_run[-1]["failed"]:
             text += (
-                f"\n{label}{whole} examples failed and are left out; if they count as 0, the score is "
+                f"\n{label}{counted(whole, 'example')} failed, left out here; counted as 0, the score is "
                 f"{of_run[-1]['score_failed_as_zero']:.2f}."
             )
     return text

@@ -58,9 +58,8 @@ class Table:
         from rich import box
         from rich.table import Table as RichTable
 
-        table = RichTable(
-            title=self.title, title_justify="left", box=box.SIMPLE_HEAD, caption=self.caption, padding=(0, 1, 0, 0)
-        )
+        table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.caption, table.caption_justify = self.caption, "left"
         for number, heading in enumerate(self.cells.columns):
             is_key = number < self.keys
             first, _, rest = heading.partition(" ")

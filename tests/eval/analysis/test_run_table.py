@@ -53,8 +53,10 @@ def console_text(table: Table) -> str:
 
 def test_run_table_has_datasets_tasks_and_their_mean() -> None:
     """Every value comes from `eval.store.aggregate`, whose tests check them."""
-    rows = rows_of(run_table(results_of(RECORDS), ""))
+    table = run_table(results_of(RECORDS), "")
+    rows, shown = rows_of(table), list(table.cells.iloc[:, 0])
     assert list(rows) == ["hotpotqa", "musique", "multi_doc_qa", "trec", "few_shot", "mean over tasks"]
+    assert shown == ["hotpotqa", "musique", "**multi_doc_qa**", "**few_shot**: trec", "**mean over tasks**"]
     assert [rows[name]["examples"] for name in rows] == [2, 1, 3, 1, 1, 4]
     assert rows["multi_doc_qa"]["score"] == pytest.approx((50 + 33.33) / 2)
     assert rows["mean over tasks"]["ttft_speedup"] == 2
@@ -78,6 +80,7 @@ def test_run_table_has_the_same_numbers_in_every_form() -> None:
     content = json.loads(run_json(table, {"identity": {"seed": 0}}))
     assert content["identity"] == {"seed": 0}
     text, markdown = console_text(table), table.to_markdown()
+    assert "\nScores 0 to 100." in text
     for row, line, in_json in zip(table.frame.to_dict("records"), lines, content["rows"], strict=True):
         assert line["name"] == in_json["name"] == row["name"]
         assert float(line["score"]) == in_json["score"]["mean"] == row["score"]
@@ -130,7 +133,7 @@ def test_failures_are_counted_and_score_zero_in_a_column_of_their_own(tmp_path: 
     of_task = compared.cells[compared.cells["task"] == "multi_doc_qa"].set_index("method")
     assert of_task["failed"].to_dict() == {"baseline": "-", "static": "0", "lazy": "3"}
     assert of_task.loc["lazy", "score, failed as 0"] == f"{multi_doc_qa:.2f}"
-    text = f"4 examples failed and are left out; if they count as 0, the score is {(multi_doc_qa + 50) / 2:.2f}."
+    text = f"4 examples failed, left out here; counted as 0, the score is {(multi_doc_qa + 50) / 2:.2f}."
     assert text in table.caption
     assert f"\nlazy: {text}" in compared.caption
     for table in (run_table(results_of(RECORDS), ""), compared_table({"a": results_of(RECORDS)}, "")):
