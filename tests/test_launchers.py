@@ -47,7 +47,7 @@ RAY_ENVIRONMENT = {
 
 
 def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python run.py -m ...` in `folder`, offline, with a separate home folder."""
+    """Run `python run.py ... -m ...` in `folder`, offline, with a separate home folder."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     basic = {
@@ -56,7 +56,7 @@ def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
         "HOME": str(home),
         "LAZYLLM_BENCH_CACHE": str(folder / "cache"),
     }
-    command = [sys.executable, str(ROOT / "run.py"), "-m", *overrides]
+    command = [sys.executable, str(ROOT / "run.py"), overrides[0], "-m", *overrides[1:]]
     return subprocess.run(command, cwd=folder, env=basic | environment, capture_output=True, text=True, timeout=400)
 
 

@@ -97,19 +97,20 @@ def data(results: Results) -> pd.DataFrame:
 
 @style.styled
 def plot(frame: Any) -> MplFigure:
-    """One block per model and suite, one row per value; left, methods that continue; right, those that start again."""
+    """One block per model and suite, one row per value, a column for methods that continue and one for others."""
     figure, sections = style.sections_of(frame, 9.5, lambda _: 2.3 * len(_PANELS), most=2, note=", mean over tasks")
     for part, rows in sections:
-        panels = part.subplots(len(_PANELS), 2, sharex=True, sharey="row")
+        titles = {turns: title for turns, title in _TITLES.items() if turns in set(rows["turns"])}
+        panels = part.subplots(len(_PANELS), len(titles), sharex=True, sharey="row", squeeze=False)
         for (value, (label, is_log)), line in zip(_PANELS.items(), panels, strict=True):
             line[0].set_ylabel(label)
-            for axes, turns in zip(line, _TITLES, strict=True):
+            for axes, turns in zip(line, titles, strict=True):
                 _draw_panel(axes, rows[rows["turns"] == turns], value, style.styles_of(rows["method"]))
             if is_log:
                 style.log_scale(line[0], "y")
             else:
                 line[0].set_ylim(bottom=0, top=104 if value == "score" else None)
-        for title, upper, lower in zip(_TITLES.values(), panels[0], panels[-1], strict=True):
+        for title, upper, lower in zip(titles.values(), panels[0], panels[-1], strict=True):
             upper.set_title(title)
             lower.set_xlabel("question")
             lower.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -117,7 +118,7 @@ def plot(frame: Any) -> MplFigure:
         for axes in panels[0]:
             curves |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         curves["baseline"] = curves.pop("baseline")  # last
-        style.legend_beside(panels[0, 1], handles=curves.values(), labels=curves)
+        style.legend_beside(panels[0, -1], handles=curves.values(), labels=curves)
     return figure
 
 

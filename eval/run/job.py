@@ -117,7 +117,8 @@ def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: 
     # a launcher's processes import this package from the same place
     paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "HYDRA_FULL_ERROR": "1"}  # raise errors instead of exiting
-    sys.argv = ["run.py", *arguments]
+    # Hydra refuses -m among the settings
+    sys.argv = ["run.py", *sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))]
     try:
         return hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
     except (HydraException, OmegaConfBaseException) as error:

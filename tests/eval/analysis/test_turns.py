@@ -75,4 +75,5 @@ def test_turns_figure_has_a_column_for_continuing_and_for_starting_again() -> No
     so_far = picture.axes[6]
     assert so_far.containers[0].lines[0].get_xydata().tolist() == [[1, 2], [2, pytest.approx(0.8)]]
     assert "baseline" in texts(picture)
+    assert len(drawn(FIGURE, FIGURE.data(Results(runs()[:1]))).axes) == len(picture.axes) / 2  # no empty column
     assert FIGURE.data(Results(runs()[2:])).empty
