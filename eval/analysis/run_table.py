@@ -55,14 +55,17 @@ def run_table(results: Results, title: str, control: Results | None = None) -> T
     rows = _rows(results)
     shown = _without_mean_of_one(rows) + _by_length(results)
     frame = pd.DataFrame(shown, columns=_COLUMNS)
-    datasets = frame[frame["kind"] == "dataset"]
-    alone = datasets.drop_duplicates("task", keep=False).set_index("task")["name"].to_dict()
-    # a task's only dataset has the task's numbers: both are one row
-    names = {row["name"]: f"**{row['name']}**" for row in shown if row["kind"] != "dataset"}
-    names |= {task: f"**{task}**: {dataset}" for task, dataset in alone.items()}
-    once = frame[~frame["name"].isin(alone.values())]
-    keys = [Column("shown_name", "dataset, **task**")]
-    table = _cells(once.assign(shown_name=once["name"].replace(names)), keys, [rows])
+    of_task = Counter(row["task"] for row in shown if row["kind"] == "dataset")
+    only = {row["task"]: row["name"] for row in shown if row["kind"] == "dataset" and of_task[row["task"]] == 1}
+    cells = []
+    for row in shown:  # a task's only dataset has the task's numbers: both are one row
+        if row["kind"] != "dataset":
+            of = f": {only[row['task']]}" if row["kind"] == "task" and row["task"] in only else ""
+            cells.append({**row, "shown_name": f"**{row['name']}**{of}"})
+        elif row["task"] not in only:
+            cells.append({**row, "shown_name": row["name"]})
+    columns = ["shown_name", *_COLUMNS]
+    table = _cells(pd.DataFrame(cells, columns=columns), [Column("shown_name", "dataset, **task**")], [rows])
     return Table("summary", title, _caption({"": results}, {"": rows}, control), frame, table)
 
 

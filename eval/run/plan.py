@@ -25,6 +25,7 @@ from eval.run.work import Model, Work, rows_of_answers
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, Accelerator
 from lazyllm.methods import Baseline, Method
+from lazyllm.models.checkpoint import HubError, read_config
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
 
@@ -80,10 +81,7 @@ def rows_of(run: Resolved) -> list[Rows]:
     from eval.run.prepare import prepare
 
     here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
-    try:
-        cases = prepare(run.changed(model=here, method={"name": "baseline"}, compare={}, only=None)).cases
-    except UserError as error:
-        raise UserError(f"{error}. A plan counts the run's own prompts: lazyllm-bench fetch gets them") from error
+    cases = prepare(run.changed(model=here, method={"name": "baseline"}, compare={}, only=None)).cases
     messages = [tuple(len(part.token_ids) for part in (case.prompt, *case.prompt.turns)) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Rows(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
@@ -149,6 +147,13 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     jobs = [resolve(to_run_config(compose_config(job))) for job in jobs_of(whole)]
     if any(job.is_served for job in jobs):
         raise UserError("a plan counts the work of a model in this process; a server's is unknown")
+    try:
+        for job in jobs:
+            read_config(job.spec)  # what is not in the caches is told before torch is imported
+    except HubError as error:
+        raise UserError(
+            f"{error.reason}. A plan counts the run's own prompts: lazyllm-bench fetch gets them"
+        ) from error
     from eval.run.prepare import within_reach
 
     known: dict[str, list[Rows]] = {}  # by settings: the runs of a sweep share their prompts
@@ -169,6 +174,7 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
 def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
+    from eval.store.runs import counted
 
     headings = ["run", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "of baseline"]
     headings += ["TB read", "of baseline", "GB", "hours"]
@@ -189,10 +195,11 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more",
     ]
     if device is None:
-        return "\n".join([*lines, f"{len(planned)} runs; for hours, give --gpu {', '.join(ACCELERATORS)}"])
+        return "\n".join([*lines, f"{counted(len(planned), 'run')}; for hours, give --gpu {', '.join(ACCELERATORS)}"])
     rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
     hours = sum(one.seconds for one in planned) / 3600
-    lines.append(f"{len(planned)} runs, {hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
+    runs = counted(len(planned), "run")
+    lines.append(f"{runs}, {hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
     if largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
             f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "

@@ -91,6 +91,7 @@ COMMANDS = {
         "error: model.max_prompt_tokens=99999: the model has 4096 positions: give",
     ),
     "fetch model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
+    "plan model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run dataset=[]": (2, "error: dataset=[]: expected at least one dataset"),
     "run dataset=trec data.dir=MADE/rows": (2, "rows/trec.jsonl:10: not valid JSON in UTF-8"),
     "run dataset=trec data.dir=MADE/rows out=MADE/damaged": (2, "error: MADE/damaged/run.json: cannot be read"),
