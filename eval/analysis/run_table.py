@@ -57,15 +57,15 @@ def run_table(results: Results, title: str, control: Results | None = None) -> T
     frame = pd.DataFrame(shown, columns=_COLUMNS)
     of_task = Counter(row["task"] for row in shown if row["kind"] == "dataset")
     only = {row["task"]: row["name"] for row in shown if row["kind"] == "dataset" and of_task[row["task"]] == 1}
-    cells = []
+    lines = []
     for row in shown:  # a task's only dataset has the task's numbers: both are one row
         if row["kind"] != "dataset":
             of = f": {only[row['task']]}" if row["kind"] == "task" and row["task"] in only else ""
-            cells.append({**row, "shown_name": f"**{row['name']}**{of}"})
+            lines.append({**row, "shown_name": f"**{row['name']}**{of}"})
         elif row["task"] not in only:
-            cells.append({**row, "shown_name": row["name"]})
+            lines.append({**row, "shown_name": row["name"]})
     columns = ["shown_name", *_COLUMNS]
-    table = _cells(pd.DataFrame(cells, columns=columns), [Column("shown_name", "dataset, **task**")], [rows])
+    table = _cells(pd.DataFrame(lines, columns=columns), [Column("shown_name", "dataset, **task**")], [rows])
     return Table("summary", title, _caption({"": results}, {"": rows}, control), frame, table)
 
 
