@@ -247,9 +247,12 @@ def difference(results: Results) -> dict[str, Any] | None:
 
 
 def _told(beside: dict[str, Any]) -> str:
+    score, ttft = "95 % interval {score_low:+.2f} to {score_high:+.2f}", " ({ttft_low:.2f} to {ttft_high:.2f})"
+    if np.isnan(beside["score_low"]):
+        score, ttft = "too few examples for an interval", ""
     text = (
-        "score {score:+.2f} (95 % interval {score_low:+.2f} to {score_high:+.2f}), {better} examples better and "
-        "{worse} worse (p = {p:.2g}); TTFT speedup {ttft:.2f} ({ttft_low:.2f} to {ttft_high:.2f})"
+        f"score {{score:+.2f}} ({score}), {counted(beside['better'], 'example')} better and {{worse}} worse "
+        f"(p = {{p:.2g}}); TTFT speedup {{ttft:.2f}}{ttft}"
     )
     return (text + "; {changed} of {examples} answers differ" * (beside["changed"] is not None)).format_map(beside)
 

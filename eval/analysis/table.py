@@ -64,7 +64,7 @@ class Table:
             is_key = number < self.keys
             first, _, rest = heading.partition(" ")
             text = heading.replace("**", "") if is_key or not rest else f"{first}\n{rest}"
-            table.add_column(text, justify="left" if is_key else "right", no_wrap=True)
+            table.add_column(text, justify="left" if is_key else "right", no_wrap=not is_key)
         rows = self.cells.to_numpy().tolist()
         sums = [row[0].startswith("**") for row in rows]
         for row, is_sum, ends in zip(rows, sums, self._ends(), strict=True):

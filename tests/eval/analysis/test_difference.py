@@ -50,6 +50,7 @@ def test_table_shows_the_difference_and_that_by_chance() -> None:
     assert "score +25.00 (95 % interval +25.00 to +25.00), 5 examples better and 0 worse (p = 0.062)" in caption
     assert "the baseline beside itself: score +0.00" in caption
     assert "TTFT speedup 1.00 (1.00 to 1.00); 0 of 5 answers differ" in caption
+    assert "nan" not in run_table(results([0.75]), "").caption  # one example has no interval
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def test_compared_table_joins_methods_by_task() -> None:
     for task, method in by_key:
         assert sum(task in line and method in line for line in text.splitlines()) == 1
         assert f"| {task} | {method} |" in markdown
+    long = compared_table({"a method, with=many, settings=given" * 2: results_of(RECORDS)}, "one")
+    assert "…" not in console_text(long)  # its name takes several lines, and no number is cut
 
 
 def test_failures_are_counted_and_score_zero_in_a_column_of_their_own(tmp_path: Path) -> None:
