@@ -10,6 +10,7 @@ from eval.benchmarks.datasets import load
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
 from eval.run.resolved import resolve
 from lazyllm.errors import UserError
+from lazyllm.files import write_whole
 
 USAGE = """usage: lazyllm-bench rows dataset=NAME out=FOLDER [limit=N] [KEY=VALUE ...]
 
@@ -30,10 +31,6 @@ def main(arguments: Sequence[str]) -> int:
     for dataset in run.datasets:
         lines = [json.dumps(row.official) for row in load(dataset, run.data).examples[: run.data.limit]]
         file = Path(run.config.out) / f"{dataset.name}.jsonl"
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{file}: cannot be written ({error.strerror}): give another out=FOLDER") from error
+        write_whole(file, "".join(f"{line}\n" for line in lines))
         print(f"{file}: {len(lines)} rows")
     return 0

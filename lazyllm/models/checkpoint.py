@@ -73,11 +73,15 @@ def read_config(spec: ModelSpec) -> dict[str, Any]:
     preset = PRESETS.get(spec.name)
     if spec.is_dummy and preset is not None and preset.architecture is not None:
         return dict(preset.architecture)
-    file = folder_of(spec, CONFIGS) / "config.json"
+    return read_json(folder_of(spec, CONFIGS) / "config.json", spec.source)
+
+
+def read_json(file: Path, source: str) -> dict[str, Any]:
+    """The content of a JSON file of a checkpoint or tokenizer, `source` in messages. Raises UserError."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{spec.source}: its config.json could not be used ({error})") from error
+        raise UserError(f"{source}: its {file.name} could not be used ({error})") from error
 
 
 def check_files(folder: Path, source: str, weights_file: str | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import (
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import CONFIGS, INDEX, WEIGHTS, check_files, folder_of
+from lazyllm.models.checkpoint import CONFIGS, INDEX, WEIGHTS, check_files, folder_of, read_json
 from lazyllm.models.convert import converted
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
 from lazyllm.models.tokenizers import load_tokenizer
@@ -160,10 +159,7 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     if not spec.is_dummy:
         file = folder_of(spec, CONFIGS) / "generation_config.json"
         if file.is_file():
-            try:
-                end_ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id", end_ids)
-            except ValueError as error:
-                raise UserError(f"{spec.source}: its {file.name} could not be used ({error})") from error
+            end_ids = read_json(file, spec.source).get("eos_token_id", end_ids)
     if end_ids is None:
         return ()
     return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids)

@@ -9,12 +9,11 @@ exists only as the repository's code; `lazyllm/models/xgen_tokenizer.py` replace
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import hub_folder
+from lazyllm.models.checkpoint import hub_folder, read_json
 from lazyllm.models.xgen_tokenizer import is_xgen, load_xgen_tokenizer
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
     file = folder / _CONFIG
     if any(folder.glob("chat_template.*")):
         return True
-    return file.is_file() and bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+    return file.is_file() and bool(read_json(file, str(source)).get("chat_template"))
 
 
 def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
@@ -159,6 +158,6 @@ def _sentencepiece_proto(model_file: Path) -> Any:
 def _settings(config_file: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {"add_bos_token": True, "add_eos_token": False}
     if config_file.is_file():
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = read_json(config_file, str(config_file.parent))
         settings |= {key: config[key] for key in _CONFIG_KEYS if config.get(key) is not None}
     return settings

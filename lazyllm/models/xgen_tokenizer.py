@@ -18,13 +18,12 @@ The model has 51,200 rows of embeddings; ids from 50313 on have no token and dec
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import hub_folder
+from lazyllm.models.checkpoint import hub_folder, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,7 +53,7 @@ _INSTEAD = (
 
 def is_xgen(config_file: Path) -> bool:
     """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises UserError if the file is damaged."""
-    config = _read(config_file)
+    config = read_json(config_file, str(config_file.parent))
     by_code = (config.get("auto_map") or {}).get("AutoTokenizer") or []  # "module.Class", or a list of these
     names = [config.get("tokenizer_class"), *([by_code] if isinstance(by_code, str) else by_code)]
     return any(name is not None and name.rsplit(".", 1)[-1] == _CLASS for name in names)
@@ -66,7 +65,7 @@ def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
     config_file: the checkpoint's `tokenizer_config.json`; its chat template, maximal length and padding token are used.
     Raises UserError if the config is of another tokenizer, or if GPT-2's `merges.txt` is missing or another file.
     """
-    config = _read(config_file)
+    config = read_json(config_file, str(config_file.parent))
     for key, expected in _EXPECTED.items():
         if (value := _text_of(config.get(key, expected))) != expected:
             raise UserError(f"{config_file}: {key} is {value!r}, expected XGen 7B's {expected!r}")
@@ -116,13 +115,6 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False, **settings
     )
-
-
-def _read(config_file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{config_file}: not JSON ({error})") from error
 
 
 def _text_of(value: Any) -> Any:

@@ -283,7 +283,7 @@ def test_hash_of_merges_is_the_one_that_tiktoken_checks():
     ("name", "content", "remedy"),
     [
         ("merges.txt", "#version: 0.2\na b\n", r"model\.tokenizer=FOLDER"),
-        ("tokenizer_config.json", "{", "not JSON"),
+        ("tokenizer_config.json", "{", "could not be used"),
     ],
 )
 def test_damaged_files_are_refused(checkpoint, name, content, remedy):
