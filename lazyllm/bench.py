@@ -337,8 +337,14 @@ def timed(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[float, Any]:
     return read_work_clock(model.device) - began, result
 
 
+def next_token(model: PreTrainedModel, text: Tensor, cache: Any = None) -> tuple[Any, list[int]]:
+    """(KV cache, the next token) by transformers' `model(...)` after a text [1, k], logits of the last token only."""
+    out = model(text.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.past_key_values, out.logits[0].argmax(-1).tolist()
+
+
 def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Run:
-    """The mean step of `model.generate`, then the prefill by `model(...)`, logits of the last token only."""
+    """The mean step of `model.generate`, then the prefill by `model(...)`."""
     import torch
 
     token_ids = prompt[None].to(model.device)
@@ -347,17 +353,14 @@ def _transformers(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> Ru
         options = dict(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
         return model.generate(token_ids, **options)[0, len(prompt) :].tolist()  # type: ignore[operator]
 
-    def first_token() -> list[int]:
-        return model(token_ids, use_cache=True, logits_to_keep=1).logits[0].argmax(-1).tolist()
-
     flops = prefill_flops(model.config, [len(prompt)] * model.config.num_hidden_layers)
     with torch.inference_mode():
         if new_tokens == 1:
-            ttft_s, tokens = timed(model, first_token)
+            ttft_s, (_, tokens) = timed(model, lambda: next_token(model, token_ids))
             return Run(tokens, ttft_s, [], ttft_s, flops, [])
         whole_s, tokens = timed(model, lambda: generate(new_tokens))
         first_s, _ = timed(model, lambda: generate(1))
-        ttft_s, _ = timed(model, first_token)
+        ttft_s, _ = timed(model, lambda: next_token(model, token_ids))
     return Run(tokens, ttft_s, [(whole_s - first_s) / (new_tokens - 1)], whole_s, flops, [])
 
 
@@ -369,17 +372,10 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
 
     before, after, revived = Kept(), Kept(), 0.0
     if method is None:
-
-        def answer(text: Tensor, cache: Any) -> tuple[Any, Tensor]:
-            """(KV cache, [1] token) after a text [k]."""
-            out = model(text[None].to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            return out.past_key_values, out.logits[0].argmax(-1).cpu()
-
         with torch.inference_mode():
-            cache, token = answer(prompt, None)
-            text = torch.cat([token, turn])
-            seconds, (_, token) = timed(model, lambda: answer(text, cache))
-        token_ids = token.tolist()
+            cache, token = next_token(model, prompt[None])
+            text = torch.tensor([[*token, *turn.tolist()]])
+            seconds, (_, token_ids) = timed(model, lambda: next_token(model, text, cache))
     else:
         with start(model, prompt, method) as session:
             before = session.answer(None, 1, ()).selected[0]
