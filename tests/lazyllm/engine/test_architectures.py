@@ -117,7 +117,7 @@ def test_reference_is_transformers_forward(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
+@pytest.mark.parametrize("seed", [0, *slow(1)])
 def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
     rng = random.Random(f"{variant} {seed}")
     model = random_variant(variant, seed, attention_of(variant))

@@ -29,7 +29,7 @@ VARIANTS = ["llama", "mistral, window", "qwen2", "qwen3", "gemma2", "llama, dyna
 STEPS = 4
 LAYERS = 5
 TOLERANCE = 1e-9
-SEEDS = [0, *slow(*range(1, 6))]
+SEEDS = [0, *slow(1, 2, 3)]
 
 Case = tuple[Method, Callable[[PreTrainedModel, list[int]], FieldOutput]]
 
