@@ -218,7 +218,6 @@ def test_study_of_real_runs(
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["method=baseline"], "expected method=lazy"),
         (["method.schedule={2: 0.3}"], "method.schedule"),
         ([], "target_speedup=None: expected more than 1"),
         (["target_speedup=1"], "target_speedup=1.0: expected more than 1"),

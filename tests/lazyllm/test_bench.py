@@ -13,7 +13,6 @@ from transformers import AutoConfig
 import lazyllm
 from lazyllm.bench import BenchCase, Pair, Run, cells_of, in_turns, main, turn_flops
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy
 from lazyllm.methods.support.schedule import keep_count
 from lazyllm.presets import fields_of
@@ -131,24 +130,3 @@ def test_command_measures_the_field(tmp_path) -> None:
     assert pair_of["asl 1.3x"].other.flops == prefill_flops(config, [60] * 3 + [keep_count(keep, 60) + 32] * 5)
     for name in ("claa 1.3x", "fastkv 1.3x", "lazy 1.3x", "pyramidinfer 1.3x", "static_pruning 1.3x"):
         assert pair_of[name].baseline.flops / pair_of[name].other.flops == pytest.approx(1.3, rel=0.05)
-
-
-REFUSED = [
-    ("--shape llama9", "llama2"),
-    ("--shape layers=2", "width"),
-    ("--shape depth=3,width=2", "layers=16,width=1024"),
-    ("--method gemfilter", "--method gemfilter: .* 'paper', 'none'"),
-    ("--method {99:0.5}", "--method {99:0.5}: .* only 16 layers"),
-    ("--method {2:0.3", "--method {2:0.3: .* 'paper', 'none'"),
-    ("--method 2:0.3}", "--method 2:0.3}: .* 'paper', 'none'"),
-    ("--repeats 0 --against hf", "leave out --against"),
-    ("--turn 5 --field", "leave out .* --turn"),
-    ("--field --method paper", "leave out --method"),
-    ("--dtype float8", "bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "named"), REFUSED)
-def test_command_refuses_what_cannot_be(arguments: str, named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        main(arguments.split())

@@ -146,7 +146,6 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["model.nam=tiny"], "unknown key model.nam: did you mean model.name?"),
         (["method.keep=0.5"], "unknown key keep of method lazy: known are schedule, prune_generated"),
         (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
-        (["dataset=nosuch"], "dataset=nosuch: expected one of 2wikimqa, 2wikimqa_e, all"),
         (["method=nosuch", "method.x=1"], "method=nosuch: expected one of asl, baseline"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
         (["method.schedule={2:"], "no viable alternative at input '{2:'"),
