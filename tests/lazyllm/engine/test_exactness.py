@@ -45,17 +45,17 @@ def test_random_shapes_and_schedules(architecture: str, seed: int) -> None:
     rng = random.Random(f"{architecture} {seed}")
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
-    schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in _some(rng, layers)}
+    pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
+    schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}
     prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 9, 17, 30]))]
     assert_same(model, prompt, schedule, steps=rng.randint(1, 9), prune_generated=rng.random() < 0.4)
 
 
-@pytest.mark.parametrize("architecture", ["llama"])
 @pytest.mark.parametrize("prompt_tokens", [1, 3, 12])
 @pytest.mark.parametrize(("where", "ratio"), [("first", 0.01), ("every", 0.01), ("every", 0.5), ("last", 0.5)])
-def test_edges(architecture: str, prompt_tokens: int, where: str, ratio: float) -> None:
+def test_edges(prompt_tokens: int, where: str, ratio: float) -> None:
     layers = 4
-    model = random_model(architecture, 7, num_layers=layers)
+    model = random_model("llama", 7, num_layers=layers)
     schedule = {"first": {1: ratio}, "every": dict.fromkeys(range(1, layers + 1), ratio), "last": {layers: ratio}}
     prompt = random.Random(prompt_tokens).choices(range(VOCAB), k=prompt_tokens)
     assert_same(model, prompt, schedule[where], steps=5, prune_generated=False)
@@ -94,7 +94,3 @@ def test_tied_scores_go_to_the_lower_position(architecture: str) -> None:
     assert found.selected[0] == {1: [0, 1, 2, 3, 9], 2: [0, 9]}
     assert found.selected[1] == {1: [0, 1, 2, 3, 4, 10], 2: [0, 1, 10]}
     assert found.selected[2] == {1: [0, 1, 2, 3, 4, 10, 11], 2: [0, 1, 10, 11]}
-
-
-def _some(rng: random.Random, layers: int) -> list[int]:
-    return sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
