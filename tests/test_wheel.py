@@ -101,6 +101,6 @@ def test_readme_example_runs_from_the_wheel(installed: Path, tmp_path: Path) -> 
 
 def test_commands_of_the_wheel_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     printed = run_as_a_new_user(installed, tmp_path, COMMANDS)
-    assert "1 runs: 1 done" in printed
+    assert "1 run: 1 done" in printed
     assert len(list((tmp_path / "runs").glob("tiny-lazy-lookup-*/records.jsonl"))) == 1
     assert (tmp_path / "paper" / "README.md").exists()

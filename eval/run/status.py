@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.store.folder import files_of, read_about, read_jobs, read_planned
-from eval.store.runs import CAMPAIGN, StoredRun
+from eval.store.runs import CAMPAIGN, StoredRun, counted
 from lazyllm.errors import UserError, parser_of
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE = "done", "running", "unclear", "failed", "incomplete"
@@ -80,7 +80,7 @@ def _status(folder: Path) -> Status:
         if planned is not None and not missing and RUNNING not in states:
             states, why = [DONE], []
         elif not {RUNNING, UNCLEAR, FAILED} & {*states}:
-            lacks = "its number of examples is unknown" if planned is None else f"{missing} examples are missing"
+            lacks = "its number of examples is unknown" if planned is None else f"{counted(missing, 'example')} missing"
             why.append(f"{lacks}; the same command goes on")
         state = next((state for state in (RUNNING, UNCLEAR, FAILED, DONE) if state in states), INCOMPLETE)
         done, expected = (len(keys), None) if planned is None else (len(planned) - missing, len(planned))
@@ -136,6 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.add_row(line.run, line.state, f"{line.done}/{expected}", line.last or "", line.why)
         (Console() if Console().is_terminal else Console(width=160)).print(table)
         states = Counter(line.state for line in lines)
-        print(f"{len(lines)} runs: {', '.join(f'{states[state]} {state}' for state in _EXIT if states[state])}")
+        print(f"{counted(len(lines), 'run')}:", ", ".join(f"{states[one]} {one}" for one in _EXIT if states[one]))
     codes = {_EXIT[line.state] for line in lines}
     return 1 if 1 in codes else max(codes)

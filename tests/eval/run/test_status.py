@@ -43,7 +43,7 @@ def one(folder: Path) -> Status:
 def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job(make(tmp_path / "a", 4, 4))
     assert cli.main(["status", str(tmp_path)]) == 0
-    assert "1 runs: 1 done" in capsys.readouterr().out
+    assert "1 run: 1 done" in capsys.readouterr().out
     make(tmp_path / "b", 3, 4, seed=1)
     (tmp_path / "b" / PLANNED).write_text(planned_text([("hotpotqa", "row-2"), ("hotpotqa", "row-9")]))
     os.utime(tmp_path / "b" / "records.jsonl", (0, 0))
@@ -55,7 +55,7 @@ def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.Capture
     assert (done.state, done.done, done.expected, done.why) == ("done", 4, 4, "")
     assert (missing.run, missing.state, missing.done, missing.expected) == ("b", "incomplete", 1, 2)
     assert (missing.seed, missing.last) == (1, "1970-01-01T00:00:00Z")
-    assert "1 examples are missing" in missing.why
+    assert "1 example missing" in missing.why
     assert (unknown.state, unknown.expected, unknown.last) == ("incomplete", None, None)
     assert cli.main(["status", str(tmp_path), "--json"]) == 3
     assert [line["run"] for line in json.loads(capsys.readouterr().out)] == ["a", "b", "c"]
@@ -76,7 +76,7 @@ def test_failed_examples_say_why(tmp_path: Path) -> None:
     ("settings", "state", "why"),
     [
         ({"error": "UserError: No space left"}, "failed", f"job ended at {ENDED}: UserError: No space left"),
-        ({"error": "KeyboardInterrupt: "}, "incomplete", "stopped; 1 examples are missing; the same command goes on"),
+        ({"error": "KeyboardInterrupt: "}, "incomplete", "stopped; 1 example missing; the same command goes on"),
         ({"ended": False, "process": 2**22 + 1}, "failed", f"job began at {BEGAN} and died (killed, or out of memory)"),
         ({"part": "-1-of-2", "host": "node7", "ended": False}, "unclear", f"running or died on node7 since {BEGAN}"),
     ],
