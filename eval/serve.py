@@ -23,8 +23,6 @@ from eval.run.resolved import Resolved, build_method, resolve
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method
 
-_GRACE_S = 2  # for answers in progress after SIGTERM
-
 
 class Served:
     """A model whose `generate` runs a method; all else is the model's. Calls come from one thread."""
@@ -62,9 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         logging.getLogger("transformers.cli").setLevel(logging.ERROR)  # it warns of each request
         app, models = app_of(runs)
-        print(f"http://{own['host']}:{own['port']}/v1: {', '.join(models)}", flush=True)
-        settings: Any = {"log_level": "warning", "timeout_graceful_shutdown": _GRACE_S}
-        uvicorn.run(app, host=own["host"], port=int(own["port"]), **settings)
+        host, port = own["host"], int(own["port"])
+        print(f"http://{host}:{port}/v1: {', '.join(models)}", flush=True)
+        grace_s = 2  # for answers in progress after SIGTERM
+        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=grace_s)
     return 0
 
 

@@ -111,7 +111,8 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
             mean, low, high = (row.pop(form) for form in forms(name))
             row[name] = None if mean is None else {"mean": mean, "low": low, "high": high}
         rows.append(row)
-    return json.dumps({"rows": rows, **about}, indent=2, sort_keys=True, default=str) + "\n"
+    text = json.dumps({"rows": rows, **about}, sort_keys=True, default=str)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + "\n"  # NaN is no JSON
 
 
 def _rows(results: Results) -> list[dict[str, Any]]:

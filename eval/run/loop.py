@@ -90,11 +90,9 @@ def _run(
             results, failed = _results(plan, store)
             if results is not None:
                 table = run_table(results, plan.title, control)
-                found = {"difference": difference(results), "control": control and difference(control)}
-                no_nan = {
-                    key: {k: None if v != v else v for k, v in told.items()} for key, told in found.items() if told
-                }
-                store.write("summary.json", run_json(table, no_nan | plan.about | {"identity": plan.identity}))
+                beside = {"difference": difference(results), "control": control and difference(control)}
+                about = {key: told for key, told in beside.items() if told} | plan.about
+                store.write("summary.json", run_json(table, about | {"identity": plan.identity}))
                 store.write("summary.csv", table.to_csv())
                 store.write("summary.md", table.to_markdown())
                 log.info("records, summary.json, .csv and .md are in %s", plan.folder)
