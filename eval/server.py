@@ -24,10 +24,8 @@ from lazyllm.errors import UserError
 CONNECT_S = 10.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each retry; a longer Retry-After of the server counts
 _RETRIED = (429, 500, 502, 503, 504)
-_KEY = "the key is read from the environment variable {key_env} (model.key_env)"
 _ADVICE = {  # by status
-    401: _KEY,
-    403: _KEY,
+    **dict.fromkeys((401, 403), "the key is read from the environment variable {key_env} (model.key_env)"),
     404: "expected a server with /v1/{api} (model.api) and a model {name!r}",
     422: "the server refuses a field of the request: give its model.kind, or change extra_body",
 }

@@ -82,7 +82,8 @@ def _busy_s(group: pd.DataFrame) -> float:
 def data(results: Results) -> pd.DataFrame:
     """A row for each request, as `requests`, with the coefficients a, b, c of its setting's fit (`ttft_fit`)."""
     frame: Any = in_order(requests(results))
-    fits = {key: ttft_fit(group) for key, group in frame.groupby(_KEYS, sort=False)}
+    alone = {key: group[group["load"] == "1 at once"] for key, group in frame.groupby(_KEYS, sort=False)}
+    fits = {key: ttft_fit(group) for key, group in alone.items()}  # under load, requests wait for others
     fit = [fits[tuple(row)] for row in frame[_KEYS].to_numpy()]
     return frame.assign(**{name: [one[number] for one in fit] for number, name in enumerate("abc")})
 
@@ -121,8 +122,8 @@ FIGURE = Figure(
     name="serving",
     title="TTFT of servers by prompt length",
     caption=(
-        "A point for each request, and TTFT = a n² + b n + c fitted by least squares for each server and load: "
-        "attention, the other layers, and the constant cost of a request."
+        "A point for each request, and TTFT = a n² + b n + c fitted by least squares for each server that got one "
+        "request at a time: attention, the other layers, and the constant cost of a request."
     ),
     data=data,
     plot=plot,

@@ -70,4 +70,5 @@ def test_figure_draws_each_setting_with_its_fit() -> None:
     frame = FIGURE.data(Results([run_of(records)]))
     assert frame["b"].to_numpy() == pytest.approx(1e-4)
     assert any("FP8, 1 at once" in text for text in texts(drawn(FIGURE, frame)))
+    assert FIGURE.data(Results([run_of(records, rate=2)]))["b"].isna().all()  # requests waited for others
     assert FIGURE.data(Results([stored([example("hops", "a")])])).empty
