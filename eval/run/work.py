@@ -55,11 +55,13 @@ class Model:
         config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        size, linear = _BYTES.get(spec.dtype, 2), LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
+        size, shape = _BYTES.get(spec.dtype, 2), LayerShape.of(config)
+        linear = shape.linear_flops // 2 * config.num_hidden_layers
         others = sum(parameter.numel() for parameter in model.parameters()) - linear
         weights = int(others * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size))
         matrices = [part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear)]
-        copied = copies_weights(getattr(torch, spec.dtype)) and spec.quantise is None and spec.device_map is None
+        copied = copies_weights(getattr(torch, spec.dtype)) and shape.largest_matrix >= LARGE_MATRIX
+        copied = copied and spec.quantise is None and spec.device_map is None
         return cls(spec, config, weights, 2 * sum(filter(LARGE_MATRIX.__le__, matrices)) if copied else 0)
 
     @property

@@ -104,8 +104,7 @@ class Decoder:
         self.dtype = model.dtype
         self.width: int = model.config.hidden_size
         self.tokens_run = 0.0
-        shape = LayerShape.of(model.config)
-        self._largest_matrix = shape.width * max(shape.mlp_width, shape.heads * shape.head_dim)
+        self._largest_matrix = LayerShape.of(model.config).largest_matrix
 
     def beside(self) -> Decoder:
         """A decoder of the same open model for another generation, whose tokens can run packed with this one's."""

@@ -18,7 +18,7 @@ from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS
 from lazyllm.methods import Baseline, FastKV, Method, StaticPruning
-from lazyllm.models.load import load_weights
+from lazyllm.models.load import load_config, load_weights
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import ROWS
 from tests.runs import run_of
@@ -70,9 +70,15 @@ def test_llama_2_by_hand() -> None:
 
 def test_plan_counts_the_copies_of_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "copies_weights", lambda dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(devices, "LARGE_MATRIX", 64)
+    above = LayerShape.of(load_config(TINY)).largest_matrix + 1  # the head may be larger
     matrices = [part.weight.numel() for part in load_weights(TINY).modules() if isinstance(part, torch.nn.Linear)]
-    for dtype, rows, expected in (("bfloat16", 8, 2 * sum(matrices)), ("bfloat16", 1, 0), ("float32", 8, 0)):
+    for dtype, rows, large, expected in (
+        ("bfloat16", 8, 64, 2 * sum(matrices)),
+        ("bfloat16", 1, 64, 0),
+        ("float32", 8, 64, 0),
+        ("bfloat16", 8, above, 0),
+    ):
+        monkeypatch.setattr(devices, "LARGE_MATRIX", large)
         Model.of.cache_clear()
         options = f"answers.rows={rows}", f"model.dtype={dtype}", "dataset=lookup", "limit=1"
         [planned] = costs([*PRUNING[:-1], *options], None)
