@@ -35,6 +35,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from itertools import pairwise, product
 from pathlib import Path
@@ -202,8 +203,9 @@ def main(arguments: Sequence[str]) -> None:
         contenders = {n: field(config, n, options.speedups, draft) if options.field else named for n in options.tokens}
         model = random_weights(config, spec).eval()
         about_model = f"{options.shape}, {options.dtype}, {model.get_memory_footprint() / 1e9:.2f} GB of weights"
-        print(f"{about_model}, on {about['device']}, {about['threads']} CPU thread(s)", flush=True)
         check_same_as_model(model)
+        time = forecast(model, options, max(map(len, contenders.values())))
+        print(f"{about_model}, on {about['device']}, {about['threads']} CPU thread(s): about {time}", flush=True)
         for count in options.rows:
             for name, method in ({"baseline": Baseline()} | named).items():
                 print(f"{name}, {count} rows: {gain_of_rows(model, method, count, options):.3g}x", flush=True)
@@ -222,6 +224,25 @@ def main(arguments: Sequence[str]) -> None:
     long = [pair.baseline.mfu for case in cases if case.tokens >= LONG for pair in case.pairs]
     least = min((100 * mfu for mfu in long if mfu is not None), default=math.nan)
     print(*(f"Caution: {sign}." for sign in handicaps(about["device"], [about["attention_kernel"]], least)), sep="\n")
+
+
+def forecast(model: PreTrainedModel, options: Any, contenders: int) -> timedelta:
+    """The time of all measurements, if each takes as long as the baseline's for its FLOPs and steps; one is timed."""
+    import torch
+
+    [run] = in_turns(model, [Baseline()], torch.zeros(min(1000, *options.tokens), dtype=torch.long), 2)
+
+    def seconds(tokens: int, new_tokens: int) -> float:
+        flops = prefill_flops(model.config, [tokens] * model.config.num_hidden_layers)
+        return run.ttft_s * flops / run.flops + (new_tokens - 1) * run.step_s[0]
+
+    if options.rows:  # each step of the rows, and one of a single row
+        total_s = (contenders + 1) * len(options.rows) * seconds(options.tokens[0], 2 * options.new_tokens[0] - 1)
+    else:
+        pairs = options.warmup + options.repeats if options.repeats else 0
+        of_all = (seconds(tokens + turn, new_tokens) for tokens, turn, new_tokens in _sizes(options))
+        total_s = (contenders * (2 * pairs + 1) + 1) * sum(of_all)
+    return timedelta(seconds=round(total_s))
 
 
 def measure(options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]]) -> Iterator[BenchCase]:
