@@ -107,13 +107,22 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     class FittingPrompts(GenerateManager):
         """Refuses a prompt that is too long before the stream, and its status, begins."""
 
-        def generate_streaming(self, *args: Any, **others: Any) -> Any:
-            tokens, new = args[2]["input_ids"].shape[-1], args[3].max_new_tokens or 1
+        def generate_streaming(
+            self, model: Any, processor: Any, inputs: Any, gen_config: Any, *a: Any, **k: Any
+        ) -> Any:
+            tokens, new = inputs["input_ids"].shape[-1], gen_config.max_new_tokens or 1
             require(tokens + new <= positions, "tokens", f"{tokens} + {new} new", f"at most {positions} together")
-            return super().generate_streaming(*args, **others)
+            return super().generate_streaming(model, processor, inputs, gen_config, *a, **k)
 
-    manager, state, app = Models(), GenerationState(), FastAPI()
-    state._generate_managers |= dict.fromkeys((f"{key}@main" for key in models), FittingPrompts())  # and its one thread
+    class OneAtATime(GenerationState):
+        """All models share the thread that generates."""
+
+        manager = FittingPrompts()
+
+        def get_manager(self, *_: Any, **__: Any) -> GenerateManager:
+            return self.manager
+
+    manager, state, app = Models(), OneAtATime(), FastAPI()
 
     def add(path: str, handler: Any) -> None:
         @app.post(path)
