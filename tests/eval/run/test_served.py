@@ -105,7 +105,7 @@ def test_record_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) 
     assert set(frame["label"]) == {"Half"}
     assert frame["step_s"].tolist() == [record.method.request.tpot_s for record in records if record.method.request]
     table = (tmp_path / "run" / "summary.md").read_text()
-    assert re.search(r"\| lookup \| 3 \| .* \| - \| - \|\n", table)
+    assert re.search(r"\*\*: lookup \| 3 \| .* \| - \| - \|\n", table)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,11 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The package is installed as long as the test lasts."""
     monkeypatch.syspath_prepend(packages)
+    repo = ConfigStore.instance().repo
+    monkeypatch.setitem(repo, "method", deepcopy(repo.get("method", {})))  # later tests find what they registered
     plugins.installed.cache_clear()
     yield packages
     plugins.installed.cache_clear()
-    ConfigStore.instance().repo.pop("method", None)  # lazyllm's own are files
     for name in [name for name in sys.modules if name.split(".")[0] == "own_methods"]:
         del sys.modules[name]
 
