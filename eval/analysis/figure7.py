@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from eval.analysis import style
 from eval.analysis.table import Figure
 from eval.store.results import Results
-from eval.store.runs import StoredRun
+from eval.store.runs import StoredRun, counted
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 
@@ -49,7 +49,8 @@ def plot(frame: Any) -> MplFigure:
             upper.plot(curve["step"], curve["pct_computed"], label=str(name), clip_on=False, **look)
         upper.axhline(100, label="baseline", **style.REFERENCE)
         upper.set(ylim=(0, 103), xlim=(0, max(steps, 1)), ylabel="% of prompt tokens computed so far")
-        upper.set_title(f"{rows['model'].iloc[0]}: {rows['label'].iloc[0]}, {rows['examples'].iloc[0]} examples")
+        examples = counted(rows["examples"].iloc[0], "example")
+        upper.set_title(f"{rows['model'].iloc[0]}: {rows['label'].iloc[0]}, {examples}")
         style.legend_beside(upper)
         counts = rows[rows["group"] == 1]
         lower.stairs(counts["generating"], np.append(counts["step"], steps + 1) - 0.5, fill=True, color="#BDBDBD")

@@ -9,6 +9,7 @@ from pathlib import Path
 from eval.benchmarks.datasets import load
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
 from eval.run.resolved import resolve
+from eval.store.runs import counted
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
@@ -32,5 +33,5 @@ def main(arguments: Sequence[str]) -> int:
         lines = [json.dumps(row.official) for row in load(dataset, run.data).examples[: run.data.limit]]
         file = Path(run.config.out) / f"{dataset.name}.jsonl"
         write_whole(file, "".join(f"{line}\n" for line in lines))
-        print(f"{file}: {len(lines)} rows")
+        print(f"{file}: {counted(len(lines), 'row')}")
     return 0
