@@ -119,6 +119,7 @@ def test_command_measures_second_turns(tmp_path) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_command_measures_the_field(tmp_path) -> None:
     shape = SHAPE.replace("layers=4", "layers=8,kv_heads=1")
     cases = cases_of(f"{shape} --field --speedups 1.3 --tokens 60 --new-tokens 2 --repeats 1", tmp_path / "field.json")

@@ -30,6 +30,7 @@ def test_figure_has_a_caption_and_no_data_without_runs(name: str) -> None:
     assert figure.data(Results([])).empty
 
 
+@pytest.mark.slow
 def test_tables_do_not_depend_on_the_order_of_runs() -> None:
     runs = [
         preset("lazy", over(("hotpotqa", "musique"), score=0.25), model="llama2", paper="llama2"),

@@ -97,6 +97,7 @@ def test_report_refuses_with_what_to_do(arguments: list[str], message: str, caps
     assert not Path("x.json").exists()
 
 
+@pytest.mark.slow
 def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeypatch, capsys) -> None:
     from wandb_workspaces.reports.v2 import Report
 

@@ -75,6 +75,7 @@ def test_failed_example_is_written_down_and_the_others_go_on(tmp_path: Path, mon
     assert " failed" not in caplog.text  # the folder has the name of this test
 
 
+@pytest.mark.slow
 def test_shard_in_which_all_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch, caplog) -> None:
     first, second = (small_run(tmp_path / "run").changed(shard=f"{number}/2") for number in (1, 2))
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
@@ -101,6 +102,7 @@ def test_run_ends_with_3_if_examples_failed(tmp_path: Path, monkeypatch, capsys,
     assert ("All runs of the sweep" in out) == bool(sweep)
 
 
+@pytest.mark.slow
 def test_comparison_names_its_half(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.analysis.style.save", lambda *_: [])

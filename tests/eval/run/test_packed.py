@@ -90,6 +90,7 @@ def test_packed_run_has_no_generation_speedup_and_an_identity_of_its_own(tmp_pat
     assert (lazy["ttft_speedup"] > 0).all()
 
 
+@pytest.mark.slow
 def test_examples_in_a_pack_start_again_fewer_at_once_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -90,6 +90,7 @@ def test_missing_baseline_is_named_with_its_command(runs: Path, tmp_path: Path, 
     assert (named.identity, [case.key for case in named.cases]) == (baseline.identity, baseline.keys)
 
 
+@pytest.mark.slow
 def test_comparison_joins_its_baseline_and_a_later_run_finds_it(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eval.analysis.style.save", lambda *_: [])

@@ -179,6 +179,7 @@ def test_evidence_of_a_turn_counts_tokens_computed_by_its_first_one() -> None:
         assert record.method.evidence_revived == [0] * 8
 
 
+@pytest.mark.slow
 def test_run_interrupted_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, monkeypatch) -> None:
     converse, calls = eval.run.measure.converse, 0
 

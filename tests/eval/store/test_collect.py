@@ -54,6 +54,7 @@ def collected(campaign: Path) -> Results:
     return Results.read([campaign / "collected"])
 
 
+@pytest.mark.slow
 def test_tables_and_figures_are_equal_from_raw_and_collected(campaign: Path, collected: Results) -> None:
     raw = Results.read([campaign / "runs"])
     assert raw.frame.drop(columns="folder").equals(collected.frame.drop(columns="folder"))
