@@ -28,7 +28,7 @@ import random
 import re
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -46,27 +46,22 @@ IGNORE = -100  # the label of a token without a loss
 SPECIALS = (embedded.PAD, embedded.BEGIN, embedded.END)
 PAD, BEGIN = 0, 1  # their ids
 
+WARMUP = 100  # steps
+
 # Token ids; the label of each; the positions of those labels whose accuracy is shown
 Sequence_ = tuple[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A training. rate: the peak learning rate. tokens: of coder's whole training. steps: stop there; 0: at the end."""
+    """A training. work: folder of the checkpoint. tokens: of coder's whole training. steps: stop there, if given."""
 
     work: Path
-    rate: float
     tokens: int = 20_000_000
-    steps: int = 0
-    seed: int = 0
-    warmup: int = 100  # steps
+    steps: int | None = None
     tokens_per_step: int = 4096
-    stage_tokens: int = 400_000  # least tokens in a stage of tiny's curriculum
     log_every: int = 20
     save_every: int = 100
-
-
-# ----------------------------------------------------------------------------------------------------- both: a training
 
 
 @dataclass
@@ -84,15 +79,16 @@ class Progress:
 class Trainer(ABC):
     """Model, optimisers, random state and progress: the content of a checkpoint.
 
-    kinds: names of the kinds of sequences. weights: of a token of each kind in the loss.
+    kinds: names of the kinds of sequences. weights: of a token of each kind in the loss. peak: the learning rate.
     """
 
     kinds: ClassVar[tuple[str, ...]]
     weights: ClassVar[tuple[float, ...]]
+    peak: ClassVar[float]
 
     def __init__(self, model: Any, settings: Settings) -> None:
         self.model, self.settings = model, settings
-        self.rng, self.at = random.Random(settings.seed), Progress([0.0] * len(self.kinds))
+        self.rng, self.at = random.Random(0), Progress([0.0] * len(self.kinds))
         parameters = dict(model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in parameters.items() if p.ndim != 2 or "embed" in n]
@@ -130,7 +126,7 @@ class Trainer(ABC):
         loss = (nn.functional.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.settings.rate * min(1.0, (at.step + 1) / self.settings.warmup) * self.rate()
+                group["lr"] = self.peak * min(1.0, (at.step + 1) / WARMUP) * self.rate()
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -150,9 +146,9 @@ class Trainer(ABC):
         torch.save(state, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
-    def train(self) -> bool:
-        """Resume the checkpoint, if there is one, and train; log and save meanwhile. Whether the training is over."""
-        settings, checkpoint, over = self.settings, self.settings.work / "checkpoint.pt", False
+    def train(self) -> None:
+        """Resume the checkpoint, if there is one, and train; log and save meanwhile."""
+        settings, checkpoint = self.settings, self.settings.work / "checkpoint.pt"
         if checkpoint.exists():
             state = torch.load(checkpoint, weights_only=False)
             self.model.load_state_dict(state["model"])
@@ -162,25 +158,24 @@ class Trainer(ABC):
             self.at = state["at"]
             print(f"resumed at step {self.at.step}", flush=True)
         at = self.at
-        while not (over := self.advance()) and (not settings.steps or at.step < settings.steps):
+        while not self.advance() and at.step != settings.steps:
             self.update()
             if at.step % settings.log_every == 0:
-                row = {key: round(getattr(at, key), 4) for key in ("step", "tokens", "stage", "loss")}
-                row |= dict(zip(self.kinds, (round(value, 4) for value in at.accuracy), strict=True))
-                print(json.dumps(row), flush=True)
+                shown = {"step": at.step, "tokens": at.tokens, "stage": at.stage, "loss": at.loss}
+                shown |= dict(zip(self.kinds, at.accuracy, strict=True))
+                print(json.dumps({name: round(value, 4) for name, value in shown.items()}), flush=True)
             if at.step % settings.save_every == 0:
                 self.save(checkpoint)
         self.save(checkpoint)
-        return over
 
 
-def byte_level_bpe(words: Sequence[str], merges: Sequence[tuple[str, str]], split: Any) -> Any:
-    """A lossless byte-level BPE in which a pre-token that is a word is one token (`ignore_merges`, as in Llama 3).
+def byte_level_bpe(merges: Sequence[tuple[str, str]], split: Any) -> Any:
+    """A lossless byte-level BPE in which each word of the suite is one token (`ignore_merges`, as in Llama 3).
 
     Ids: specials, 256 bytes, words, results of merges. split: the pre-tokenizer, ending in a ByteLevel one.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    written = [word.replace(" ", "\u0120") for word in words]
+    written = [word.replace(" ", "\u0120") for word in embedded.vocabulary()]
     tokens = dict.fromkeys([*SPECIALS, *alphabet, *written, *(left + right for left, right in merges)])
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), ignore_merges=True))
@@ -195,7 +190,7 @@ def byte_level_bpe(words: Sequence[str], merges: Sequence[tuple[str, str]], spli
 
 # ----------------------------------------------------------------------------------- tiny: model, curriculum, sequences
 
-ADVANCE = 0.9
+ADVANCE, STAGE_TOKENS = 0.9, 400_000  # accuracy, and least tokens, of a stage that ends by its accuracy
 
 
 @dataclass(frozen=True)
@@ -203,7 +198,7 @@ class Stage:
     """One step of the curriculum.
 
     length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
-    tokens: of the stage; 0: until ADVANCE is passed (and at least `Settings.stage_tokens`).
+    tokens: of the stage; 0: until ADVANCE is passed, after at least STAGE_TOKENS.
     rate: share of the learning rate at its start. decay: tokens in which the full rate would fall to 0; 0: constant.
     direct: whether digest has its easier form (`direct_digest`).
     """
@@ -241,7 +236,7 @@ STAGES = (
 def tiny_tokenizer() -> Any:
     """Words of the suite and the newline are single tokens, other text is bytes. No merges."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return byte_level_bpe(embedded.vocabulary(), (), split)
+    return byte_level_bpe((), split)
 
 
 @cache
@@ -251,7 +246,7 @@ def token_ids() -> dict[str, int]:
     return {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in vocabulary.items()}
 
 
-def tiny_model(seed: int) -> Any:
+def tiny_model() -> Any:
     """A randomly initialised model: 8 layers, 128 wide, 4 query heads on 2 key/value heads."""
     ids = token_ids()
     config = LlamaConfig(
@@ -260,7 +255,7 @@ def tiny_model(seed: int) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, dtype="float32",
         pad_token_id=ids[embedded.PAD], bos_token_id=ids[embedded.BEGIN], eos_token_id=ids[embedded.END],
     )  # fmt: skip
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return LlamaForCausalLM(config)
 
 
@@ -331,10 +326,10 @@ class TinyTrainer(Trainer):
     """The curriculum: stages go on by accuracy, or after their tokens."""
 
     kinds = (*embedded.NAMES, "copy")
-    weights = (1.0,) * len(kinds)
+    weights, peak = (1.0,) * len(kinds), 3e-3
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__(tiny_model(settings.seed), settings)
+        super().__init__(tiny_model(), settings)
 
     def rate(self) -> float:
         """The stage's, at least 2 %."""
@@ -358,7 +353,7 @@ class TinyTrainer(Trainer):
 
     def advance(self) -> bool:
         at, stage = self.at, STAGES[self.at.stage]
-        enough = at.stage_tokens >= (stage.tokens or self.settings.stage_tokens)
+        enough = at.stage_tokens >= (stage.tokens or STAGE_TOKENS)
         if at.stage + 1 == len(STAGES):
             return enough
         tasks = at.accuracy[: len(embedded.NAMES)]
@@ -403,22 +398,19 @@ def related(path: str, text: str, files: Iterable[str]) -> list[str]:
     ]
 
 
-def library_files() -> dict[str, str]:
-    """Every file of the running Python's library, by its path in the library's folder, without `NO_CODE`."""
-    return _files("**/*.py", lambda name: not NO_CODE & {*name.split("/")} and "sysconfigdata" not in name)
+def training_files() -> dict[str, str]:
+    """{path: text} of the running Python's library, then of its tests, both without the modules held out.
 
-
-def test_files(modules: set[str]) -> dict[str, str]:
-    """The library's tests of other modules than these, without tables (files of more than 400,000 characters)."""
-    untouched = tuple(f"test/test_{module}" for module in modules)
-    tests = _files("test/**/*.py", lambda name: name.startswith("test/test_") and not name.startswith(untouched))
-    return {name: text for name, text in tests.items() if len(text) < 400_000}
-
-
-def _files(pattern: str, chosen: Callable[[str], bool]) -> dict[str, str]:
-    library = Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(library).as_posix() for path in sorted(library.glob(pattern))]
-    return {name: (library / name).read_text(encoding="utf-8", errors="replace") for name in names if chosen(name)}
+    Of the library, folders in `NO_CODE` are left out; of the tests, tables (files of more than 400,000 characters).
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.glob("**/*.py"))]
+    library = [name for name in files if not NO_CODE & {*name.split("/")} and "sysconfigdata" not in name]
+    untouched = tuple(f"test/test_{module_of(name)}" for name in library if is_held_out(name))
+    names = [name for name in library if not is_held_out(name)]
+    names += [name for name in files if name.startswith("test/test_") and not name.startswith(untouched)]
+    texts = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in names}
+    return {name: text for name, text in texts.items() if len(text) < 400_000 or not name.startswith("test/")}
 
 
 def coder_tokenizer(texts: list[str]) -> Any:
@@ -435,12 +427,12 @@ def coder_tokenizer(texts: list[str]) -> Any:
     learned.train_from_iterator(texts, trainer)
     merges = [(left, right) for left, right in json.loads(learned.to_str())["model"]["merges"]]
     # two full stops in a row must stay two tokens, as in the tasks
-    return byte_level_bpe(embedded.vocabulary(), [pair for pair in merges if ".." not in "".join(pair)], split)
+    return byte_level_bpe([pair for pair in merges if ".." not in "".join(pair)], split)
 
 
-def coder_model(vocabulary: int, seed: int) -> Any:
+def coder_model(vocabulary: int) -> Any:
     """tiny with four more layers whose outputs are zero, and a larger vocabulary."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     tiny = LlamaForCausalLM.from_pretrained(PRESETS["tiny"].source, dtype=torch.float32)
     layers = tiny.config.num_hidden_layers + len(NEW_LAYERS)
     sizes = {"vocab_size": vocabulary, "num_hidden_layers": layers, "max_position_embeddings": 8192}
@@ -459,25 +451,33 @@ def coder_model(vocabulary: int, seed: int) -> Any:
     return model
 
 
-class Sequences:
-    """Draws sequences of each kind in KINDS.
+class CoderTrainer(Trainer):
+    """Code and tasks; the rate falls in the last fifth. The tokenizer is in `work`, made if necessary.
 
     Files are drawn in proportion to their tokens, the library's twice as often as its tests.
     """
 
-    def __init__(self, tokenizer: Any, texts: dict[str, str], rng: random.Random) -> None:
+    kinds = tuple(KINDS)
+    weights, peak = (1.0, 1.0, 4.0, 4.0), 2e-3  # of a token of code, of an answer or a copy
+
+    def __init__(self, settings: Settings) -> None:
+        texts, path = training_files(), settings.work / "tokenizer.json"
+        if not path.exists():
+            library = [text for name, text in texts.items() if not name.startswith("test/")]
+            coder_tokenizer(library).save(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        super().__init__(coder_model(tokenizer.get_vocab_size()), settings)
         encoded = tokenizer.encode_batch([*texts.values()], add_special_tokens=False)
         files = {name: code.ids for name, code in zip(texts, encoded, strict=True)}
         self.files = {name: ids for name, ids in files.items() if len(ids) > 100}
         self.related = {name: related(name, texts[name], self.files) for name in self.files}
         self.headers = {name: tokenizer.encode(f"# {name}\n", add_special_tokens=False).ids for name in self.files}
         self.newline = tokenizer.encode("\n", add_special_tokens=False).ids[0]
-        self.weights = [len(ids) * (0.5 if name.startswith("test/") else 1.0) for name, ids in self.files.items()]
-        self.rng = rng
+        self.shares = [len(ids) * (0.5 if name.startswith("test/") else 1.0) for name, ids in self.files.items()]
 
-    def draw(self) -> str:
+    def draw_file(self) -> str:
         """The name of a file."""
-        return self.rng.choices([*self.files], self.weights)[0]
+        return self.rng.choices([*self.files], self.shares)[0]
 
     def window(self, name: str, size: int) -> list[int]:
         """A header with the path, then tokens of the file from the start of a line; at most `size` tokens together."""
@@ -492,12 +492,12 @@ class Sequences:
         """A window of a file, or of several if they are short."""
         ids = [BEGIN]
         while len(ids) < length:
-            ids += self.window(self.draw(), length - len(ids))
+            ids += self.window(self.draw_file(), length - len(ids))
         return _scored(ids, ids)
 
     def cross(self, length: int) -> Sequence_:
         """Chunks of related files, then a window; each chunk is the best of four by tokens shared with the window."""
-        while not self.related[name := self.draw()]:
+        while not self.related[name := self.draw_file()]:
             pass
         target = self.window(name, self.rng.randint(length // 3, length // 2))
         common = len(SPECIALS) + 256 + len(embedded.vocabulary())  # bytes and tiny's words, which most texts share
@@ -520,24 +520,6 @@ class Sequences:
         """Random words of tiny, then segments of them again; its loss is on these segments."""
         return copy_sequence(self.rng, length)
 
-
-class CoderTrainer(Trainer):
-    """Code and tasks; the rate falls in the last fifth. The tokenizer is in `work`, made if necessary."""
-
-    kinds = tuple(KINDS)
-    weights = (1.0, 1.0, 4.0, 4.0)  # of a token of code, of an answer or a copy
-
-    def __init__(self, settings: Settings) -> None:
-        library = library_files()
-        held_out = {module_of(name) for name in library if is_held_out(name)}
-        texts = {name: text for name, text in library.items() if not is_held_out(name)}
-        path = settings.work / "tokenizer.json"
-        if not path.exists():
-            coder_tokenizer([*texts.values()]).save(str(path))
-        tokenizer = Tokenizer.from_file(str(path))
-        super().__init__(coder_model(tokenizer.get_vocab_size(), settings.seed), settings)
-        self.sequences = Sequences(tokenizer, texts | test_files(held_out), self.rng)
-
     def left(self) -> float:
         """The remaining tokens / a fifth of all: below 1, the rate falls."""
         return (self.settings.tokens - self.at.tokens) / (0.2 * self.settings.tokens)
@@ -551,7 +533,7 @@ class CoderTrainer(Trainer):
         length = self.rng.choices(LENGTHS, SHARES if self.left() >= 1 else LAST_SHARES)[0]
         rows = max(1, self.settings.tokens_per_step // length)
         kinds = self.rng.choices(range(len(KINDS)), [*KINDS.values()], k=rows)
-        return length, [(kind, getattr(self.sequences, self.kinds[kind])(length)) for kind in kinds], True
+        return length, [(kind, getattr(self, self.kinds[kind])(length)) for kind in kinds], True
 
     def advance(self) -> bool:
         return self.at.tokens >= self.settings.tokens
@@ -559,14 +541,13 @@ class CoderTrainer(Trainer):
 
 # --------------------------------------------------------------------------------------------------------- command line
 
-# With their peak learning rates
-TRAINERS = {"tiny": (TinyTrainer, 3e-3), "coder": (CoderTrainer, 2e-3)}
+TRAINERS = {"tiny": TinyTrainer, "coder": CoderTrainer}
 
 
 def save(name: str, work: Path, folder: Path) -> None:
     """Write the checkpoint in `work` and its tokenizer in `from_pretrained` form: tiny in float32, coder in float16."""
     tokenizer = tiny_tokenizer() if name == "tiny" else Tokenizer.from_file(str(work / "tokenizer.json"))
-    model = tiny_model(0) if name == "tiny" else coder_model(tokenizer.get_vocab_size(), 0).half()
+    model = tiny_model() if name == "tiny" else coder_model(tokenizer.get_vocab_size()).half()
     model.load_state_dict(torch.load(work / "checkpoint.pt", weights_only=False)["model"])
     model.save_pretrained(folder)
     fast = PreTrainedTokenizerFast(
@@ -591,8 +572,7 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         work.mkdir(parents=True, exist_ok=True)
-        trainer, rate = TRAINERS[args.model]
-        trainer(Settings(work, rate, args.tokens)).train()
+        TRAINERS[args.model](Settings(work, args.tokens)).train()
 
 
 if __name__ == "__main__":
