@@ -61,9 +61,6 @@ _POWERS = 2**12  # steps of a schedule's strength
 Cuts = tuple[tuple[int, int], ...]  # a schedule: (pruning layer, per cent kept), in the order of layers
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
-
-
 @dataclass
 class TuneConfig(RunConfig):
     """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
@@ -82,14 +79,11 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     plain, default = to_run_config(config), TuneConfig()
     assert isinstance(plain, TuneConfig)
     searched = " or ".join(name for name, kind in METHODS.items() if kind.dial == "schedule")
-    target, timeout = plain.target_speedup, plain.timeout_s
+    method, target, timeout = by_name(plain.method["name"]), plain.target_speedup, plain.timeout_s
     expected = {
         **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in _NOT_HERE},
         "timing.paired": (plain.timing.paired is True, "true, as the finalists of a search are paired"),
-        "method.name": (
-            by_name(plain.method["name"]).dial == "schedule",
-            f"method={searched}, with a schedule to find",
-        ),
+        "method.name": (method.dial == "schedule", f"method={searched}, with a schedule to find"),
         "method.schedule": (plain.method.get("schedule", "paper") == "paper", "no such key: the search finds it"),
         "timeout_s": (timeout is None or timeout > 0, "more than 0 seconds, or null"),
         **{key: (getattr(plain, key) >= 1, "1 or more") for key in ("trials", "layers")},
@@ -112,9 +106,6 @@ def tune_job(config: DictConfig) -> None:
     """One process's part in the search of a composed config."""
     with job():
         tune(to_tune_config(config))
-
-
-# ----------------------------------------------------------------------------------------------------------- schedules
 
 
 def schedule_of(cuts: Cuts) -> dict[int, float]:
@@ -206,9 +197,6 @@ class Space:
             if (cuts := next(filter(self.reaches, equal), None)) is not None:
                 references[name] = cuts
         return references
-
-
-# -------------------------------------------------------------------------------------------------------------- search
 
 
 def tune(config: TuneConfig) -> Path:
@@ -361,9 +349,6 @@ def search(
     study.optimize(objective, timeout=timeout_s, callbacks=[stop])
 
 
-# -------------------------------------------------------------------------------------------------------------- report
-
-
 def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:
     """The schedules by score, the best first; of equal ones, the slowest first."""
     return sorted(tried, key=lambda cuts: (-tried[cuts], space.speedup(cuts)))
@@ -389,12 +374,11 @@ def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.S
     tuned = order[0]
     finalists = space.references() | {"tuned": tuned}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    results = dict(
-        zip(finalists, compare(held_out.changed(method={}, compare=methods, label=folder.name)), strict=True)
-    )
-    if any(result.failed for result in results.values()):
+    results = compare(held_out.changed(method={}, compare=methods, label=folder.name))
+    if any(result.failed for result in results):
         raise UserError("held-out examples failed, so no schedule is written: the same command tries them again")
-    examples = [result.results.frame.assign(label=name) for name, result in results.items() if result.results]
+    named = zip(finalists, results, strict=True)
+    examples = [result.results.frame.assign(label=name) for name, result in named if result.results]
     scores = on_common_examples(pd.concat(examples), "score")
     drawn = dict(zip(scores.columns, drawn_means(scores).T, strict=True))
     held_out_score, speedup, schedule = with_ends(drawn["tuned"]), space.speedup(tuned), schedule_of(tuned)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
 
@@ -106,10 +106,15 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
-def may_have_gpu() -> bool:
-    """Whether torch, which is not imported, is built for GPUs, and this machine has a driver of one."""
+def torch_build() -> dict[str, Any]:
+    """`__version__`, `cuda` and more of the installed torch, which is not imported; empty if there is none."""
     origin = getattr(find_spec("torch"), "origin", None)
-    built = runpy.run_path(str(Path(origin).with_name("version.py"))) if origin else {}
+    return runpy.run_path(str(Path(origin).with_name("version.py"))) if origin else {}
+
+
+def may_have_gpu() -> bool:
+    """Whether torch is built for GPUs, and this machine has a driver of one."""
+    built = torch_build()
     drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/kfd")  # CUDA, in WSL, on Jetson; ROCm
     return bool(built.get("cuda") or built.get("hip")) and any(Path(driver).exists() for driver in drivers)
 

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from lazyllm.bench import HEADINGS, BenchCase, Pair, Run, cells_of, row
+from lazyllm.bench import HEADINGS, BenchCase, Pair, Run, cells_of, row, run_alone
 from lazyllm.bench import main as bench
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import attention_events
 from lazyllm.engine.generation import generate
 from lazyllm.engine.inputs import Prompt
+from lazyllm.machine import device_name
 from lazyllm.methods import Baseline, make
 from lazyllm.models.load import as_device, random_weights
 from lazyllm.presets import fields_of
@@ -84,7 +85,6 @@ def run_part(part: str, file: str) -> None:
 def checks() -> dict[str, Any]:
     """What only a device can show: results as on the CPU, no waits in prefill, the attention kernel, memory."""
     device = as_device("auto")
-    on_gpu = device.type == "cuda"
     shape = _TINY if os.environ.get("SHAPES") == "tiny" else "layers=8,width=512,heads=8,kv_heads=4"
     fields: dict[str, Any] = fields_of(shape) | {"max_position_embeddings": 4096}
     config = AutoConfig.for_model(**fields)
@@ -92,8 +92,8 @@ def checks() -> dict[str, Any]:
     methods = {"baseline": Baseline(), "lazy": make("lazy", {"schedule": {1: 0.6, 3: 0.5}})}
     methods |= {name: make(name, {"layer": 2, "keep": 0.5}) for name in ("static_pruning", "fastkv", "gemfilter")}
     about: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "capability": torch.cuda.get_device_capability() if on_gpu else None,
+        "device": device_name(device),
+        "capability": torch.cuda.get_device_capability() if device.type == "cuda" else None,
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
         "results": {},
     }
@@ -111,12 +111,9 @@ def checks() -> dict[str, Any]:
                 "same_tokens": got.token_ids == expected.token_ids,
                 "same_counts": bool((got.computed[0] == expected.computed[0]).all()),
             }
-        if on_gpu:
+        if device.type == "cuda":
             found["waits_in_prefill"] = _waits(model, prompt, method)
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            generate(model, prompt, method, 2, ())
-            found["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+            _, found["peak_bytes"] = run_alone(model, method, prompt, 2)
         found["kernels"] = attention_events(partial(generate, model, prompt, method, 1, ()))
         about["results"][name] = found
     return about
@@ -127,17 +124,14 @@ def _waits(model: Any, prompt: Any, method: Any) -> int:
     with torch.inference_mode(), open_decoder(model) as decoder:
         method.prepare(model)
         on_device = prompt.to(decoder.device)
-        for is_counted in (False, True):
+        for mode in ("default", "warn"):  # the first prefill warms up
             session = method.start(decoder, Prompt(prompt), 2)
             torch.cuda.synchronize()
-            if not is_counted:
-                session.prefill(on_device)
-                continue
-            torch.cuda.set_sync_debug_mode("warn")
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode(mode)
                 session.prefill(on_device)
-            torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 

@@ -12,12 +12,9 @@ is missing, else 2.
 from __future__ import annotations
 
 import platform
-import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from math import nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +23,7 @@ from eval.benchmarks.datasets import default_suite
 from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import parser_of
-from lazyllm.machine import handicaps
+from lazyllm.machine import handicaps, torch_build
 from lazyllm.presets import PRESETS
 from lazyllm.spec import source_of
 
@@ -46,25 +43,23 @@ def check_python() -> State:
 
 def check_torch(gpu: list[str] | None) -> State:
     """Whether the installed torch fits the driver. gpu: name, driver and memory, as nvidia-smi says."""
-    try:
-        installed, spec = version("torch"), find_spec("torch")
-    except PackageNotFoundError:
+    build = torch_build()
+    if not build:
         return MISSING, "pip install --editable . (in the repository's folder)"
-    file = Path((spec.origin if spec else None) or "").with_name("version.py")
-    built = re.search(r"^cuda[^=\n]*= *'(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    cuda, wheel = (int(built[1]), f"for CUDA {built[1]}") if built else (None, "for the CPU")
+    cuda = None if build["cuda"] is None else int(build["cuda"].split(".")[0])
+    installed = f"{build['__version__']}, for {'the CPU' if cuda is None else f'CUDA {cuda}'}"
     if gpu is None:
-        return OK, f"{installed}, {wheel}"
+        return OK, installed
     driver = int(gpu[1].split(".")[0])
     if cuda is not None and driver >= CUDA[cuda][0]:
-        return OK, f"{installed}, {wheel}, driver {gpu[1]}"
+        return OK, f"{installed}, driver {gpu[1]}"
     needs = f"needs driver {CUDA[cuda][0]} or later, found {gpu[1]}" if cuda is not None else f"but there is {gpu[0]}"
     fits = [(package, index) for least, package, index in CUDA.values() if driver >= least]
     url = "https://download.pytorch.org/whl/"
     remedy = (
         f"pip install --force-reinstall {fits[-1][0]} --index-url {url}{fits[-1][1]}" if fits else "update the driver"
     )
-    return MISSING, f"{installed}, {wheel}, {needs}: {remedy}"
+    return MISSING, f"{installed}, {needs}: {remedy}"
 
 
 def check_gpu(gpu: list[str] | None, gigabytes: float) -> State:
@@ -100,10 +95,8 @@ def check_disk(gigabytes: float) -> State:
     folder = next(parent for parent in (Path(HF_HUB_CACHE), *Path(HF_HUB_CACHE).parents) if parent.exists())
     free, needed = shutil.disk_usage(folder).free / 1e9, gigabytes + DATA_GB
     if free < needed:
-        return (
-            MISSING,
-            f"{free:.1f} GB free in {folder}, {needed:.0f} GB needed: export HF_HOME=FOLDER_ON_A_LARGER_DISK",
-        )
+        advice = "export HF_HOME=FOLDER_ON_A_LARGER_DISK"
+        return MISSING, f"{free:.1f} GB free in {folder}, {needed:.0f} GB needed: {advice}"
     return OK, f"{free:.0f} GB free in {folder}"
 
 
@@ -113,12 +106,11 @@ def is_cached(model: str) -> bool:
 
     from lazyllm.models.convert import is_converted
 
-    def holds(file: str) -> bool:
-        return isinstance(try_to_load_from_cache(source_of(model), file), str)
-
-    weights = ("model.safetensors.index.json", "model.safetensors")
-    source = source_of(model)
-    return Path(source).is_dir() or (holds("config.json") and (any(map(holds, weights)) or is_converted(source)))
+    if Path(source := source_of(model)).is_dir():
+        return True
+    names = ("config.json", "model.safetensors.index.json", "model.safetensors")
+    config, *weights = (isinstance(try_to_load_from_cache(source, name), str) for name in names)
+    return config and (any(weights) or is_converted(source))
 
 
 def check_token(gated: bool) -> State:

@@ -35,9 +35,6 @@ def seconds_on(device: Accelerator, work: Work) -> float:
     return max(work.flops / device.flops_per_s, work.read / device.bytes_per_s) / RATE
 
 
-# --------------------------------------------------------------------------------------------------------- cost of runs
-
-
 @dataclass(frozen=True)
 class Rows:
     """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers."""
@@ -95,13 +92,11 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
     from lazyllm.models.load import as_device
 
     model = Model.of(run.spec)
-    methods: dict[str, Method] = {
-        name: build_method(settings) for name, settings in parameters_of(run, model.config).items()
-    }
+    parameters = parameters_of(run, model.config)
+    methods: dict[str, Method] = {name: build_method(settings) for name, settings in parameters.items()}
     sides = [(methods, later_turns(run.method))]
-    if run.config.timing.paired and run.method["name"] != "baseline":
+    if run.paired:
         sides.append((dict.fromkeys(methods, Baseline()), "continue"))
-    only_first = run.config.timing.paired == "ttft"
     first = rows[0]
     warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
     longest = {row.dataset: row for row in sorted(rows, key=lambda row: row.length)}.values()
@@ -116,7 +111,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
     works, seconds, peaks = [Work(0, 0), Work(0, 0)], 0.0, []
     for side, (by_dataset, turns) in enumerate(sides):
         for row in (*rows, warm_up):
-            new_tokens = 1 if side == 1 and only_first and row is not warm_up else row.new_tokens
+            new_tokens = 1 if side == 1 and run.paired == "ttft" and row is not warm_up else row.new_tokens
             for work in model.conversation(by_dataset[row.dataset], row.messages, new_tokens, turns, together):
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * seconds_on(device, work) if device is not None else 0
@@ -168,9 +163,6 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     return planned
 
 
-# --------------------------------------------------------------------------------------------------------- command line
-
-
 def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
@@ -194,11 +186,11 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
         "",
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more",
     ]
+    runs = counted(len(planned), "run")
     if device is None:
-        return "\n".join([*lines, f"{counted(len(planned), 'run')}; for hours, give --gpu {', '.join(ACCELERATORS)}"])
+        return "\n".join([*lines, f"{runs}; for hours, give --gpu {', '.join(ACCELERATORS)}"])
     rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
     hours = sum(one.seconds for one in planned) / 3600
-    runs = counted(len(planned), "run")
     lines.append(f"{runs}, {hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
     if largest.peak > 0.95e9 * device.gigabytes:
         lines.append(

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eval.store.folder import fingerprint, read_failures, read_planned
@@ -45,8 +44,11 @@ def collect(
     there is no run, if a run is damaged, or if `out` is something other than a campaign or holds runs of its own.
     """
     runs = tell_apart(chosen(stored_runs(folders), where, newest))
-    _check_out(out, runs)
+    if out.exists() and not (out / CAMPAIGN).is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: exists and is not a campaign; give another folder with --out")
     for run in runs:
+        if run.source is None and run.folder.resolve().is_relative_to(out.resolve()):
+            raise UserError(f"{out}: holds runs to collect, and would be replaced; give another folder with --out")
         if run.about.get("fingerprint") != fingerprint(run.identity):
             raise UserError(f"{run.folder / 'run.json'}: the fingerprint differs from the identity's: it was edited")
     root = Path(os.path.commonpath([run.folder.parent.absolute() for run in runs])) if runs else Path()
@@ -61,15 +63,20 @@ def collect(
 
 
 def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> list[dict[str, Any]]:
-    """Write every run's records and files. Returns campaign.json's entries."""
-    entries: list[dict[str, Any]] = []
+    """Write every run's records and files. Returns campaign.json's entries. A model's prompts must not differ."""
+    entries, groups = list[dict[str, Any]](), 0
     prompts: dict[tuple[str, str, str], str] = {}
-    groups = 0
     options: Any = {"compression": "zstd", "use_dictionary": ["dataset"], "write_statistics": False}
     with pq.ParquetWriter(out / CAMPAIGN_RECORDS, SCHEMA, **options) as writer:
         for run in runs:
             table, first_group = run.table(), groups
-            _check_prompts(run, table, prompts)
+            rows = [*zip(*(table[name].to_pylist() for name in ("dataset", "id", "prompt_sha256")), strict=True)]
+            for dataset, example, sha256 in rows:
+                if prompts.setdefault((run.model, dataset, example), sha256) != sha256:
+                    raise UserError(
+                        f"{run.folder}: {dataset}, row {example} has another prompt than in earlier runs of "
+                        f"{run.model}: the folder holds another run's records, or the data has changed"
+                    )
             if len(table):
                 writer.write_table(table, row_group_size=len(table))
                 groups += 1
@@ -78,37 +85,18 @@ def _write_records(runs: Sequence[StoredRun], root: Path, out: Path) -> list[dic
                 target = out / name / file.relative_to(run.folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, target)
-            keys = set(zip(table["dataset"].to_pylist(), table["id"].to_pylist(), strict=True))
-            planned = read_planned(run.folder)
-            entry = {
-                "folder": name,
-                "records": len(table),
-                "row_groups": [first_group, groups],
-                "records_sha256": run.records_sha256,
-                "missing": None if planned is None else [key for key in planned if key not in keys],
-                "failed": len({failure.key for failure in read_failures(run.folder)} - keys),
-            }
-            entries.append(entry)
-    return entries
-
-
-def _check_prompts(run: StoredRun, table: pa.Table, prompts: dict[tuple[str, str, str], str]) -> None:
-    """Refuse an example whose prompt differs from an earlier run's of the model, and add the run's to `prompts`."""
-    columns = (table[name].to_pylist() for name in ("dataset", "id", "prompt_sha256"))
-    for dataset, example, sha256 in zip(*columns, strict=True):
-        if prompts.setdefault((run.model, dataset, example), sha256) != sha256:
-            raise UserError(
-                f"{run.folder}: {dataset}, row {example} has another prompt than in earlier runs of {run.model}: the "
-                "folder holds another run's records, or the data has changed"
+            keys, planned = {(dataset, example) for dataset, example, _ in rows}, read_planned(run.folder)
+            entries.append(
+                {
+                    "folder": name,
+                    "records": len(table),
+                    "row_groups": [first_group, groups],
+                    "records_sha256": run.records_sha256,
+                    "missing": None if planned is None else [key for key in planned if key not in keys],
+                    "failed": len({failure.key for failure in read_failures(run.folder)} - keys),
+                }
             )
-
-
-def _check_out(out: Path, runs: Sequence[StoredRun]) -> None:
-    if out.exists() and not (out / CAMPAIGN).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out}: exists and is not a campaign; give another folder with --out")
-    raw = [run.folder for run in runs if run.source is None]
-    if any(folder.resolve().is_relative_to(out.resolve()) for folder in raw):
-        raise UserError(f"{out}: holds runs to collect, and would be replaced; give another folder with --out")
+    return entries
 
 
 @contextmanager

@@ -75,7 +75,19 @@ class Chat:
 
 def main(arguments: Sequence[str]) -> None:
     """The command. Raises UserError."""
-    options = _parser().parse_args(arguments)
+    parser = parser_of("chat", __doc__)
+    add = parser.add_argument
+    add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
+    add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
+    add("--dtype", default="bfloat16")
+    add("--device", default="auto")
+    add("--threads", type=int, help="CPU threads")
+    add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or {layer: keep ratio, ...}")
+    add("--method", help="another method, instead of a schedule: NAME, or 'NAME {parameter: value, ...}'")
+    add("--max-new-tokens", type=int, default=256)
+    add("--prompt-file", type=Path, help="text before the (first) question, UTF-8")
+    add("--once", metavar="TEXT", help="answer TEXT and end; - reads it from standard input")
+    options = parser.parse_args(arguments)
     try:
         context = "" if options.prompt_file is None else options.prompt_file.read_text(encoding="utf-8") + "\n"
         chat = load(options)
@@ -120,19 +132,3 @@ def load(options: argparse.Namespace) -> Chat:
     torch.set_num_threads(options.threads or torch.get_num_threads())
     method.check(check_loading(spec))
     return Chat(load_weights(spec), load_tokenizer_of(spec), method, options.max_new_tokens)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("chat", __doc__)
-    add = parser.add_argument
-    add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
-    add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
-    add("--dtype", default="bfloat16")
-    add("--device", default="auto")
-    add("--threads", type=int, help="CPU threads")
-    add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or {layer: keep ratio, ...}")
-    add("--method", help="another method, instead of a schedule: NAME, or 'NAME {parameter: value, ...}'")
-    add("--max-new-tokens", type=int, default=256)
-    add("--prompt-file", type=Path, help="text before the (first) question, UTF-8")
-    add("--once", metavar="TEXT", help="answer TEXT and end; - reads it from standard input")
-    return parser

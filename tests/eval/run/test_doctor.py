@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,20 +16,19 @@ from lazyllm.spec import ModelSpec
 
 Usage = namedtuple("Usage", "total used free")
 A100, T4 = "NVIDIA A100-SXM4-80GB, 550.54.15, 81920 MiB", "Tesla T4, 470.82.01, 15360 MiB"
-CPU, CUDA_13 = "cuda: Optional[str] = None\n", "cuda: Optional[str] = '13.0'\n"
+CPU, CUDA_13 = None, "13.0"
 
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """{thing: (state, sentence)} on a machine without token and caches, with this GPU, torch wheel and disk."""
 
-    def examine(gpu: str = "", wheel: str = CPU, free_gb: float = 500, model: str = "llama2"):
-        (tmp_path / "version.py").write_text(wheel)
+    def examine(gpu: str = "", wheel: str | None = CPU, free_gb: float = 500, model: str = "llama2"):
         monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
         monkeypatch.setattr(doctor, "nvidia_smi", lambda query: [gpu] if gpu else None)
-        monkeypatch.setattr(doctor, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+        monkeypatch.setattr(doctor, "torch_build", lambda: {"__version__": "2.13.0", "cuda": wheel})
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(0, 0, free_gb * 1e9))
         return doctor.examine(model)
 
