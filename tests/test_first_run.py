@@ -27,7 +27,7 @@ from lazyllm.models.xgen_tokenizer import GPT2
 from tests.hub_server import HubServer, Repository
 from tests.stand_in_checkpoints import llama2, xgen
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("first run")]  # one worker plays both days, once
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA2, XGEN = "meta-llama/Llama-2-7b-chat-hf", "Salesforce/xgen-7b-8k-inst"

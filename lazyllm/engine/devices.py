@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,7 @@ def attention_events(run: Callable[[], object]) -> list[str]:
     """The events of a run that name attention, by PyTorch's profiler: operators, and kernels of a GPU."""
     from torch.profiler import profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own, when it starts and stops
     with profile() as recorded:
         run()
     words = ("flash", "fmha", "attention", "cudnn", "sdpa")

@@ -407,7 +407,7 @@ def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path)
         port = free.getsockname()[1]
     url, out = f"http://127.0.0.1:{port}/v1", tmp_path / "run"
     measure = ["run", "model=server", f"model.url={url}", "model.name=tiny", "model.tokenizer=tiny", "dataset=hops"]
-    measure += ["limit=40", f"out={out}", "timing.warmup=0"]
+    measure += ["limit=14", f"out={out}", "timing.warmup=0"]
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "eval.cli", *arguments]
@@ -434,16 +434,16 @@ def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path)
     killed_at(3, client_, client_)
     assert client_.wait(60) == -signal.SIGKILL
     client_ = start(*measure)
-    killed_at(8, server, client_)
+    killed_at(6, server, client_)
     said, _ = client_.communicate(timeout=120)
     assert client_.returncode == 2
     assert "no server answers" in said
     done = [record.key for record in read_run(out)[1]]
-    assert 8 <= len(done) < 40
+    assert 6 <= len(done) < 14
     server = serve()
     assert start(*measure).wait(300) == 0
     keys = [record.key for record in read_run(out)[1]]
     assert keys[: len(done)] == done
-    assert len(keys) == len(set(keys)) == 40
+    assert len(keys) == len(set(keys)) == 14
     server.terminate()
     assert server.wait(30) in (0, -signal.SIGTERM)
