@@ -17,12 +17,16 @@ unexport PYTHONDONTWRITEBYTECODE
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
 
-.PHONY: run test paper notebooks lint format setup setup-tests lock clean
+.PHONY: run test pytest paper notebooks lint format setup setup-tests lock clean
 
 run: setup
 	$(BIN)/python run.py experiment=demo
 
-test: setup-tests lint
+# side by side: basedpyright uses one core only
+test: setup-tests
+	$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+pytest: setup-tests
 	$(BIN)/pytest -n $(JOBS) --dist loadfile
 
 # one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
