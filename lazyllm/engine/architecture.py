@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from lazyllm.engine.attention import implementation
 from lazyllm.engine.devices import home_of
 from lazyllm.engine.flops import windows_of
 from lazyllm.errors import UserError
@@ -24,7 +25,7 @@ from lazyllm.errors import UserError
 
 @dataclass(frozen=True)
 class RopeCall:
-    """A call that makes cos and sin: the module, and its arguments beside hidden states and positions."""
+    """A call that makes cos and sin: the module, and its arguments besides hidden states and positions."""
 
     module: str
     extras: tuple[tuple[str, Any], ...]
@@ -62,7 +63,6 @@ def check_structure(model: PreTrainedModel) -> None:
     count, expected = len(inner.layers), model.config.num_hidden_layers
     if count != expected:
         raise UserError(f"{name} has {count} modules in `layers`, but num_hidden_layers={expected}")
-    windows_of(model.config)
     for layer in inner.layers:
         accepted = inspect.signature(layer.forward).parameters
         for keyword in ("position_embeddings", "past_key_values", "attention_mask"):
@@ -90,38 +90,23 @@ def find_layout(model: PreTrainedModel) -> Layout:
     windows = windows_of(model.config)
     past = max((window for window in windows if window is not None), default=8) + 1
     try:
-        trace, plain_logits = _trace(model, past), _has_plain_logits(model)
+        layout, masks = _trace(model, windows, past)
     except torch.OutOfMemoryError:  # not the model's fault
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{name} cannot be run without its layers: {error}") from error
-    for layer, (mask, window) in enumerate(zip(trace.masks, windows, strict=True)):
+    for layer, (mask, window) in enumerate(zip(masks, windows, strict=True)):
         if mask is None or not _sees_the_last(mask, past, window):
             expected = "all tokens" if window is None else f"the last {window} tokens"
             raise UserError(
                 f"layer {layer + 1} of {name} should attend to {expected} by its config, but the model's mask differs; "
                 "only causal attention and sliding windows are supported"
             )
-    return Layout(
-        windows=tuple(windows),
-        ropes=tuple(trace.ropes),
-        rope_of=tuple(trace.rope_of),
-        plain_embeddings=trace.plain_embeddings,
-        plain_logits=plain_logits,
-    )
+    return layout
 
 
-@dataclass(frozen=True)
-class _Trace:
-    """The layers' arguments: the attention mask of each layer, the distinct RoPE calls, and each layer's call."""
-
-    masks: Sequence[Tensor | None]
-    ropes: Sequence[RopeCall]
-    rope_of: Sequence[int]
-    plain_embeddings: bool
-
-
-def _trace(model: PreTrainedModel, past: int) -> _Trace:
+def _trace(model: PreTrainedModel, windows: Sequence[int | None], past: int) -> tuple[Layout, Sequence[Tensor | None]]:
+    """The layout, and the attention mask that each layer gets for a token with `past` tokens before it."""
     inner: Any = model.model
     name = type(model).__name__
     calls: list[dict[str, Any]] = []
@@ -145,12 +130,13 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
     stand_ins = nn.ModuleList(_StandIn(index, layer, calls) for index, layer in enumerate(inner.layers))
     try:
         with (
-            _own_masks(model),
+            implementation(model, "eager"),  # whose masks are complete
             _in_place_of(inner, "layers", stand_ins),
             _in_place_of(inner, "norm", nn.Identity()),
         ):
-            result = inner(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True)
-            out = result.last_hidden_state
+            out = inner(
+                input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True
+            ).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
@@ -175,7 +161,8 @@ def _trace(model: PreTrainedModel, past: int) -> _Trace:
             ropes.append(rope)
         rope_of.append(ropes.index(rope))
     plain = len(embedded) == 1 and torch.equal(embedded[0], entered)
-    return _Trace([call["attention_mask"] for call in calls], ropes, rope_of, plain)
+    layout = Layout(tuple(windows), tuple(ropes), tuple(rope_of), plain, _has_plain_logits(model))
+    return layout, [call["attention_mask"] for call in calls]
 
 
 class _StandIn(nn.Module):
@@ -254,17 +241,6 @@ def hidden_before_layers(model: Any, token_ids: Tensor, positions: Tensor) -> Te
         return inner(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
         ).last_hidden_state
-
-
-@contextmanager
-def _own_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Have the model make its masks as for eager attention: these are complete."""
-    name = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = name
 
 
 @contextmanager

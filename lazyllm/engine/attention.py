@@ -60,11 +60,10 @@ class Probe:
         """Ask for the scores of these layers, and forget what was found before."""
         self._look, self._found = look, []
 
-    def wants(self, layer: int) -> bool:
-        return layer in self._look.layers
-
-    def look(self, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
-        """Record `attention_scores` of a layer."""
+    def look(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
+        """Record `attention_scores` of a layer, if they are asked for."""
+        if layer not in self._look.layers:
+            return
         scores = attention_scores(query, key, self.reach.seen_last, scaling, softcap, self._look)
         self._found.append(scores.to(self._home))
 
@@ -86,12 +85,7 @@ class Probe:
 
 
 class KeysReached(Exception):  # noqa: N818 - not an error
-    """Ends a run at `Probe.stop_at`: the layer's query [1, h, m, d] and key [1, g, s, d], after RoPE."""
-
-    def __init__(self, query: Tensor, key: Tensor) -> None:
-        super().__init__()
-        self.query = query
-        self.key = key
+    """Ends a run at `Probe.stop_at`. args: the layer's query [1, h, m, d] and key [1, g, s, d], after RoPE."""
 
 
 class ObservedAttention:
@@ -136,8 +130,7 @@ class ObservedAttention:
         key, value = probe.cache.update(key, value, layer)
         if layer == probe.stop_at:
             raise KeysReached(query, key)
-        if probe.wants(layer):
-            probe.look(query, key, kwargs["scaling"], kwargs.get("softcap"))
+        probe.look(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
         reach, in_prefill = probe.reach, not probe.decodes
         # in prefill, the model's own attention is causal; FlashAttention's also has windows, if positions have no gaps
         is_own = (self._is_flash and reach.is_whole) or (not self._is_eager and reach.window is None)
@@ -179,7 +172,10 @@ class ObservedAttention:
         needs_ours = decodes or not (self._is_eager or self._is_sdpa)
         if (decodes and self._is_sdpa) or (mask is not None and needs_ours):
             return attend_to_chosen(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
-        own = _own_attention(self._own, module)
+        if self._is_eager:  # every modelling file of transformers defines its own
+            own = sys.modules[type(module).__module__].eager_attention_forward
+        else:
+            own = ALL_ATTENTION_FUNCTIONS[self._own]
         if not self._is_flash:
             return own(module, query, key, value, mask, **kwargs)[0]
         # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
@@ -194,49 +190,47 @@ class ObservedAttention:
 
 
 @contextmanager
+def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the model take another attention function of transformers; its own one on exit."""
+    own = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = own
+
+
+@contextmanager
 def installed_attention(model: PreTrainedModel) -> Iterator[ObservedAttention]:
     """Install an `ObservedAttention` in `model`; it is removed on exit."""
     attention = ObservedAttention(model)
-    # two models may generate at the same time
-    own, name = model.config._attn_implementation, f"lazyllm_{id(attention)}"
+    name = f"lazyllm_{id(attention)}"  # two models may generate at the same time
     ALL_ATTENTION_FUNCTIONS[name] = attention
-    model.config._attn_implementation = name
     try:
-        yield attention
+        with implementation(model, name):
+            yield attention
     finally:
-        model.config._attn_implementation = own
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
 # Arguments of an attention function that do not change its result, or that are honoured here: `scaling`, `softcap`, and
-# `sliding_window`, which is in the masks
+# `sliding_window`, which is in the masks. `is_causal` is looked at
 _HARMLESS = frozenset(
-    {"scaling", "softcap", "sliding_window", "dropout", "position_ids", "cache_position", "use_cache"}
+    {"scaling", "softcap", "sliding_window", "dropout", "position_ids", "cache_position", "use_cache", "is_causal"}
     | {"output_attentions", "output_hidden_states", "return_dict"}
 )
 
 
 def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise UserError if attention has a term that neither Eq. 1 nor `attend_to_chosen` would see."""
-    if kwargs.keys() <= _HARMLESS and getattr(module, "is_causal", True):
-        return
     others = [name for name, value in kwargs.items() if name not in _HARMLESS and value is not None]
-    if kwargs.get("is_causal", True) and getattr(module, "is_causal", True):
-        others = [name for name in others if name != "is_causal"]
-    else:
+    if not (kwargs.get("is_causal", True) and getattr(module, "is_causal", True)):
         others.append("is_causal=False")
     if others:
         raise UserError(
             f"{type(module).__name__} attends with {', '.join(others)} (sinks, a bias or the like): not supported, as "
             "the importance of Eq. 1 does not include it"
         )
-
-
-def _own_attention(name: str | None, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of `module` under the implementation `name`."""
-    if name is None or name == "eager":  # every modelling file of transformers defines its own
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def part_mask(seen: Tensor, share: int, dtype: torch.dtype) -> Tensor:

@@ -286,7 +286,7 @@ def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor
     try:
         run_layers(decoder, token_ids, layer)
     except KeysReached as reached:
-        return reached.query, reached.key
+        return reached.args
     finally:
         decoder.probe.stop_at = None
     raise RuntimeError(f"layer {layer} did not call the installed attention function")
