@@ -77,7 +77,7 @@ class Session:
         ]
         self._cross = cross
         self._unread: list[tuple[str, Tensor, int, bool]] = []  # selections that `read_selections` checks
-        self._num_computed = [0] * len(groups)
+        self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
         self._selected: list[dict[int, Tensor]] = []
         self._in_prefill = False
         self._all_positions = torch.arange(self.max_positions, device=decoder.device)
@@ -184,7 +184,7 @@ class Session:
 
         [p] bool, True at the positions that `cross_in_step` needs as numbers; None if it needs none.
         """
-        self._num_computed[index] += len(batch) - 1
+        self._num_computed[index] = self._num_computed[index] + len(batch) - 1  # `computed` holds earlier tensors
         return None
 
     def read(self, question: Tensor) -> Tensor:
@@ -193,10 +193,11 @@ class Session:
 
     def end_step(self) -> None:
         """Note the counts of a step whose groups have all run."""
-        per_layer = []
-        for group, count in zip(self.groups, self._num_computed, strict=True):
-            per_layer += [count] * len(group.layers)
-        self.computed.append(per_layer)
+        self.computed.append(self.by_layer(self._num_computed))
+
+    def by_layer(self, values: Sequence[Any]) -> list[Any]:
+        """A value for each group -> one for each layer."""
+        return [value for group, value in zip(self.groups, values, strict=True) for _ in group.layers]
 
     def check_selection(self, label: str, kept: Tensor, m: int, count: int | None, newest: bool = True) -> None:
         """Refuse indices `kept` of m tokens that break a rule; their values only in `read_selections`.

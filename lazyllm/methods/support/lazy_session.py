@@ -45,7 +45,6 @@ class LazySession(Session):
     ) -> None:
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
         self._schedule = schedule
-        self._cuts = [group.layers.stop for group in self.groups if group.look.layers]
         self._prune_generated = prune_generated
         self._revives = revive
         # no boundary after the last group
@@ -65,7 +64,6 @@ class LazySession(Session):
         self._generated: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if any
         self._always: Tensor | None = None  # [max_positions] bool: candidates that are never pruned
         self._num_always = 0
-        self._miscounted: list[int | Tensor] = [0] * len(self.groups)  # generated tokens among `_num_computed`
         self._starts_turn = False
         self._first_new = 0  # position of the first token that this turn runs
         self._ranks: Sequence[int] | None = None  # `Batch.ranks` of the tokens that a turn revives next, if many
@@ -73,8 +71,7 @@ class LazySession(Session):
 
     @property
     def revived(self) -> list[int]:
-        counts = zip(self.groups, self._num_revived, strict=True)
-        return [int(count) for group, count in counts for _ in group.layers]
+        return self.by_layer([int(count) for count in self._num_revived])
 
     @property
     def aux_bytes(self) -> int:
@@ -111,7 +108,7 @@ class LazySession(Session):
         other = super().fork()
         assert isinstance(other, LazySession)
         other._aux = [aux.fork() for aux in self._aux]
-        other._miscounted, other._num_revived = [*self._miscounted], [*self._num_revived]
+        other._num_revived = [*self._num_revived]
         return other
 
     def _lengthen(self, length: int, max_positions: int) -> None:
@@ -136,7 +133,7 @@ class LazySession(Session):
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
             return batch
-        layer = self._cuts[index]
+        layer = self.groups[index].layers.stop
         kept, pruned = split_prompt(self.importance(index), self._schedule.kept(layer, len(batch)))
         if index < len(self._aux):
             self._aux[index].put(batch.positions[pruned], batch.hidden[0, pruned])
@@ -153,7 +150,7 @@ class LazySession(Session):
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
             return None
-        layer, end = self._cuts[index], self._num_candidates
+        layer, end = self.groups[index].layers.stop, self._num_candidates
         always = self.length - end + self._num_always
         keep = self._schedule.kept(layer, self._num_present - always)
         if self._revives:
@@ -207,9 +204,9 @@ class LazySession(Session):
             newest = batch.last
         if revived is None:
             return newest
-        if self._prune_generated and self._generated is not None:
-            miscounted = self._generated[revived].sum() - int(self._starts_turn)  # a turn's newest is a prompt token
-            self._miscounted[index + 1] = self._miscounted[index + 1] + miscounted
+        if self._prune_generated and self._generated is not None:  # counts are of prompt tokens, as a turn's newest is
+            generated = self._generated[revived].sum() - int(self._starts_turn)
+            self._num_computed[index + 1] = self._num_computed[index + 1] - generated
         if revived.shape[0] == 0:
             return newest
         # the turn's own tokens are in `revived` too
@@ -232,17 +229,9 @@ class LazySession(Session):
         self._ranks = [*known.tolist(), self._num_present] if len(known) >= MANY else None
         return first_true(question, len(known))
 
-    def end_step(self) -> None:
-        super().end_step()
-        if self._prune_generated:
-            miscounted = [
-                count for group, count in zip(self.groups, self._miscounted, strict=True) for _ in group.layers
-            ]
-            self.computed[-1] = [count - other for count, other in zip(self.computed[-1], miscounted, strict=True)]
-
     def _note_layers_that_keep_all(self, index: int) -> None:
         inside = self.groups[index].layers
-        keep_all = [layer for layer in self._schedule.keep if layer - 1 in inside and layer not in self._cuts]
+        keep_all = (layer for layer, ratio in self._schedule.keep.items() if ratio == 1 and layer - 1 in inside)
         self._selected[-1] |= dict.fromkeys(keep_all, self._present)
 
     def _note_rope(self, batch: Batch) -> None:
