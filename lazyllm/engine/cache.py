@@ -11,6 +11,7 @@ Notation:
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class GroupCache:
         is_next = start > 0 and self.added == 1 and text_length == self._text_length + 1  # its slot is assigned
         self._text_length = text_length
         if self.length > self._capacity:
-            self._grow(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
+            self._copy(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
         if not is_next:
             self.is_ascending &= start == 0 or is_newest
             self._assign_slots(start, positions)
@@ -121,7 +122,7 @@ class GroupCache:
         """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
         start = self.length - self.added
         if self._is_shared:
-            self._grow(self._capacity)
+            self._copy(self._capacity)
         if layer_idx not in self._keys:
             shape = (*key.shape[:2], self._capacity, key.shape[3])
             self._keys[layer_idx] = key.new_empty(shape)
@@ -137,13 +138,8 @@ class GroupCache:
         """Forget all tokens but those in `slots` [k] (ascending), and free their memory."""
         self.slot_of.fill_(-1)
         positions = self.positions[slots]
-        spare = self._capacity - self.length
-        for buffers in (self._keys, self._values):
-            for layer, old in buffers.items():
-                kept = old[:, :, slots.to(old.device)]  # K and V are on their layer's device
-                buffers[layer] = torch.cat([kept, kept.new_empty((*kept.shape[:2], spare, kept.shape[3]))], dim=2)
-        self.length = positions.shape[0]
-        self._capacity = self.length + spare
+        self._rebuild(len(slots) + self._capacity - self.length, lambda old: old[:, :, slots.to(old.device)])
+        self.length = len(slots)
         self._assign_slots(0, positions)
 
     def retain_by_head(self, slots: Tensor) -> None:
@@ -152,18 +148,14 @@ class GroupCache:
         Afterwards only new tokens may be added, and `slot_of` has no meaning.
         """
         heads, kept = slots.shape
-        spare = self._capacity - self.length
-        for buffers in (self._keys, self._values):
-            for layer, old in buffers.items():
-                width = old.shape[3]
-                new = old.new_empty((1, heads, kept + spare, width))
-                index = slots.to(old.device)[None, :, :, None].expand(1, heads, kept, width)
-                new[:, :, :kept] = old.gather(2, index)
-                buffers[layer] = new
+
+        def gathered(old: Tensor) -> Tensor:
+            return old.gather(2, slots.to(old.device)[None, :, :, None].expand(1, heads, kept, old.shape[3]))
+
+        self._rebuild(kept + self._capacity - self.length, gathered)
         later = self._all[self._text_length :].expand(heads, -1)
         self._positions = torch.cat([self._positions[slots], later], dim=1)
         self.length = kept
-        self._capacity = kept + spare
 
     def _assign_slots(self, start: int, positions: Tensor) -> None:
         """Assign the slots from `start` on to `positions`, and the next ones to future tokens."""
@@ -180,15 +172,19 @@ class GroupCache:
         self.slot_of[text:] = self._all[stop:last]
         self._absent = None
 
-    def _grow(self, capacity: int) -> None:
-        self._is_shared = False
+    def _copy(self, capacity: int) -> None:
+        """Copy all K and V but those of the run, which come next."""
         used = self.length - self.added
+        self._rebuild(capacity, lambda old: old[:, :, :used])
+
+    def _rebuild(self, capacity: int, kept: Callable[[Tensor], Tensor]) -> None:
+        """Replace K and V by `kept` of them, with room for `capacity` tokens. They are on their layers' devices."""
         for buffers in (self._keys, self._values):
             for layer, old in buffers.items():
-                new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
-                new[:, :, :used] = old[:, :, :used]
-                buffers[layer] = new
-        self._capacity = capacity
+                stays = kept(old)
+                buffers[layer] = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
+                buffers[layer][:, :, : stays.shape[2]] = stays
+        self._capacity, self._is_shared = capacity, False
 
 
 class AuxCache:
