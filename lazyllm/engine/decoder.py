@@ -200,24 +200,15 @@ class Decoder:
 
 
 @contextmanager
-def open_decoder(
-    model: PreTrainedModel, layout: Layout | None = None, counted_by: Decoder | None = None
-) -> Iterator[Decoder]:
+def open_decoder(model: PreTrainedModel, layout: Layout | None = None) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    layout: the model's, if known already. counted_by: the decoder of the model under test, if this model scores tokens
-    for it: its `tokens_run` then counts this model's tokens too.
-    Raises UserError if the loop cannot reproduce the model, checked without running its layers
-    (`lazyllm.engine.checks.check_same_as_model` runs them).
+    layout: the model's, if it has been found already. Raises UserError if the loop cannot reproduce the model, checked
+    without running its layers (`lazyllm.engine.checks.check_same_as_model` runs them).
     """
     layout = layout or find_layout(model)
     with ropes_put_back(model), installed_attention(model) as attention:
-        decoder = Decoder(model, attention, layout)
-        try:
-            yield decoder
-        finally:
-            if counted_by is not None:
-                counted_by.tokens_run += decoder.tokens_run
+        yield Decoder(model, attention, layout)
 
 
 def check_lengths(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -102,8 +102,8 @@ class SpecPrefill(Select):
         (spec,) = self.models()
         read = read_beside(spec, prompt.text)
         own, other = (
-            [token for token, (start, stop) in zip(token_ids, spans, strict=True) if start < stop]
-            for token_ids, spans in ((prompt.token_ids.tolist(), prompt.spans), (read.token_ids, read.spans))
+            [token for token, (start, stop) in zip(each.token_ids.tolist(), each.spans, strict=True) if start < stop]
+            for each in (prompt, read)
         )
         if own != other:
             raise ValueError(f"draft {self.draft!r} tokenises the prompt differently than the model: {_OTHER}")
@@ -202,8 +202,6 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
 
 def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | None:
     """The ranges of the text that the draft keeps; None if it keeps all, without scoring."""
-    import torch
-
     from lazyllm.methods.support.other_models import open_beside, read_beside
 
     (spec,) = method.models()
@@ -212,8 +210,7 @@ def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | No
     if method.kept(len(places)) == len(places):
         return None
     with open_beside(spec, decoder) as draft:
-        scores = method.scores(draft, torch.tensor(read.token_ids))
-        chosen = method.choose(scores[places]).tolist()
+        chosen = method.choose(method.scores(draft, read.token_ids)[places]).tolist()
     pieces: Ranges = []
     for before, number in zip([-2, *chosen], chosen, strict=False):
         start, stop = read.spans[places[number]]

@@ -172,15 +172,12 @@ class PromptCompression(Select):
 
     def _by_scorer(self, decoder: Decoder, text: str, spans: np.ndarray) -> np.ndarray:
         """[k] self-information, by the scorer, of tokens that stand for the character ranges `spans` [k, 2]."""
-        import torch
-
         from lazyllm.methods.support.other_models import load_beside, read_beside
 
         (spec,) = self.models()
         own, scorer = read_beside(spec, text, special_tokens=False), load_beside(spec, decoder.model, plain=True).model
-        token_ids = torch.tensor(own.token_ids, device=scorer.device)
-        info = self_information_by(scorer, decoder, token_ids, self.window)
-        return carried_over(info, np.asarray(own.spans, dtype=np.int64), spans)
+        info = self_information_by(scorer, decoder, own.token_ids.to(scorer.device), self.window)
+        return carried_over(info, _spans(own), spans)
 
 
 def droppable(prompt: Prompt) -> np.ndarray:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,37 +24,24 @@ if TYPE_CHECKING:
 CHUNK = 256
 
 
-@dataclass(frozen=True)
-class Window:
-    """Tokens `start` to `stop` (excluded) of a sequence, run together; those from `first` on are scored."""
+def windows(length: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """(start, first, stop) of windows of at most `size` tokens (2 or more) that together score a sequence.
 
-    start: int
-    first: int
-    stop: int
-
-
-def windows(length: int, size: int) -> Iterator[Window]:
-    """Windows of at most `size` tokens (2 or more) that together score every token of a sequence but the first.
-
-    Every window but the first begins `size // 2` tokens before the first token that it scores, so every token is scored
-    with at least that many tokens before it.
+    The tokens from `start` to `stop` (excluded) run together, and those from `first` on are scored. Every window but
+    the first begins `size // 2` tokens before the first token that it scores, so every token but the sequence's first
+    is scored, with at least that many tokens before it.
     """
-    window = Window(0, 1, min(size, length))
-    yield window
-    while window.stop < length:
-        start = window.stop - size // 2
-        window = Window(start, window.stop, min(start + size, length))
-        yield window
-
-
-def window_limit(config: Any) -> int:
-    """The greatest number of tokens that a model sees at once: its positions, whatever its layers' sliding windows."""
-    return config.max_position_embeddings
+    start, first, stop = 0, 1, min(size, length)
+    yield start, first, stop
+    while stop < length:
+        start, first = stop - size // 2, stop
+        stop = min(start + size, length)
+        yield start, first, stop
 
 
 def window_size(config: Any, window: int | None) -> int:
-    """`window`, by default the model's limit. Raises ValueError if it exceeds the limit."""
-    limit = window_limit(config)
+    """`window`, by default all the model's positions, whatever its sliding windows. Raises ValueError for more."""
+    limit = config.max_position_embeddings
     if window is not None and window > limit:
         raise ValueError(f"window={window}: the scoring model sees at most {limit} tokens at once; give that or less")
     return window or limit
@@ -114,16 +100,15 @@ def _in_windows(
     sequence = token_ids if bos is None else torch.cat([token_ids.new_tensor([bos]), token_ids])
     exact = torch.promote_types(dtype, torch.float32)
     info = torch.full(sequence.shape, math.log(config.vocab_size), dtype=exact, device=sequence.device)
-    for run in windows(len(sequence), size):
-        if run.first == run.stop:
+    for start, first, stop in windows(len(sequence), size):
+        if first == stop:
             continue
-        first = run.first
         # the last token's logits are not needed
-        for part in logits(sequence[run.start : run.stop - 1], first - 1 - run.start):
-            stop = first + len(part)
-            targets = sequence[first:stop].to(part.device)
-            info[first:stop] = F.cross_entropy(part.to(exact), targets, reduction="none")
-            first = stop
+        for part in logits(sequence[start : stop - 1], first - 1 - start):
+            scored = slice(first, first + len(part))
+            targets = sequence[scored].to(part.device)
+            info[scored] = F.cross_entropy(part.to(exact), targets, reduction="none")
+            first = scored.stop
     return (info if bos is None else info[1:]).double().cpu().numpy()
 
 
@@ -136,7 +121,7 @@ def scoring_flops(config: Any, n: int, window: int | None = None, matrices: int 
     runs = windows(length, window_size(config, window))
     layers = config.num_hidden_layers
     return sum(
-        prefill_flops(config, [run.stop - 1 - run.start] * layers, run.stop - run.first, matrices) for run in runs
+        prefill_flops(config, [stop - 1 - start] * layers, stop - first, matrices) for start, first, stop in runs
     )
 
 

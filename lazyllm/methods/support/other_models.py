@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lazyllm.engine.architecture import Layout, find_layout
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import home_of
+from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
 from lazyllm.spec import ModelSpec
@@ -55,24 +56,17 @@ def park() -> None:
 def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
     """A decoder of the model of a spec. Its tokens count in `decoder.tokens_run` too."""
     other = load_beside(spec, decoder.model)
-    with open_decoder(other.model, other.layout, counted_by=decoder) as opened:
+    with open_decoder(other.model, other.layout) as opened:
         yield opened
+        decoder.tokens_run += opened.tokens_run
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A text in another model's tokens. spans: per token the half-open range of the text that it stands for."""
-
-    token_ids: list[int]
-    spans: list[tuple[int, int]]
-
-
-def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Reading:
+def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Prompt:
     """The text tokenised for the model of a spec. Raises UserError if it has no tokenizer, or one without spans."""
     own = tokenizer_beside(spec)(
         text, add_special_tokens=special_tokens, return_offsets_mapping=True, truncation=False, verbose=False
     )
-    return Reading(own["input_ids"], own["offset_mapping"])
+    return Prompt(torch.tensor(own["input_ids"], dtype=torch.long), text, tuple(own["offset_mapping"]))
 
 
 @lru_cache(maxsize=2)
