@@ -12,7 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import moved
 from lazyllm.engine.inputs import NOTHING, Look
 from lazyllm.engine.masks import Reach
 from lazyllm.errors import UserError
-
-if TYPE_CHECKING:
-    from lazyllm.engine.cache import GroupCache
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
 BLOCK_ON_CPU, BLOCK = 2**22, 2**25

@@ -156,8 +156,16 @@ def read_peak(*devices: torch.device) -> int | None:
     A GPU's bytes are those allocated, a CPU's those resident in this process. Peaks of several GPUs may lie at
     different moments: the sum is the memory that these GPUs need together.
     """
-    peaks = [_peak(device) for device in devices]
-    return None if None in peaks else sum(peaks)  # type: ignore[arg-type]
+    total = 0
+    for device in devices:
+        if device.type == "cuda":
+            total += torch.cuda.max_memory_allocated(device)
+        elif device.type == "cpu" and _CLEAR.exists():
+            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            total += int(line.split()[1]) * 1024
+        else:
+            return None
+    return total
 
 
 def memory_of(*devices: torch.device) -> int | None:
@@ -165,15 +173,6 @@ def memory_of(*devices: torch.device) -> int | None:
     if any(device.type != "cuda" for device in devices):
         return None
     return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
-
-
-def _peak(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "cpu" and _CLEAR.exists():
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    return None
 
 
 def release_memory(*devices: torch.device) -> None:

@@ -8,15 +8,13 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import moved
-
-if TYPE_CHECKING:
-    from lazyllm.engine.cache import GroupCache
 
 BLOCK = 2**23  # bytes of one block's mask, with the memory that attention needs for its cells
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
 from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Batch, Decoder
     from lazyllm.engine.session import Session
-    from lazyllm.spec import ModelSpec
 
 
 class Method(ABC):

@@ -18,10 +18,11 @@ from lazyllm.spec import QUANTISATIONS
 
 INT4_GROUP = 128  # number of weights in a row that share a scale
 
-_INSTALL = {
-    "accelerate": "pip install 'lazyllm-bench[devices]'",
-    "torchao": "pip install 'lazyllm-bench[quantised]'",
-    "bitsandbytes": "pip install bitsandbytes",
+# {package: (whether it is there, and new enough for transformers; how to install it)}
+_PACKAGES = {
+    "accelerate": (is_accelerate_available, "pip install 'lazyllm-bench[devices]'"),
+    "torchao": (is_torchao_available, "pip install 'lazyllm-bench[quantised]'"),
+    "bitsandbytes": (is_bitsandbytes_available, "pip install bitsandbytes"),
 }
 
 
@@ -60,12 +61,10 @@ def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
             )
         case "bnb_int8":
             return transformers.BitsAndBytesConfig(load_in_8bit=True)
-        case "bnb_nf4":
+        case _:  # bnb_nf4
             return transformers.BitsAndBytesConfig(
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
             )
-        case _:
-            raise ValueError(quantise)
 
 
 def quantised_by(config: Any) -> str | None:
@@ -95,13 +94,9 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
 
 def require(package: str, what_for: str) -> None:
     """Raise UserError if the package is absent or too old for the installed transformers."""
-    is_available = {
-        "accelerate": is_accelerate_available,
-        "torchao": is_torchao_available,
-        "bitsandbytes": is_bitsandbytes_available,
-    }[package]
+    is_available, install = _PACKAGES[package]
     if not is_available():
         raise UserError(
             f"{what_for} needs the package {package}, which is not installed, or too old for transformers "
-            f"{transformers.__version__}: {_INSTALL[package]}"
+            f"{transformers.__version__}: {install}"
         )
