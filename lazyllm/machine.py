@@ -32,11 +32,6 @@ class Accelerator:
     bytes_per_s: float
     gigabytes: float
 
-    @property
-    def is_hopper(self) -> bool:
-        """Whether it is of the generation that FlashAttention 2 was not written for."""
-        return self.name.startswith("H")
-
     def share(self, flops_per_s: float, is_float32: bool = False) -> float:
         """The share of the peak at a rate, from 0 to 1. Raises UserError for more."""
         peak = self.float32_flops_per_s if is_float32 else self.flops_per_s
@@ -83,7 +78,7 @@ def handicaps(device: str, kernels: Collection[str], least_mfu: float) -> list[s
             f"At {LONG:,} prompt tokens and more, the baseline's prefill reaches {least_mfu:.0f} % of the peak of "
             f"{device}, a good one {LEAST_MFU} % or more: this flatters every speedup"
         )
-    if kind is not None and kind.is_hopper and FLASH_2 in kernels:
+    if kind is not None and kind.name.startswith("H") and FLASH_2 in kernels:  # Hopper, for which it was not written
         sentences.append(
             f"The baseline ran {FLASH_2} on {device}, where it reaches about 35 % of the peak and FlashAttention 3 "
             "75 % (arXiv 2407.08608): this flatters every speedup at long prompts"

@@ -48,8 +48,7 @@ PAD, BEGIN = 0, 1  # their ids
 
 WARMUP = 100  # steps
 
-# Token ids; the label of each; the positions of those labels whose accuracy is shown
-Sequence_ = tuple[list[int], list[int], list[int]]
+Labelled = tuple[list[int], list[int]]  # token ids, and the label of each
 
 
 @dataclass(frozen=True)
@@ -79,10 +78,12 @@ class Progress:
 class Trainer(ABC):
     """Model, optimisers, random state and progress: the content of a checkpoint.
 
-    kinds: names of the kinds of sequences. weights: of a token of each kind in the loss. peak: the learning rate.
+    kinds: names of the kinds of sequences. answers: those of them whose accuracy is that of each answer's first token.
+    weights: of a token of each kind in the loss. peak: the learning rate.
     """
 
     kinds: ClassVar[tuple[str, ...]]
+    answers: ClassVar[tuple[str, ...]]
     weights: ClassVar[tuple[float, ...]]
     peak: ClassVar[float]
 
@@ -102,7 +103,7 @@ class Trainer(ABC):
         """The learning rate, as a share of the peak rate."""
 
     @abstractmethod
-    def draw(self) -> tuple[int, list[tuple[int, Sequence_]], bool]:
+    def draw(self) -> tuple[int, list[tuple[int, Labelled]], bool]:
         """A batch: its length, (number of the kind, sequence) of each row, and whether the accuracy counts it."""
 
     @abstractmethod
@@ -113,15 +114,16 @@ class Trainer(ABC):
         """One step: a batch, the loss on its labels, the gradient clipped to norm 1, the running means."""
         at, (length, rows, counts) = self.at, self.draw()
         ids, labels = torch.full((len(rows), length), PAD), torch.full((len(rows), length), IGNORE)
-        shown, kinds = torch.zeros(labels.shape, dtype=torch.bool), torch.tensor([kind for kind, _ in rows])
-        for row, (_, (tokens, wanted, positions)) in enumerate(rows):
+        kinds = torch.tensor([kind for kind, _ in rows])
+        for row, (_, (tokens, wanted)) in enumerate(rows):
             ids[row, : len(tokens)], labels[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(wanted)
-            shown[row, positions] = True
+        is_answer = torch.tensor([name in self.answers for name in self.kinds])[kinds]
+        shown = (labels[:, :-1] == IGNORE) | ~is_answer[:, None]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
             wanted = labels[:, 1:] != IGNORE
             logits = self.model.lm_head(hidden[:, :-1][wanted]).float()
-        labels, shown, kinds = labels[:, 1:][wanted], shown[:, 1:][wanted], kinds[:, None].expand_as(wanted)[wanted]
+        labels, shown, kinds = labels[:, 1:][wanted], shown[wanted], kinds[:, None].expand_as(wanted)[wanted]
         weights = torch.tensor(self.weights)[kinds]
         loss = (nn.functional.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
         for optimizer in self.optimizers:
@@ -259,7 +261,7 @@ def tiny_model() -> Any:
     return LlamaForCausalLM(config)
 
 
-def copy_sequence(rng: random.Random, length: int) -> Sequence_:
+def copy_sequence(rng: random.Random, length: int) -> Labelled:
     """Random tokens, then repeated segments at random distance; loss on each segment but its start."""
     size, first = len(token_ids()), len(SPECIALS)
     pool = list(range(first, size)) if rng.random() < 0.75 else rng.sample(range(first, size), 48)
@@ -274,7 +276,7 @@ def copy_sequence(rng: random.Random, length: int) -> Sequence_:
         # the first tokens only identify the segment: one token in a large pool, two in a small one
         known = 1 if len(pool) > 48 else 2
         labels += [IGNORE] * (len(gap) + known) + segment[known:]
-    return _scored(ids[:length], labels[:length])
+    return ids[:length], labels[:length]
 
 
 def direct_digest(rng: random.Random, level: embedded.Level) -> tuple[embedded.Tokens, list[embedded.Question]]:
@@ -290,16 +292,8 @@ def direct_digest(rng: random.Random, level: embedded.Level) -> tuple[embedded.T
     return embedded.among_filler(rng, needles, level.context), [embedded.Question([" first"], answer, points)]
 
 
-def _scored(ids: list[int], labels: list[int]) -> Sequence_:
-    """The sequence with the accuracy of all labels."""
-    return ids, labels, [place for place, label in enumerate(labels) if label != IGNORE]
-
-
-def task_sequence(rng: random.Random, name: str, stage: Stage) -> Sequence_:
-    """A context of a task, and questions drawn with replacement until the sequence is full; loss on the answers.
-
-    The accuracy is that of each answer's first token.
-    """
+def task_sequence(rng: random.Random, name: str, stage: Stage) -> Labelled:
+    """A context of a task, and questions drawn with replacement until the sequence is full; loss on the answers."""
     ids = token_ids()
     before, between = embedded.head(name), embedded.tail(name)
     asked = {"digest": 24, "shots": stage.length // 3, "retrieve": stage.length // 3}.get(name, int(stage.length * 0.4))
@@ -308,24 +302,24 @@ def task_sequence(rng: random.Random, name: str, stage: Stage) -> Sequence_:
     context, questions = generate(rng, level)
     questions = [question for question in questions if not embedded.is_test(context, question)]
     sequence = [ids[token] for token in (*before, *context)]
-    labels, starts = [IGNORE] * len(sequence), list[int]()
+    labels = [IGNORE] * len(sequence)
     for question in rng.choices(questions, k=24) if questions else []:
         asking = [ids[token] for token in (*between, *question.input)]
         answer = [ids[token] for token in (*question.answer, embedded.END)]
         if len(sequence) + len(asking) + len(answer) > stage.length:
             break
-        starts.append(len(sequence) + len(asking))
         sequence += [*asking, *answer]
         labels += [*[IGNORE] * len(asking), *answer]
         if name == "digest":
             break
-    return sequence, labels, starts
+    return sequence, labels
 
 
 class TinyTrainer(Trainer):
     """The curriculum: stages go on by accuracy, or after their tokens."""
 
-    kinds = (*embedded.NAMES, "copy")
+    answers = embedded.NAMES
+    kinds = (*answers, "copy")
     weights, peak = (1.0,) * len(kinds), 3e-3
 
     def __init__(self, settings: Settings) -> None:
@@ -336,17 +330,18 @@ class TinyTrainer(Trainer):
         stage = STAGES[self.at.stage]
         return max(0.02, stage.rate - (self.at.stage_tokens / stage.decay if stage.decay else 0.0))
 
-    def draw(self) -> tuple[int, list[tuple[int, Sequence_]], bool]:
+    def draw(self) -> tuple[int, list[tuple[int, Labelled]], bool]:
         """Of the current stage, or in one batch of four of an earlier one of the same form; tasks take turns."""
         current, stage, rng = STAGES[self.at.stage], STAGES[self.at.stage], self.rng
         earlier = [past for past in STAGES[: self.at.stage] if past.length >= 256 and past.direct == current.direct]
         if earlier and rng.random() < 0.25:
             stage = rng.choice(earlier)
-        rows, copy, offset = list[tuple[int, Sequence_]](), len(embedded.NAMES), rng.randrange(len(embedded.NAMES))
+        rows, tasks = list[tuple[int, Labelled]](), len(embedded.NAMES)
+        offset = rng.randrange(tasks)
         for number in range(max(1, self.settings.tokens_per_step // stage.length)):
-            task = (offset + number) % copy
+            task = (offset + number) % tasks
             if rng.random() < stage.copying:
-                rows.append((copy, copy_sequence(rng, stage.length)))
+                rows.append((tasks, copy_sequence(rng, stage.length)))
             else:
                 rows.append((task, task_sequence(rng, embedded.NAMES[task], stage)))
         return stage.length, rows, stage == current
@@ -457,7 +452,7 @@ class CoderTrainer(Trainer):
     Files are drawn in proportion to their tokens, the library's twice as often as its tests.
     """
 
-    kinds = tuple(KINDS)
+    kinds, answers = tuple(KINDS), ("tasks",)
     weights, peak = (1.0, 1.0, 4.0, 4.0), 2e-3  # of a token of code, of an answer or a copy
 
     def __init__(self, settings: Settings) -> None:
@@ -488,14 +483,14 @@ class CoderTrainer(Trainer):
             start -= 1
         return [*header, *ids[start : start + room]][:size]
 
-    def file(self, length: int) -> Sequence_:
+    def file(self, length: int) -> Labelled:
         """A window of a file, or of several if they are short."""
         ids = [BEGIN]
         while len(ids) < length:
             ids += self.window(self.draw_file(), length - len(ids))
-        return _scored(ids, ids)
+        return ids, ids
 
-    def cross(self, length: int) -> Sequence_:
+    def cross(self, length: int) -> Labelled:
         """Chunks of related files, then a window; each chunk is the best of four by tokens shared with the window."""
         while not self.related[name := self.draw_file()]:
             pass
@@ -508,15 +503,15 @@ class CoderTrainer(Trainer):
             drawn = [self.window(self.rng.choice(self.related[name]), size) for _ in range(4)]
             ids += max(drawn, key=lambda chunk: len(wanted & {*chunk}) / (len({*chunk}) + 20))
         ids = (ids + target + self.window(name, length))[:length]
-        return _scored(ids, ids)
+        return ids, ids
 
-    def tasks(self, length: int) -> Sequence_:
+    def tasks(self, length: int) -> Labelled:
         """A context of an embedded task with several questions; its loss is on the answers."""
         length = min(length, max(embedded.LENGTHS))
         stage = Stage(length, length // 32, 256, len(embedded.VALUES), 0.0)
         return task_sequence(self.rng, self.rng.choice(embedded.NAMES), stage)
 
-    def copy(self, length: int) -> Sequence_:
+    def copy(self, length: int) -> Labelled:
         """Random words of tiny, then segments of them again; its loss is on these segments."""
         return copy_sequence(self.rng, length)
 
@@ -528,7 +523,7 @@ class CoderTrainer(Trainer):
         """Constant, then falling to 2 %."""
         return min(1.0, max(0.02, self.left()))
 
-    def draw(self) -> tuple[int, list[tuple[int, Sequence_]], bool]:
+    def draw(self) -> tuple[int, list[tuple[int, Labelled]], bool]:
         """Sequences of one length."""
         length = self.rng.choices(LENGTHS, SHARES if self.left() >= 1 else LAST_SHARES)[0]
         rows = max(1, self.settings.tokens_per_step // length)
