@@ -46,21 +46,10 @@ IGNORE = -100  # the label of a token without a loss
 SPECIALS = (embedded.PAD, embedded.BEGIN, embedded.END)
 PAD, BEGIN = 0, 1  # their ids
 
-WARMUP = 100  # steps
+TOKENS_PER_STEP, WARMUP, LOG_EVERY, SAVE_EVERY = 4096, 100, 20, 100  # the last three in steps
+TOKENS = 20_000_000  # of coder's whole training, unless --tokens says otherwise
 
 Labelled = tuple[list[int], list[int]]  # token ids, and the label of each
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A training. work: folder of the checkpoint. tokens: of coder's whole training. steps: stop there, if given."""
-
-    work: Path
-    tokens: int = 20_000_000
-    steps: int | None = None
-    tokens_per_step: int = 4096
-    log_every: int = 20
-    save_every: int = 100
 
 
 @dataclass
@@ -79,7 +68,7 @@ class Trainer(ABC):
     """Model, optimisers, random state and progress: the content of a checkpoint.
 
     kinds: names of the kinds of sequences. answers: those of them whose accuracy is that of each answer's first token.
-    weights: of a token of each kind in the loss. peak: the learning rate.
+    weights: of a token of each kind in the loss. peak: the learning rate. work: folder of the checkpoint.
     """
 
     kinds: ClassVar[tuple[str, ...]]
@@ -87,8 +76,8 @@ class Trainer(ABC):
     weights: ClassVar[tuple[float, ...]]
     peak: ClassVar[float]
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(self, model: Any, work: Path) -> None:
+        self.model, self.work = model, work
         self.rng, self.at = random.Random(0), Progress([0.0] * len(self.kinds))
         parameters = dict(model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
@@ -148,9 +137,9 @@ class Trainer(ABC):
         torch.save(state, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
-    def train(self) -> None:
-        """Resume the checkpoint, if there is one, and train; log and save meanwhile."""
-        settings, checkpoint = self.settings, self.settings.work / "checkpoint.pt"
+    def train(self, steps: int | None = None) -> None:
+        """Resume the checkpoint, if there is one, and train to the end, or to step `steps`; log and save meanwhile."""
+        checkpoint = self.work / "checkpoint.pt"
         if checkpoint.exists():
             state = torch.load(checkpoint, weights_only=False)
             self.model.load_state_dict(state["model"])
@@ -160,13 +149,13 @@ class Trainer(ABC):
             self.at = state["at"]
             print(f"resumed at step {self.at.step}", flush=True)
         at = self.at
-        while not self.advance() and at.step != settings.steps:
+        while not self.advance() and at.step != steps:
             self.update()
-            if at.step % settings.log_every == 0:
+            if at.step % LOG_EVERY == 0:
                 shown = {"step": at.step, "tokens": at.tokens, "stage": at.stage, "loss": at.loss}
                 shown |= dict(zip(self.kinds, at.accuracy, strict=True))
                 print(json.dumps({name: round(value, 4) for name, value in shown.items()}), flush=True)
-            if at.step % settings.save_every == 0:
+            if at.step % SAVE_EVERY == 0:
                 self.save(checkpoint)
         self.save(checkpoint)
 
@@ -322,8 +311,8 @@ class TinyTrainer(Trainer):
     kinds = (*answers, "copy")
     weights, peak = (1.0,) * len(kinds), 3e-3
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(tiny_model(), settings)
+    def __init__(self, work: Path) -> None:
+        super().__init__(tiny_model(), work)
 
     def rate(self) -> float:
         """The stage's, at least 2 %."""
@@ -338,7 +327,7 @@ class TinyTrainer(Trainer):
             stage = rng.choice(earlier)
         rows, tasks = list[tuple[int, Labelled]](), len(embedded.NAMES)
         offset = rng.randrange(tasks)
-        for number in range(max(1, self.settings.tokens_per_step // stage.length)):
+        for number in range(max(1, TOKENS_PER_STEP // stage.length)):
             task = (offset + number) % tasks
             if rng.random() < stage.copying:
                 rows.append((tasks, copy_sequence(rng, stage.length)))
@@ -455,13 +444,14 @@ class CoderTrainer(Trainer):
     kinds, answers = tuple(KINDS), ("tasks",)
     weights, peak = (1.0, 1.0, 4.0, 4.0), 2e-3  # of a token of code, of an answer or a copy
 
-    def __init__(self, settings: Settings) -> None:
-        texts, path = training_files(), settings.work / "tokenizer.json"
+    def __init__(self, work: Path, tokens: int = TOKENS) -> None:
+        texts, path = training_files(), work / "tokenizer.json"
         if not path.exists():
             library = [text for name, text in texts.items() if not name.startswith("test/")]
             coder_tokenizer(library).save(str(path))
         tokenizer = Tokenizer.from_file(str(path))
-        super().__init__(coder_model(tokenizer.get_vocab_size()), settings)
+        super().__init__(coder_model(tokenizer.get_vocab_size()), work)
+        self.tokens = tokens
         encoded = tokenizer.encode_batch([*texts.values()], add_special_tokens=False)
         files = {name: code.ids for name, code in zip(texts, encoded, strict=True)}
         self.files = {name: ids for name, ids in files.items() if len(ids) > 100}
@@ -517,7 +507,7 @@ class CoderTrainer(Trainer):
 
     def left(self) -> float:
         """The remaining tokens / a fifth of all: below 1, the rate falls."""
-        return (self.settings.tokens - self.at.tokens) / (0.2 * self.settings.tokens)
+        return (self.tokens - self.at.tokens) / (0.2 * self.tokens)
 
     def rate(self) -> float:
         """Constant, then falling to 2 %."""
@@ -526,17 +516,15 @@ class CoderTrainer(Trainer):
     def draw(self) -> tuple[int, list[tuple[int, Labelled]], bool]:
         """Sequences of one length."""
         length = self.rng.choices(LENGTHS, SHARES if self.left() >= 1 else LAST_SHARES)[0]
-        rows = max(1, self.settings.tokens_per_step // length)
+        rows = max(1, TOKENS_PER_STEP // length)
         kinds = self.rng.choices(range(len(KINDS)), [*KINDS.values()], k=rows)
         return length, [(kind, getattr(self, self.kinds[kind])(length)) for kind in kinds], True
 
     def advance(self) -> bool:
-        return self.at.tokens >= self.settings.tokens
+        return self.at.tokens >= self.tokens
 
 
 # --------------------------------------------------------------------------------------------------------- command line
-
-TRAINERS = {"tiny": TinyTrainer, "coder": CoderTrainer}
 
 
 def save(name: str, work: Path, folder: Path) -> None:
@@ -556,9 +544,9 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("model", choices=[*TRAINERS])
+    add("model", choices=["tiny", "coder"])
     add("--work", type=Path, help="folder of checkpoint and log (/tmp/train_MODEL)")
-    add("--tokens", type=int, default=Settings.tokens, help="of coder's whole training")
+    add("--tokens", type=int, default=TOKENS, help="of coder's whole training")
     add("--save", type=Path, help="write the checkpoint in --work into this folder as a model, and stop")
     args = parser.parse_args()
     work = args.work or Path(f"/tmp/train_{args.model}")
@@ -567,7 +555,8 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         work.mkdir(parents=True, exist_ok=True)
-        TRAINERS[args.model](Settings(work, args.tokens)).train()
+        trainer = TinyTrainer(work) if args.model == "tiny" else CoderTrainer(work, args.tokens)
+        trainer.train()
 
 
 if __name__ == "__main__":
