@@ -390,6 +390,7 @@ def test_control_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: s
     out = f"out={tmp_path / 'run'}"
     fixed = ["model=server", f"model.url={endpoint}", "model.name=tiny/baseline", "model.tokenizer=tiny", out]
     fixed += ["dataset=lookup", "limit=5", "max_new_tokens=2", "method=server", "method.name=tiny", "control=true"]
+    fixed += ["timing.warmup=1"]
     codes = [main([*fixed, "--gate", gate]) for gate in ("score>=-101 ttft>=0", "ttft>=999")]
     assert codes == [0, 1]
     assert "gate ttft>=999: FAILED" in capsys.readouterr().out

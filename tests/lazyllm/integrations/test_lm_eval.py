@@ -110,6 +110,7 @@ def instances(kind: str, *arguments: tuple) -> list[Instance]:
     return [Instance(kind, {}, argument, number) for number, argument in enumerate(arguments)]
 
 
+@pytest.mark.slow
 def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path, hf: HFLM) -> None:
     ours = evaluate(PrunedLM("tiny", batch_size=8, **KEEPS_ALL, **CPU), tasks)
     theirs = evaluate(hf, tasks)

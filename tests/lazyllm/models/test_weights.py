@@ -271,12 +271,9 @@ def synchronised(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("which", "attention"),
-    [
-        ("three, back and forth", "sdpa"),
-        *slow(("two", "eager"), ("no layer at home", "sdpa")),
-    ],
+    ("which", "attention"), [("three, back and forth", "sdpa"), ("two", "eager"), ("no layer at home", "sdpa")]
 )
 def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised: list[torch.device]) -> None:
     plain = random_model("llama", 2, num_layers=4, dtype=torch.float32)
