@@ -75,6 +75,8 @@ class Tracker:
 
     def record(self, record: Record) -> None:
         """Show a new record: means and speedups over this job's examples so far, all with the same weight."""
+        if not self._works:  # most runs: rows cost milliseconds
+            return
         self._examples += 1
         sums = self._sums = example_rows([record]).mean(numeric_only=True, skipna=False) + self._sums
         shown = {
