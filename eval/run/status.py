@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,9 +74,9 @@ def _status(folder: Path) -> Status:
         why += [f"{len(counts) - 2} other reasons"] if len(counts) > 2 else []
         states = [FAILED] if failures else []
         for file, events in read_jobs(folder).items():
-            for state, reason in _state_of(file.stem.replace("jobs", "job"), events, last):
-                states.append(state)
-                why.append(reason)
+            state, reason = _state_of(file.stem.replace("jobs", "job"), events, last)
+            states.append(state)
+            why.append(reason)
         if planned is not None and not missing and RUNNING not in states:
             states, why = [DONE], []
         elif not {RUNNING, UNCLEAR, FAILED} & {*states}:
@@ -90,31 +90,27 @@ def _status(folder: Path) -> Status:
         return Status(folder.name, "", "", None, FAILED, 0, None, 0, None, str(error))
 
 
-def _state_of(job: str, events: Sequence[Mapping[str, Any]], last: str | None) -> Iterator[tuple[str, str]]:
-    """(state, reason) of the last job of a jobs file, unless it ended well. last: time of the last record."""
-    begin = next((event for event in reversed(events) if event["event"] == "begin"), None)
-    if begin is None:
-        return
-    if (end := events[-1])["event"] == "end":
-        if (error := end["error"]) is not None:
-            stopped = error.startswith(KeyboardInterrupt.__name__)  # by Ctrl-C: not a failure
-            yield (INCOMPLETE, "stopped") if stopped else (FAILED, f"{job} ended at {end['time']}: {error}")
-    elif begin["host"] != socket.gethostname():
-        yield UNCLEAR, f"running or died on {begin['host']} since {begin['time']}, last record {last or 'never'}"
-    elif is_alive(begin["process"]):
-        yield RUNNING, ""
-    else:
-        yield FAILED, f"{job} began at {begin['time']} and died (killed, or out of memory)"
+def _state_of(job: str, events: Sequence[Mapping[str, Any]], last: str | None) -> tuple[str, str]:
+    """The state after the last job of a jobs file, and the reason. last: time of the last record."""
+    event = events[-1]
+    if event["event"] == "end":
+        error = event["error"] or ""
+        if error.startswith(KeyboardInterrupt.__name__):  # Ctrl-C is not a failure
+            return INCOMPLETE, "stopped"
+        return (FAILED, f"{job} ended at {event['time']}: {error}") if error else (INCOMPLETE, "")
+    if event["host"] != socket.gethostname():
+        return UNCLEAR, f"running or died on {event['host']} since {event['time']}, last record {last or 'never'}"
+    if is_alive(event["process"]):
+        return RUNNING, ""
+    return FAILED, f"{job} began at {event['time']} and died (killed, or out of memory)"
 
 
 def is_alive(process: int) -> bool:
     """Whether a process of this machine runs."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        pass
+    except OSError as error:
+        return isinstance(error, PermissionError)  # another user's
     return True
 
 
