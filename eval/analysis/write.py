@@ -22,7 +22,6 @@ from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     from eval.analysis.registry import Subject
-    from eval.analysis.table import Figure
 
 _PICTURES = ("svg", "pdf", "png")
 
@@ -35,26 +34,32 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
     paths, sections, missing = [], [], []
     for name, subject in subjects.items():
         if subject.table is not None:
-            table, stem = subject.table(results), out / "tables" / name
+            table = subject.table(results)
             texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}
             for suffix, text in texts.items():
-                paths.append(stem.with_name(f"{name}.{suffix}"))
+                paths.append(out / "tables" / f"{name}.{suffix}")
                 write_whole(paths[-1], text)
-            files = " ".join(f"[{suffix}](tables/{table.name}.{suffix})" for suffix in texts)
-            sections.append(f"{table.to_markdown('##')}\n{files}; `{subject.command}`\n")
+            links = " ".join(f"[{suffix}](tables/{name}.{suffix})" for suffix in texts)
+            sections.append(f"{table.to_markdown('##')}\n{links}; `{subject.command}`\n")
             missing += [table.title] if table.frame.empty else []
     for name, subject in subjects.items():
         if subject.figure is not None:
-            figure = subject.figure
-            written = _write_figure(figure, results, out / "figures" / name)
-            paths += written
-            text = f"No run for this figure. Command: `{subject.command}`\n"
-            if written:
-                files = " ".join(f"[{suffix}](figures/{figure.name}.{suffix})" for suffix in (*_PICTURES, "csv"))
-                picture = f"![{figure.title}](figures/{figure.name}.png)"
-                text = f"{picture}\n\n{figure.caption}\n\n{files}; `{subject.command}`\n"
+            figure, data = subject.figure, subject.figure.data(results)
+            files = {suffix: out / "figures" / f"{name}.{suffix}" for suffix in (*_PICTURES, "csv")}
+            if data.empty:
+                for file in files.values():  # of an earlier call
+                    file.unlink(missing_ok=True)
+                text = f"No run for this figure. Command: `{subject.command}`\n"
+                missing.append(figure.title)
+            else:
+                from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
+
+                write_whole(files["csv"], data.to_csv(index=False, lineterminator="\n"))
+                paths += [files["csv"], *save(figure.plot(data), out / "figures" / name, _PICTURES)]
+                links = " ".join(f"[{suffix}](figures/{file.name})" for suffix, file in files.items())
+                picture = f"![{figure.title}](figures/{name}.png)"
+                text = f"{picture}\n\n{figure.caption}\n\n{links}; `{subject.command}`\n"
             sections.append(f"## {figure.title}\n\n{text}")
-            missing += [] if written else [figure.title]
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     runs, records = len(results.runs), sum(len(run.examples) for run in results.runs)
     index = (
@@ -85,20 +90,6 @@ def provenance(results: Results) -> list[dict[str, Any]]:
         }
         for run in results.runs
     ]
-
-
-def _write_figure(figure: Figure, results: Results, stem: Path) -> list[Path]:
-    """Write the figure's files. If no run has its data, write nothing and remove files of an earlier call."""
-    data = figure.data(results)
-    if data.empty:
-        for suffix in ("csv", *_PICTURES):
-            stem.with_name(f"{stem.name}.{suffix}").unlink(missing_ok=True)
-        return []
-    from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
-
-    table = stem.with_name(f"{stem.name}.csv")
-    write_whole(table, data.to_csv(index=False, lineterminator="\n"))
-    return [table, *save(figure.plot(data), stem, _PICTURES)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
