@@ -10,7 +10,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
-from eval.analysis.style import COLOURS, REFERENCE, new_figure, styled, traced_example
+from eval.analysis.style import COLOURS, REFERENCE, new_figure, of_trace, styled
 from eval.analysis.table import Figure
 from eval.store.record import Trace
 from eval.store.results import Results
@@ -40,12 +40,7 @@ def importance_frame(trace: Trace) -> pd.DataFrame:
 
 def data(results: Results) -> pd.DataFrame:
     """`importance_frame` of one traced example, which was not pruned, with a column `model`."""
-    example = traced_example(results)
-    if example is None:
-        return pd.DataFrame()
-    run, trace = example
-    frame: Any = importance_frame(trace)
-    return frame.assign(model=run.model)[["model", *frame.columns]]
+    return of_trace(results, importance_frame, ["model"])
 
 
 @styled

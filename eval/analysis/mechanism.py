@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
 from eval.analysis.columns import STUDIED
-from eval.analysis.style import GREY, as_published, new_figure, styled, traced_example
+from eval.analysis.style import GREY, as_published, new_figure, of_trace, styled
 from eval.analysis.table import Figure
 from eval.store.record import Trace
 from eval.store.results import Results
@@ -62,13 +63,12 @@ def layer_groups(trace: Trace) -> list[range]:
     """The layers (from 1) between two pruning layers, first group first."""
     layers = len(trace.importance)
     cuts = sorted(layer for layer in trace.selected[0] if 0 < layer < layers)
-    return [range(start + 1, end + 1) for start, end in zip([0, *cuts], [*cuts, layers], strict=True)]
+    return [range(start + 1, end + 1) for start, end in pairwise([0, *cuts, layers])]
 
 
 def counts_per_layer(trace: Trace) -> np.ndarray:
     """[steps, layers] distinct prompt tokens computed so far: the trace's counters, one column per layer."""
-    ends = [*trace.group_starts[1:], len(trace.importance) + 1]
-    widths = [end - start for start, end in zip(trace.group_starts, ends, strict=True)]
+    widths = np.diff([*trace.group_starts, len(trace.importance) + 1])
     return np.repeat(np.array(trace.computed), widths, axis=1)
 
 
@@ -80,8 +80,7 @@ def step_sets(trace: Trace) -> np.ndarray:
     """
     n, steps, layers = len(trace.tokens), len(trace.selected), len(trace.importance)
     in_set = np.zeros((steps, layers, n + steps - 1), dtype=bool)
-    for step in range(steps):
-        selected = trace.selected[step]
+    for step, selected in enumerate(trace.selected):
         present = list(range(n + step))
         if step > 0 and _selects_in_prefill_only(trace):
             present = [*trace.selected[0][max(trace.selected[0])], *range(n, n + step)]
@@ -150,12 +149,8 @@ def plot_mechanism(trace: Trace) -> MplFigure:
 
 def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of a LazyLLM run, with columns `model` and `label`."""
-    example = traced_example(as_published(results).where(lambda run: run.method == STUDIED))
-    if example is None:
-        return pd.DataFrame()
-    run, trace = example
-    frame: Any = mechanism_frame(trace)
-    return frame.assign(model=run.model, label=run.label)[["model", "label", *frame.columns]]
+    runs = as_published(results).where(lambda run: run.method == STUDIED)
+    return of_trace(runs, mechanism_frame, ["model", "label"])
 
 
 @styled

@@ -15,6 +15,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -23,7 +24,7 @@ from eval.analysis.columns import BASELINE, SECTION, STUDIED, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
 from eval.store.record import Trace, read_trace
 from eval.store.results import Results
-from eval.store.runs import StoredRun, is_ablation, label_of
+from eval.store.runs import is_ablation, label_of
 
 # Figure 4's schedule with all other settings at their defaults
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})
@@ -104,13 +105,16 @@ def studied(results: Results) -> Results:
     return results.where(lambda run: run.method == STUDIED and labels[run.model] == run.label)
 
 
-def traced_example(results: Results) -> tuple[StoredRun, Trace] | None:
-    """The first trace of the runs, or None; the paper's models and Figure 4's schedule come first."""
+def of_trace(results: Results, frame_of: Callable[[Trace], Any], about: Sequence[str]) -> Any:
+    """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
+    columns with these facts of its run, such as `model`; empty without a trace.
+    """
     traced = [run for run in results.runs if run.traces]
     if not traced:
-        return None
+        return pd.DataFrame()
     run = min(traced, key=lambda run: (run.paper_model is None, run.label != PAPER_SETTING))
-    return run, read_trace(run.traces[0])
+    frame = frame_of(read_trace(run.traces[0]))
+    return frame.assign(**{fact: getattr(run, fact) for fact in about})[[*about, *frame.columns]]
 
 
 # ------------------------------------------------------------------------------------------------------------- methods
