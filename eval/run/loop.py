@@ -251,7 +251,7 @@ def loaded_once(run: Resolved) -> Iterator[Callable[[], PreTrainedModel]]:
 def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callable[[], PreTrainedModel]) -> None:
     """Measure this job's examples that the store lacks; the model loads only if there are any."""
     todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
-    untraced = [case for case in plan.traced if not store.has(_trace_file(case))]
+    untraced = [case for case in plan.traced if not (store.folder / _trace_file(case)).is_file()]
     log.info("%s: %d examples, %d of them already measured", plan.folder, len(plan.ours), len(plan.ours) - len(todo))
     if not todo and not untraced:
         return

@@ -104,10 +104,6 @@ class RunStore:
         """Record the begin or end of a job. Raises UserError."""
         _append_line(self._files["jobs"], json.dumps(event))
 
-    def has(self, name: str) -> bool:
-        """Whether the folder has a file of this name."""
-        return (self.folder / name).is_file()
-
     def write(self, name: str, text: str) -> None:
         """Write a file into the folder, completely or not at all. Raises UserError."""
         write_whole(self.folder / name, text)
@@ -127,7 +123,12 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
             for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
                 with _locked(other):  # raises if it is held
                     pass
-            content = _check_identity(folder, identity, about)
+            content = about_in(folder, identity)
+            if content is None:
+                content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
+                text = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+                write_whole(folder / "run.json", text)
+                content = json.loads(text)
         if not part:
             for partial in folder.glob(".*.partial"):  # what a killed process was writing
                 with suppress(OSError):
@@ -190,21 +191,22 @@ def _mended(files: Sequence[Path], name: str) -> list[Any]:
     """
     lines = _lines(files, name)
     disputed = {line.value.key for line in lines if line.fault is not None and isinstance(line.value, Record)}
-    is_bad = [line.fault is not None or (name == "records" and line.value.key in disputed) for line in lines]
+
+    def is_bad(line: _Line) -> bool:
+        return line.fault is not None or (name == "records" and line.value.key in disputed)
+
     for file in files:
-        of_file = [(line, bad) for line, bad in zip(lines, is_bad, strict=True) if line.file == file]
-        if bad_lines := [line for line, bad in of_file if bad]:
+        if bad := [line for line in lines if line.file == file and is_bad(line)]:
             names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
             aside = next(path for path in names if not path.exists())
-            write_whole(aside, b"".join(line.data + b"\n" for line in bad_lines))
-            shown = [f"line {line.number}: {line.fault or 'another record is there'}" for line in bad_lines]
-            more = ["..."] if len(shown) > 3 else []
-            about = "; ".join(shown[:3] + more)
+            write_whole(aside, b"".join(line.data + b"\n" for line in bad))
+            shown = [f"line {line.number}: {line.fault or 'another record is there'}" for line in bad]
+            about = "; ".join(shown[:3] + ["..."] * (len(shown) > 3))
             log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about)
-        good = b"".join(line.data + b"\n" for line, bad in of_file if not bad)
+        good = b"".join(line.data + b"\n" for line in lines if line.file == file and not is_bad(line))
         if good != _data(file):
             write_whole(file, good)
-    return [line.value for line, bad in zip(lines, is_bad, strict=True) if not bad]
+    return [line.value for line in lines if not is_bad(line)]
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -220,7 +222,8 @@ def read_records(folder: Path) -> list[Record]:
     first: dict[tuple[str, str], _Line] = {}
     for line in _sound_lines(folder, "records"):
         if (before := first.setdefault(line.value.key, line)) is not line:
-            log.warning("%s: repeats %s; the record counts once", line.place, before.place)
+            places = line.file, line.number, before.file, before.number
+            log.warning("%s:%d: repeats %s:%d; the record counts once", *places)
     return [line.value for line in first.values()]
 
 
@@ -273,10 +276,6 @@ class _Line:
     value: Any
     fault: str | None
 
-    @property
-    def place(self) -> str:
-        return f"{self.file}:{self.number}"
-
 
 def _lines(files: Iterable[Path], name: str) -> list[_Line]:
     """The lines of files of one kind of `_PARSE` that are not blank. Raises UserError if a file cannot be read.
@@ -311,8 +310,8 @@ def _sound_lines(folder: Path, name: str) -> list[_Line]:
     for line in lines:
         if line.fault is not None:
             raise UserError(
-                f"{line.place}: {line.fault}. Nothing was changed: run the run's command again, without shard=, which "
-                "sets such lines aside and measures their examples. Or start a new run with out=FOLDER"
+                f"{line.file}:{line.number}: {line.fault}. Nothing was changed: run the run's command again, without "
+                "shard=, which sets such lines aside and measures their examples. Or start a new run with out=FOLDER"
             )
     return lines
 
@@ -325,16 +324,6 @@ def _data(file: Path) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------------------------ run.json
-
-
-def _check_identity(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """run.json's content, written if missing. Raises UserError for another identity, or records without run.json."""
-    if (content := about_in(folder, identity)) is not None:
-        return content
-    content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
-    text = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
-    write_whole(folder / "run.json", text)
-    return json.loads(text)
 
 
 def about_in(folder: Path, identity: dict[str, Any], in_part: bool = False) -> dict[str, Any] | None:
