@@ -16,8 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from eval.store.folder import fingerprint
 from eval.store.record import MEASURED
 from eval.store.runs import StoredRun, counted, stored_runs
@@ -107,9 +105,7 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     runs = [run for run in runs if len(run.examples)]
     if not runs:
         return pd.DataFrame(columns=COLUMNS)
-    examples = pd.concat([run.examples for run in runs], ignore_index=True)
-    sizes = [len(run.examples) for run in runs]
-    described = [
+    described: Any = pd.DataFrame(
         {
             "model": run.model,
             "paper_model": run.paper_model,
@@ -120,19 +116,13 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
             "run": run.about["fingerprint"],
             "folder": str(run.folder),
             "paired": run.identity["paired"],
+            "size": len(run.examples),
+            "rank": (False, "ttft", True).index(run.identity["paired"]),
         }
         for run in runs
-    ]
-    fixed = {name: np.repeat(np.array([run[name] for run in described], dtype=object), sizes) for name in described[0]}
-    fixed |= {"seed": fixed["seed"].astype(int)}
-    table: Any = pd.concat([pd.DataFrame(fixed), examples], axis=1)[COLUMNS]
-    settings = {(run["model"], run["method"], run["settings"], run["seed"]) for run in described}
-    return table if len(settings) == len(runs) else _without_repeated(table)  # one run holds an example once
-
-
-def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
-    ranks = [(False, "ttft", True).index(paired) for paired in table["paired"]]
-    table = table.assign(size=table.groupby("folder")["id"].transform("size"), rank=ranks)
+    )
+    repeated = described.loc[described.index.repeat(described["size"])].reset_index(drop=True)
+    table: Any = pd.concat([repeated, pd.concat([run.examples for run in runs], ignore_index=True)], axis=1)
     table = table.sort_values(["rank", "size"], ascending=False, kind="stable")
     twice = table[table.duplicated([*_KEY, "rank", "size"], keep=False)]
     if len(twice):
@@ -142,7 +132,7 @@ def _without_repeated(table: pd.DataFrame) -> pd.DataFrame:
             f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one, "
             "or choose by a setting in which they differ: --where KEY=VALUE"
         )
-    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True).drop(columns=["size", "rank"])
+    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True)[COLUMNS]
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
