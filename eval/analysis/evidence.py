@@ -14,7 +14,6 @@ from eval.analysis.columns import BASELINE, SECTION, in_order
 from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
-from eval.store.runs import StoredRun
 
 FULL_SCORE = 1 - 1e-6  # ROUGE does not quite reach 1
 _KEYS = [*SECTION, "method", "label", "task", "outcome", "layer"]
@@ -42,23 +41,19 @@ def evidence_shares(results: Results) -> pd.DataFrame:
 
     Means over the examples with known evidence; seeds are pooled. Empty if there are no such examples.
     """
-    parts = [part for part in map(_of_run, results.runs) if len(part)]
-    shares = pd.concat(parts or [pd.DataFrame(columns=[*_KEYS, *_EXAMPLE, *_SHARES])])
-    shares = shares.drop_duplicates([*_KEYS, *_EXAMPLE])  # two runs may hold the same example
+    parts = [pd.DataFrame(columns=[*_KEYS, *_EXAMPLE, *_SHARES])]
+    for run in results.runs:
+        table = run.table(list(_STORED)).rename_columns(list(_STORED.values())).to_pandas().dropna(subset="in_prefill")
+        for fact in ("suite", "task"):
+            table[fact] = [getattr(DATASETS[name], fact) for name in table["dataset"]]
+        table["outcome"] = np.where(table["score"] < FULL_SCORE, "wrong", "right")
+        table = table.explode(_SHARES)
+        table["layer"] = 1 + table.groupby(level=0).cumcount()
+        parts.append(table.assign(model=run.model, method=run.method, label=run.label, seed=run.seed))
+    shares = pd.concat(parts).drop_duplicates([*_KEYS, *_EXAMPLE])  # two runs may hold the same example
+    shares[_SHARES] = 100 * shares[_SHARES].astype(float)
     means: Any = shares.groupby(_KEYS).agg(examples=("id", "size"), **{name: (name, "mean") for name in _SHARES})
     return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")
-
-
-def _of_run(run: StoredRun) -> pd.DataFrame:
-    """One row per example with known evidence, and layer."""
-    table = run.table(list(_STORED)).rename_columns(list(_STORED.values())).to_pandas().dropna(subset="in_prefill")
-    for fact in ("suite", "task"):
-        table[fact] = [getattr(DATASETS[name], fact) for name in table["dataset"]]
-    table["outcome"] = np.where(table["score"] < FULL_SCORE, "wrong", "right")
-    table = table.explode(_SHARES)
-    table["layer"] = 1 + table.groupby(level=0).cumcount()
-    table[_SHARES] = 100 * table[_SHARES].astype(float)
-    return table.assign(model=run.model, method=run.method, label=run.label, seed=run.seed)
 
 
 def evidence(results: Results) -> Table:

@@ -118,17 +118,14 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
 def _rows(results: Results) -> list[dict[str, Any]]:
     """The rows of `run_table`'s frame; the last one is the mean over tasks, also of one task."""
     rows = rows_of(results.frame)
-    failures = Counter(
-        failure.dataset
-        for run in results.runs
-        for planned in [read_planned(run.folder)]
-        for failure in run.failures
-        if planned is None or failure.key in planned
-    )
-    of_datasets = {row["name"]: row for row in rows if row["level"] == "dataset"}
-    zeroed = {
-        name: row["score"] * row["examples"] / (row["examples"] + failures[name]) for name, row in of_datasets.items()
-    }
+    failures: Counter[str] = Counter()
+    for run in results.runs:
+        planned = read_planned(run.folder)
+        failures.update(failure.dataset for failure in run.failures if planned is None or failure.key in planned)
+    zeroed: dict[str, float] = {}
+    for row in rows:
+        if row["level"] == "dataset":
+            zeroed[row["name"]] = row["score"] * row["examples"] / (row["examples"] + failures[row["name"]])
     zeroed |= {name: 0.0 for name in failures if name not in zeroed}
     by_task: dict[str, list[float]] = {}
     for name, score in zeroed.items():

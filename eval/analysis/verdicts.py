@@ -43,12 +43,8 @@ class _Section:
         preset = of_section.where(lambda run: run.method == STUDIED and is_table1_preset(run.settings))
         self.usual = preset if preset.runs else studied(of_section)
         self.labels = [run.label for run in self.usual.runs]
-        self.examples: Any
-        self.by_task: Any
-        self.examples, self.by_task = (
-            frame[(frame["model"] == model) & (frame["suite"] == suite)]
-            for frame in (with_baselines(first_turns(published.frame)), published.by_task)
-        )
+        frames: Any = with_baselines(first_turns(published.frame)), published.by_task
+        self.examples, self.by_task = (frame[(frame["model"] == model) & (frame["suite"] == suite)] for frame in frames)
         self.tasks = self.by_task[self.by_task["label"].isin(self.labels) & (self.by_task["level"] != "dataset")]
 
     def counts(self) -> list[tuple[int, np.ndarray]]:

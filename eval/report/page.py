@@ -19,7 +19,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.analysis.registry import Subject
-from eval.analysis.table import Figure
 from eval.report import overview
 from eval.report.grid import grid
 from eval.report.record_browser import embed_records, embed_traces
@@ -40,8 +39,12 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
     runs = results.runs
     common, differing = overview.provenance(runs)
     tables = [subject.table(results) for subject in subjects.values() if subject.table is not None]
-    figures = [(subject.figure, subject.command) for subject in subjects.values() if subject.figure is not None]
-    pictures = [_as_picture(figure, command, results) for figure, command in figures]
+    pictures = []
+    for subject in subjects.values():
+        if (figure := subject.figure) is not None:
+            data, name = figure.data(results), f"figure-{figure.name}"
+            svg = None if data.empty else inline_svg(figure.plot(data), name)
+            pictures.append({**vars(figure), "name": name, "svg": svg, "command": subject.command})
     first = next((picture for picture in pictures if picture["svg"] and picture["opens_report"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     environment = Environment(
@@ -70,13 +73,6 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
         # for the content security policy: no other script may run
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-
-
-def _as_picture(figure: Figure, command: str, results: Results) -> dict[str, Any]:
-    """The figure's texts, its svg (None without data), and the command of a run that gives the data."""
-    frame, name = figure.data(results), f"figure-{figure.name}"
-    svg = None if frame.empty else inline_svg(figure.plot(frame), name)
-    return {**vars(figure), "name": name, "svg": svg, "command": command}
 
 
 def inline_svg(figure: Any, name: str) -> Markup:

@@ -29,10 +29,8 @@ _SPEEDUPS = {
 VALUES = (*_BOTH, "cache_bytes", "baseline_cache_bytes", *_SPEEDUPS, "relative_score", "answered_score")
 _COLUMN = {name: number for number, name in enumerate(VALUES)}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
-COLUMNS = [
-    *_SETTING, "seeds", "level", "name", "task", "examples", "datasets", "score_seed_std",
-    *(f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")),
-]  # fmt: skip
+_FORMS = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
+COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "datasets", "score_seed_std", *_FORMS]
 
 
 def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None = None) -> pd.DataFrame:
@@ -171,9 +169,6 @@ def _row(
     low, high = np.full((2, len(VALUES)), np.nan)
     if min(sizes) > 1:  # a single example of a dataset has no spread
         low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
-    values = {}
-    for column, number in _COLUMN.items():
-        values |= {column: drawn[0, number], f"{column}_low": low[number], f"{column}_high": high[number]}
     return {
         "level": level,
         "name": name,
@@ -181,7 +176,7 @@ def _row(
         "examples": sum(sizes),
         "datasets": len(sizes),
         "score_seed_std": np.std(list(seed_scores.values()), ddof=1) if len(seed_scores) > 1 else float("nan"),
-        **values,
+        **dict(zip(_FORMS, np.stack([drawn[0], low, high], axis=1).ravel(), strict=True)),
     }
 
 
