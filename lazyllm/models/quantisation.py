@@ -18,13 +18,6 @@ from lazyllm.spec import QUANTISATIONS
 
 INT4_GROUP = 128  # number of weights in a row that share a scale
 
-# {package: (whether it is there, and new enough for transformers; how to install it)}
-_PACKAGES = {
-    "accelerate": (is_accelerate_available, "pip install 'lazyllm-bench[devices]'"),
-    "torchao": (is_torchao_available, "pip install 'lazyllm-bench[quantised]'"),
-    "bitsandbytes": (is_bitsandbytes_available, "pip install bitsandbytes"),
-}
-
 
 def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a quantisation that this machine cannot do. Raises UserError.
@@ -94,7 +87,11 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
 
 def require(package: str, what_for: str) -> None:
     """Raise UserError if the package is absent or too old for the installed transformers."""
-    is_available, install = _PACKAGES[package]
+    is_available, install = {
+        "accelerate": (is_accelerate_available, "pip install 'lazyllm-bench[devices]'"),
+        "torchao": (is_torchao_available, "pip install 'lazyllm-bench[quantised]'"),
+        "bitsandbytes": (is_bitsandbytes_available, "pip install bitsandbytes"),
+    }[package]
     if not is_available():
         raise UserError(
             f"{what_for} needs the package {package}, which is not installed, or too old for transformers "
