@@ -95,11 +95,13 @@ def find_layout(model: PreTrainedModel) -> Layout:
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{name} cannot be run without its layers: {error}") from error
+    distances = torch.arange(past, -1, -1)
     for layer, (mask, window) in enumerate(zip(masks, windows, strict=True)):
-        if mask is None or not _sees_the_last(mask, past, window):
-            expected = "all tokens" if window is None else f"the last {window} tokens"
+        expected = distances < (past + 1 if window is None else window)
+        if mask is None or not torch.equal(mask.reshape(-1).cpu() == 0, expected):
+            reach = "all tokens" if window is None else f"the last {window} tokens"
             raise UserError(
-                f"layer {layer + 1} of {name} should attend to {expected} by its config, but the model's mask differs; "
+                f"layer {layer + 1} of {name} should attend to {reach} by its config, but the model's mask differs; "
                 "only causal attention and sliding windows are supported"
             )
     return layout
@@ -195,15 +197,6 @@ def _note_rope(name: str, made: list[tuple[RopeCall, Any]]) -> Callable[..., Non
             made.append((RopeCall(name, tuple(extras.items())), output))
 
     return hook
-
-
-def _sees_the_last(mask: Tensor, past: int, window: int | None) -> bool:
-    """Whether the additive mask of a token with `past` tokens before it leaves exactly the window."""
-    row = mask.reshape(-1)
-    expected = torch.ones(past + 1, dtype=torch.bool, device=mask.device)
-    if window is not None:
-        expected[: past + 1 - window] = False
-    return row.shape == expected.shape and torch.equal(row == 0, expected)
 
 
 class _Gives(nn.Module):
