@@ -80,12 +80,11 @@ class ModelSpec:
             raise UserError(
                 f"quantise={self.quantise} with dtype=float64 is of no use: leave out quantise, or give another dtype"
             )
-        if isinstance(self.device_map, str) and self.device_map != "auto":
+        is_map = isinstance(self.device_map, Mapping) and len(self.device_map) > 0
+        if self.device_map not in (None, "auto") and not is_map:
             raise UserError(
                 f"unknown device_map {self.device_map!r}: give 'auto', or a mapping from modules to devices"
             )
-        if self.device_map is not None and not self.device_map:
-            raise UserError("device_map is empty: give 'auto', or a mapping from modules to devices")
         if self.device_map is not None and self.device != "auto":
             raise UserError(f"device_map places every layer: leave out device={self.device}")
 

@@ -9,7 +9,7 @@ Notation:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -142,17 +142,14 @@ def _holds(condition: bool, message: str) -> None:
 
 @contextmanager
 def _tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Tokens that each of the model's layers has run so far."""
+    """The number of tokens in each run of a layer so far."""
     layers: Any = model.model.layers
-    runs = [0] * len(layers)
+    runs: list[int] = []
 
-    def count(index: int) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Any, ...]) -> None:
-            runs[index] += args[0].shape[1]
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        runs.append(args[0].shape[1])
 
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(count(index)) for index, layer in enumerate(layers)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         yield runs
     finally:

@@ -49,11 +49,6 @@ class Batch:
     def __len__(self) -> int:
         return self.positions.shape[0]
 
-    @property
-    def last(self) -> Batch:
-        """The batch of its last token, the newest."""
-        return replace(self[-1:], is_newest=True)
-
 
 @dataclass(frozen=True)
 class GroupRun:

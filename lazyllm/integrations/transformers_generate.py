@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -491,11 +492,9 @@ def _serve_several(rules: Sequence[Any]) -> bool:
 
 def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int | None) -> Tensor:
     """[b, n + longest]: prompts, answers, and padding after the shorter ones."""
-    answers = [generation.token_ids for generation in generations]
-    longest = max(map(len, answers))
-    # without a padding token all are equally long
-    padded = [answer + [pad_id or 0] * (longest - len(answer)) for answer in answers]
-    return torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], dim=1)
+    answers = [torch.tensor(generation.token_ids) for generation in generations]
+    padded = pad_sequence(answers, batch_first=True, padding_value=pad_id or 0)  # equally long without a padding token
+    return torch.cat([input_ids, padded.to(input_ids)], dim=1)
 
 
 def _by_step(

@@ -203,18 +203,17 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device, so they are made on it
-    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": spec.attn_implementation}
-    if spec.quantise is not None:
-        settings["quantization_config"] = quantisation_config(spec.quantise, dtype)
-    if placement is not None:
-        settings["device_map"] = placement
+    quantisation = None if spec.quantise is None else quantisation_config(spec.quantise, dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            **settings,
+            dtype=dtype,
+            attn_implementation=spec.attn_implementation,
+            quantization_config=quantisation,
+            device_map=placement,
         )
     except torch.OutOfMemoryError:
         raise

@@ -112,12 +112,16 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
     # have equal scores; for them "leftmost first" means the longest left part first.
     merges.sort()
     special = {f"{name}_token": pieces[getattr(proto.trainer_spec, f"{name}_id")].piece for name in _SPECIAL}
+    settings: dict[str, Any] = {"add_bos_token": True, "add_eos_token": False}
+    if (config_file := model_file.parent / _CONFIG).is_file():
+        config = read_json(config_file, str(config_file.parent))
+        settings |= {key: config[key] for key in _CONFIG_KEYS if config.get(key) is not None}
     tokenizer = LlamaTokenizer(
         vocab={piece.piece: number for number, piece in enumerate(pieces)},
         merges=[(left, right) for _, _, left, right in merges],
         legacy=True,
         **special,
-        **_settings(model_file.parent / _CONFIG),
+        **settings,
     )
     # sentencepiece always puts a space before the text; transformers does not if the text begins with one.
     backend: Any = tokenizer.backend_tokenizer
@@ -153,11 +157,3 @@ def _sentencepiece_proto(model_file: Path) -> Any:
             "normalisation); give a folder with tokenizer.json"
         )
     return proto
-
-
-def _settings(config_file: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = {"add_bos_token": True, "add_eos_token": False}
-    if config_file.is_file():
-        config = read_json(config_file, str(config_file.parent))
-        settings |= {key: config[key] for key in _CONFIG_KEYS if config.get(key) is not None}
-    return settings

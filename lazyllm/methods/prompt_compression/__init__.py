@@ -162,22 +162,19 @@ class PromptCompression(Select):
             token_ids = prompt.token_ids[first : last + 1].to(decoder.device)
             info = self_information(decoder, token_ids, self.window)
         else:
+            from lazyllm.methods.support.other_models import load_beside, read_beside
+
+            (spec,) = self.models()
             spans = _spans(prompt)[first : last + 1]
             start, stop = spans[0, 0], spans[-1, 1]
-            info = self._by_scorer(decoder, prompt.text[start:stop], np.clip(spans - start, 0, stop - start))
+            own = read_beside(spec, prompt.text[start:stop], special_tokens=False)
+            scorer = load_beside(spec, decoder.model, plain=True).model
+            by_scorer = self_information_by(scorer, decoder, own.token_ids.to(scorer.device), self.window)
+            info = carried_over(by_scorer, _spans(own), np.clip(spans - start, 0, stop - start))
         info = info[may_go - first]
         if not np.isfinite(info).all():
             raise FloatingPointError("the scoring model's logits are not finite (NaN or infinite)")
         return info
-
-    def _by_scorer(self, decoder: Decoder, text: str, spans: np.ndarray) -> np.ndarray:
-        """[k] self-information, by the scorer, of tokens that stand for the character ranges `spans` [k, 2]."""
-        from lazyllm.methods.support.other_models import load_beside, read_beside
-
-        (spec,) = self.models()
-        own, scorer = read_beside(spec, text, special_tokens=False), load_beside(spec, decoder.model, plain=True).model
-        info = self_information_by(scorer, decoder, own.token_ids.to(scorer.device), self.window)
-        return carried_over(info, _spans(own), spans)
 
 
 def droppable(prompt: Prompt) -> np.ndarray:

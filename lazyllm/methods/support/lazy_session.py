@@ -8,6 +8,7 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -201,7 +202,7 @@ class LazySession(Session):
         self._ranks = None
         if len(batch) > 1:
             aux.put(batch.positions[:-1], batch.hidden[0, :-1])
-            newest = batch.last
+            newest = replace(batch[-1:], is_newest=True)
         if revived is None:
             return newest
         if self._prune_generated and self._generated is not None:  # counts are of prompt tokens, as a turn's newest is
