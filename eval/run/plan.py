@@ -99,7 +99,6 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
         sides.append((dict.fromkeys(methods, Baseline()), "continue"))
     first = rows[0]
     warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
-    longest = {row.dataset: row for row in sorted(rows, key=lambda row: row.length)}.values()
     together = rows_of_answers(
         run.config.answers.rows,
         run.spec,
@@ -115,7 +114,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
             for work in model.conversation(by_dataset[row.dataset], row.messages, new_tokens, turns, together):
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * seconds_on(device, work) if device is not None else 0
-        peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in longest]
+        peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in rows]
     memory = max(peaks, key=lambda parts: sum(parts.values()))
     on_cpu = device is None and run.spec.device in ("auto", "cpu") and as_device(run.spec.device).type == "cpu"
     if on_cpu and together > 1:

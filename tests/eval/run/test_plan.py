@@ -136,6 +136,8 @@ def test_plan_adds_the_baseline_and_the_warm_ups() -> None:
     once = cost(alone.changed(timing=replace(alone.config.timing, paired="ttft")), rows, ACCELERATORS["l4"])
     assert (once.method, once.baseline) == (one.method, Model.of(alone.spec).prefill(Baseline(), rows[0].length))
     assert one.seconds < once.seconds < paired.seconds
+    control = cost(run_of("dataset=lookup", "limit=1", "method=baseline", "control=true"), rows, None)
+    assert control.baseline == control.method  # two baselines, beside each other
     ((row, method),) = [(row, StaticPruning(2, 0.3)) for row in rows]
     twice = added(2 * Model.of(alone.spec).conversation(method, row.messages, 4))
     assert warmed.method == one.method + twice
