@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import count
 from typing import Any
@@ -275,3 +275,20 @@ def describe(endpoint: Endpoint) -> Server:
     version = page.get("version") or page.get("build_info") or entry.get("version")
     positions = (page.get("default_generation_settings") or {}).get("n_ctx") or entry.get("max_model_len")
     return Server(endpoint, kind, version, positions, models)
+
+
+def describe_servers(model: Any, method: Mapping[str, Any]) -> dict[str, Server]:
+    """The server at model.url, and the method's: the same for the method `baseline`. Raises UserError.
+
+    model: has the attributes of `Endpoint`. method: settings (`eval.run.config.SERVER_SETTINGS`).
+    """
+    endpoint = Endpoint(**{item.name: getattr(model, item.name) for item in fields(Endpoint)})
+    endpoint = replace(endpoint, url=endpoint.url.rstrip("/"))
+    baseline = describe(endpoint)
+    if method["name"] == "baseline":
+        return {"baseline": baseline, "method": baseline}
+    url = str(method.get("url") or endpoint.url).rstrip("/")
+    kind = method.get("kind") or (model.kind if url == endpoint.url else None)
+    extra = {**model.extra_body, **method.get("extra_body", {})}
+    own = replace(endpoint, url=url, name=method.get("model", model.name), kind=kind, extra_body=extra)
+    return {"baseline": baseline, "method": describe(own)}

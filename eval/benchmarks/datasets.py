@@ -96,12 +96,6 @@ def missing_rows(dataset: Dataset, settings: DataSettings) -> str | None:
     return missing(dataset, settings) if missing is not None else None
 
 
-def check_rows(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse unusable rows of a user's folder, before torch is imported. Raises UserError."""
-    if SUITES[dataset.suite].rows_in_dir and settings.dir is not None:
-        load(dataset, settings)
-
-
 @lru_cache(maxsize=64)  # a run's check and its plan share them, and so do the runs of a comparison or a sweep
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """A dataset's rows, template and answer length. Raises UserError as the suite's `load` does."""

@@ -463,6 +463,7 @@ SUITE = Suite(
     load=load,
     score=score_example,
     models=("tiny",),
+    rows_here=True,
     limit=12,  # enough for a first look
     check=check,
     missing=missing,

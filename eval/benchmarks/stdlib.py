@@ -51,6 +51,7 @@ SUITE = Suite(
     load=load,
     score=score_example,
     models=("coder",),
+    rows_here=True,
     limit=24,  # enough for a first look
     reference_tokens=2048,  # about the middle one
 )

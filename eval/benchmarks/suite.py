@@ -191,6 +191,7 @@ class Suite:
     in_paper: whether LazyLLM's paper reports this suite.
     reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
     rows_in_dir: whether a given `data.dir` holds its rows, which are then read and checked before torch is imported.
+    rows_here: whether its rows need no other file, network or tokenizer, so that they are checked as early.
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
     cached: whether all its files are in the caches; None if it needs no download.
@@ -211,6 +212,7 @@ class Suite:
     in_paper: bool = False
     reference_tokens: int | None = None
     rows_in_dir: bool = False
+    rows_here: bool = False
     check: Callable[[Dataset, DataSettings], None] = lambda dataset, settings: None
     missing: Callable[[Dataset, DataSettings], str | None] | None = None
     cached: Callable[[], bool] | None = None

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from eval.benchmarks.datasets import CHOICES, datasets_asked_for, load
+from eval.benchmarks.datasets import CHOICES, datasets_asked_for
 from eval.benchmarks.prompts import build_prompt, end_token_ids
-from eval.benchmarks.rows import sha256_of
-from eval.benchmarks.subsets import in_half, parse_shard, shard_numbers, spread_over
-from eval.benchmarks.suite import DoesNotFitError, Example, LoadedDataset, Skipped
+from eval.benchmarks.subsets import in_half, parse_shard, shard_numbers
+from eval.benchmarks.suite import Example, LoadedDataset, Skipped
 from eval.run import targets
 from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.identity import machine, now, tokenizer_sha256, versions, weights_sha256
@@ -30,13 +29,15 @@ from eval.run.resolved import (
     at_depth,
     build_method,
     canonical,
+    data_identity,
     later_turns,
     limit_of_prompts,
     plain,
+    rows_of,
 )
-from eval.run.served import describe_servers
 from eval.run.targets import OutOfReachError
 from eval.run.work import rows_of_answers
+from eval.server import Server, describe_servers
 from eval.store.folder import fingerprint
 from eval.store.results import as_text
 from eval.store.runs import label_of, settings_in, short_name
@@ -50,8 +51,6 @@ from lazyllm.spec import QUANTISATIONS, ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from eval.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Plan:
 def prepare(run: Resolved) -> Plan:
     """A run's plan, without the model's weights. Servers are asked what they are. Raises UserError."""
     config, model = run.config, run.config.model
-    servers = describe_servers(run) if run.is_served else {}
+    servers = describe_servers(model, run.method) if run.is_served else {}
     devices = () if servers else devices_in_use(run.spec)
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     model_config = None if servers else check_loading(run.spec)
@@ -121,7 +120,7 @@ def prepare(run: Resolved) -> Plan:
             if run.chat.uses_template(tokenizer)
             else "it has no chat template: prompts are plain text",
         )
-    loaded = _loaded(run)
+    loaded = rows_of(run)
     end_ids, rows = (), 1
     if model_config is not None:
         end_ids = load_end_ids(run.spec)
@@ -130,7 +129,7 @@ def prepare(run: Resolved) -> Plan:
         rows = rows_of_answers(config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
     identity = {
         **run.identity(0 if model_config is None else model_config.num_hidden_layers),
-        **_data_identity(run, loaded),
+        **data_identity(run, loaded),
         **(_served_identity(run, servers) if servers else _model_identity(run, model_config, end_ids, devices)),
         **_chat_identity(run, tokenizer),
         "tokenizer": tokenizer_sha256(tokenizer)[:16],
@@ -269,21 +268,6 @@ def _cases(
         yield Case(dataset, example, prompt, method, max_new_tokens, end_ids, turns)
 
 
-def _loaded(run: Resolved) -> list[LoadedDataset]:
-    """The rows of all datasets after `limit` and `spread`. Raises UserError that names each whose rows do not fit."""
-    loaded: list[LoadedDataset] = []
-    reasons = {}
-    for dataset in run.datasets:
-        try:
-            loaded.append(_limited(run, load(dataset, run.data)))
-        except DoesNotFitError as error:
-            reasons[dataset.name] = str(error)
-    if reasons:
-        others = f", or leave out {' '.join(f'dataset.{name}=false' for name in reasons)}" if loaded else ""
-        raise UserError("; ".join(reasons.values()) + others)
-    return loaded
-
-
 def _examples(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, list[Example]]:
     """The examples of each dataset after `half`, `turns` and `sample`, in the dataset's order."""
     config = run.config
@@ -302,29 +286,6 @@ def _examples(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, list[Exam
         return chosen
     drawn, numbers = set(np.random.default_rng(config.seed).choice(total, config.sample, replace=False)), count()
     return {name: [one for one in examples if next(numbers) in drawn] for name, examples in chosen.items()}
-
-
-def _limited(run: Resolved, data: LoadedDataset) -> LoadedDataset:
-    """The dataset with its rows after `limit` and `spread`."""
-    limit, rows = run.config.limit, data.examples
-    rows = rows[:limit] if run.config.spread is None or limit is None else tuple(spread_over(rows, limit))
-    return replace(data, examples=rows, total=data.total or len(data.examples))
-
-
-def _data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]:
-    """The facts of rows and answers. `limit` is not one of them and may be raised."""
-    config, longest = run.config, max(data.max_new_tokens for data in loaded)
-    facts: dict[str, Any] = {
-        "data": {
-            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
-            for data in loaded
-        },
-        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
-    }
-    if config.spread is not None:  # equal for all who chose the same rows
-        facts["spread"] = sha256_of({data.dataset.name: [one.id for one in data.examples] for data in loaded})
-        facts["spread"] = facts["spread"][:16]
-    return facts
 
 
 def _model_identity(

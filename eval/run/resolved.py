@@ -13,8 +13,10 @@ from urllib.parse import urlsplit
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
-from eval.benchmarks.datasets import check_rows, datasets_asked_for, missing_rows
-from eval.benchmarks.suite import Dataset, DataSettings, Suite
+from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
+from eval.benchmarks.rows import sha256_of
+from eval.benchmarks.subsets import parse_shard, spread_over
+from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
 from eval.run.config import SERVER, SERVER_SETTINGS, RunConfig, prompt_limit
 from eval.run.identity import SERVED_CODE, code_sha256, versions
@@ -164,21 +166,36 @@ def resolve(config: RunConfig) -> Resolved:
 
 
 def check_early(run: Resolved) -> None:
-    """Refuse what the model's files, this machine, the run's folder and given rows rule out, before torch is imported.
+    """Refuse what the model's files, this machine, the run's folder, rows at hand and servers rule out, before torch is
+    imported.
 
-    Rows come last, as reading them takes longest. What is not known without torch is left to `eval.run.prepare`.
+    Rows come late, as reading them takes long. What is not known without torch is left to `eval.run.prepare`.
     Raises UserError.
     """
-    check_writable(Path(run.config.out or RUNS))
-    if not run.is_served:
-        _check_model(run)
-    for dataset in run.datasets:
-        check_rows(dataset, run.data)
+    config, suite, folder = run.config, run.suite, Path(run.config.out or RUNS)
+    check_writable(folder)
+    num_layers = 0 if run.is_served else _check_model(run)
+    from eval.server import describe_servers  # not at the top, both: they import pyarrow
+    from eval.store.folder import about_in, check_free
+
+    known = dict[str, Any]()  # of the identity that the folder has to agree with
+    if config.out is not None and any(folder.glob("r*.json*")):
+        check_free(folder, "" if config.shard is None else parse_shard(config.shard).file_part)
+        if num_layers is not None:
+            (one,) = run.runs.values()
+            known = one.identity(num_layers)
+            about_in(folder, known, in_part=True)
+    if suite.rows_here or (suite.rows_in_dir and run.data.dir is not None):
+        of_rows = data_identity(run, rows_of(run))
+        if known:
+            about_in(folder, known | of_rows, in_part=True)
+    for one in run.runs.values() if run.is_served else ():
+        describe_servers(config.model, one.method)
 
 
-def _check_model(run: Resolved) -> None:
-    """Refuse a device, a chat format, a prompt limit or a method that does not fit, and a folder of another run."""
-    spec, folder = run.spec, run.config.out
+def _check_model(run: Resolved) -> int | None:
+    """Refuse a device, a chat format, a prompt limit or a method that does not fit. Returns the layers, if known."""
+    spec = run.spec
     if spec.device.startswith("cuda") and not may_have_gpu():
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
     config = read_config(spec)
@@ -188,16 +205,47 @@ def _check_model(run: Resolved) -> None:
             raise UserError(NO_TEMPLATE)
     if "max_position_embeddings" in config:
         limit_of_prompts(run, config["max_position_embeddings"])
-    if "num_hidden_layers" not in config:  # a nested config, which transformers reads
-        return
-    layers: int = config["num_hidden_layers"]
-    for one in run.runs.values():
-        with about_the_method():
-            build_method(targets.check(targets.at_depth(one.method, layers))).tokens_per_layer(layers, 1)
-        if folder is not None and any(Path(folder).glob("r*.json*")):
-            from eval.store.folder import about_in  # not at the top: it imports pyarrow
+    layers: int | None = config.get("num_hidden_layers")  # None in a nested config, which transformers reads
+    if layers is not None:
+        for one in run.runs.values():
+            with about_the_method():
+                build_method(targets.check(targets.at_depth(one.method, layers))).tokens_per_layer(layers, 1)
+    return layers
 
-            about_in(Path(folder), one.identity(layers), in_part=True)
+
+def rows_of(run: Resolved) -> list[LoadedDataset]:
+    """The rows of all datasets after `limit` and `spread`. Raises UserError that names each whose rows do not fit."""
+    loaded: list[LoadedDataset] = []
+    reasons, limit = {}, run.config.limit
+    for dataset in run.datasets:
+        try:
+            data = load(dataset, run.data)
+        except DoesNotFitError as error:
+            reasons[dataset.name] = str(error)
+            continue
+        rows, total = data.examples, data.total or len(data.examples)
+        rows = rows[:limit] if run.config.spread is None or limit is None else tuple(spread_over(rows, limit))
+        loaded.append(replace(data, examples=rows, total=total))
+    if reasons:
+        others = f", or leave out {' '.join(f'dataset.{name}=false' for name in reasons)}" if loaded else ""
+        raise UserError("; ".join(reasons.values()) + others)
+    return loaded
+
+
+def data_identity(run: Resolved, loaded: list[LoadedDataset]) -> dict[str, Any]:
+    """The facts of rows and answers. `limit` is not one of them and may be raised."""
+    config, longest = run.config, max(data.max_new_tokens for data in loaded)
+    facts: dict[str, Any] = {
+        "data": {
+            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
+            for data in loaded
+        },
+        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
+    }
+    if config.spread is not None:  # equal for all who chose the same rows
+        facts["spread"] = sha256_of({data.dataset.name: [one.id for one in data.examples] for data in loaded})
+        facts["spread"] = facts["spread"][:16]
+    return facts
 
 
 def limit_of_prompts(run: Resolved, longest: int | None) -> int:

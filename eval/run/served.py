@@ -9,16 +9,15 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from eval.analysis.columns import PROMPT_ENDS
 from eval.benchmarks.chat_format import THOUGHT_END
-from eval.run.config import SERVER
 from eval.run.measure import WARMUP_TOKENS, Case, record_of, scored
 from eval.run.resolved import Resolved
-from eval.server import Answer, Endpoint, RequestError, Server, describe
+from eval.server import Answer, RequestError, Server
 from eval.store.record import Failure, Measurement, Record, Trace
 from lazyllm.errors import UserError
 
@@ -28,21 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BLOCK = 32  # requests to one side before the other under load, or four times those at once
-
-
-def describe_servers(run: Resolved) -> dict[str, Server]:
-    """The server at model.url, and the method's: the same for the method `baseline`. Raises UserError."""
-    model, settings = run.config.model, run.method
-    endpoint = Endpoint(**{item.name: getattr(model, item.name) for item in fields(Endpoint)})
-    endpoint = replace(endpoint, url=endpoint.url.rstrip("/"))
-    baseline = describe(endpoint)
-    if settings["name"] != SERVER:
-        return {"baseline": baseline, "method": baseline}
-    url = str(settings.get("url") or endpoint.url).rstrip("/")
-    kind = settings.get("kind") or (model.kind if url == endpoint.url else None)
-    extra = {**model.extra_body, **settings.get("extra_body", {})}
-    own = replace(endpoint, url=url, name=settings.get("model", model.name), kind=kind, extra_body=extra)
-    return {"baseline": baseline, "method": describe(own)}
 
 
 @dataclass(frozen=True)

@@ -119,10 +119,7 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
     """
     with ExitStack() as held:
         with _locked(folder / ".lock-run.json", timeout=-1):  # no other job starts meanwhile
-            held.enter_context(_locked(folder / f".lock{part}"))
-            for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
-                with _locked(other):  # raises if it is held
-                    pass
+            _lock_part(folder, part, held)
             content = about_in(folder, identity)
             if content is None:
                 content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
@@ -134,6 +131,19 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
                 with suppress(OSError):
                     partial.unlink()
         yield RunStore(folder, part, content)
+
+
+def check_free(folder: Path, part: str = "") -> None:
+    """Raise UserError if another process works in a run's folder. part: as in `RunStore`."""
+    with _locked(folder / ".lock-run.json", timeout=-1), ExitStack() as held:
+        _lock_part(folder, part, held)
+
+
+def _lock_part(folder: Path, part: str, held: ExitStack) -> None:
+    held.enter_context(_locked(folder / f".lock{part}"))
+    for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
+        with _locked(other):  # raises if it is held
+            pass
 
 
 @contextmanager

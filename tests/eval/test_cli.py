@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from eval import cli
+from eval.run.resolved import data_identity, rows_of
+from eval.store.folder import open_store
 from lazyllm.errors import UserError
 from tests.runs import run_of
 
@@ -100,6 +102,14 @@ COMMANDS = {
     "run dataset=trec data.dir=MADE/rows out=MADE/damaged": (2, "error: MADE/damaged/run.json: cannot be read"),
     "run dataset=trec data.dir=MADE/no_config": (2, "error: data.dir=MADE/no_config: config/dataset2prompt.json is"),
     "run out=MADE/other": (2, 'error: MADE/other: holds a run that differs (method: {"name":"baseline"} there, {'),
+    "run out=MADE/used": (2, "error: MADE/used: another process is working in this run folder (preparing)"),
+    "run dataset=lookup out=MADE/used shard=1/2": (2, "error: MADE/used: another process is working in this run"),
+    "run out=MADE/rows_of_another": (2, "error: MADE/rows_of_another: holds a run that differs (data: {"),
+    "run dataset=lookup max_new_tokens=2 out=MADE/lookup": (2, "differs (max_new_tokens: null there, 2 now)"),
+    "run model=server model.url=http://127.0.0.1:9/v1 model.name=m model.tokenizer=tiny dataset=lookup": (
+        2,
+        "error: no server answers at http://127.0.0.1:9/v1",
+    ),
     "run out=MADE/old": (2, "error: MADE/old: holds a run of lazyllm-bench 0.1.0. Runs of versions before 0.3.0"),
     "run out=MADE/damaged": (2, "error: MADE/damaged/run.json: cannot be read as a run's description"),
     "run out=MADE/records": (2, "error: MADE/records: holds records but no run.json; give another"),
@@ -112,9 +122,13 @@ COMMANDS = {
 def made(folder: Path) -> Path:
     """Run folders and rows that cannot be used."""
     identity = run_of("method=baseline").identity(8)
+    lazy = run_of("dataset=lookup")
+    lookup = lazy.identity(8) | data_identity(lazy, rows_of(lazy))
     older = {"schema": 2, "identity": identity | {"versions": {"lazyllm-bench": "0.1.0"}}}
     files = {
         "other/run.json": json.dumps({"schema": 2, "identity": identity}),
+        "lookup/run.json": json.dumps({"schema": 2, "identity": lookup}),
+        "rows_of_another/run.json": json.dumps({"schema": 2, "identity": lookup}),
         "old/run.json": json.dumps(older),
         "damaged/run.json": "{",
         "records/records.jsonl": "{}",
@@ -135,13 +149,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     """{command: [exit code, output, heavy modules imported so far]}, all from one process."""
     folder = made(tmp_path_factory.mktemp("made"))
     commands = json.dumps([command.replace("MADE", str(folder)).split() for command in COMMANDS])
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, commands, json.dumps(HEAVY)],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub")},
-        capture_output=True,
-        text=True,
-    )
+    with open_store(folder / "used", {}, {}):
+        done = subprocess.run(
+            [sys.executable, "-c", REFUSED, commands, json.dumps(HEAVY)],
+            cwd=ROOT,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub")},
+            capture_output=True,
+            text=True,
+        )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.replace(str(folder), "MADE"))
 

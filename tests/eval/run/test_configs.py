@@ -25,7 +25,7 @@ from eval.run.config import (
     to_run_config,
 )
 from eval.run.prepare import prepare
-from eval.run.resolved import build_method, check_early
+from eval.run.resolved import build_method, check_early, data_identity, rows_of
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, settings_of
@@ -249,7 +249,7 @@ def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, cap
 def test_early_check_takes_the_folder_of_the_same_run_only(tmp_path: Path) -> None:
     run = run_of("experiment=demo", "only=static_pruning", "model.quantise=int8", f"out={tmp_path}")
     (one,) = run.runs.values()
-    identity = one.identity(8)
+    identity = one.identity(8) | data_identity(one, rows_of(one))
     whole = identity | {"versions": identity["versions"] | {"torchao": "0.15"}, "device": "known with torch only"}
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"schema": 2, "identity": whole}))
