@@ -15,20 +15,20 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, cycle, islice, product
+from functools import cache, lru_cache
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
+from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE, Row
-from eval.benchmarks.ruler.sources import read_text
+from eval.benchmarks.ruler.sources import check_haystack, read_text
 from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,6 @@ VERSION = 1
 
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 _WORDS = 40  # longest part of a user's text, in words; needles stand between parts
-_FRONT = "x"  # precedes a sentence whose tokens are counted, as it follows other text in a prompt
 
 
 @dataclass
@@ -96,12 +95,10 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that allow no rows. Raises UserError."""
     options = settings.options
     for key, values, least, most in (("lengths", options.lengths, 1, 2**31), ("depths", options.depths, 0, 100)):
-        if not values or len(set(values)) < len(values) or min(values) < least or max(values) > most:
-            raise UserError(f"needle.{key}={values}: expected a list of different numbers from {least} to {most}")
-    if options.repeats < 1:
-        raise UserError(f"needle.repeats={options.repeats}: expected a number of rows of at least 1")
-    if options.haystack is not None and not Path(options.haystack).expanduser().exists():
-        raise UserError(f"needle.haystack={options.haystack}: expected a text file or a folder, but it does not exist")
+        fits = values and len(set(values)) == len(values) and least <= min(values) and max(values) <= most
+        require(bool(fits), f"needle.{key}", values, f"a list of different numbers from {least} to {most}")
+    require(options.repeats > 0, "needle.repeats", options.repeats, "a number of rows of at least 1")
+    check_haystack("needle", options.haystack)
     if options.haystack is not None and _reads_no_english(settings):
         raise UserError("needle.haystack: tiny knows only the words of the embedded suite; omit needle.haystack")
 
@@ -162,7 +159,7 @@ class _Haystack:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, form: _English) -> None:
         self.tokenizer, self.chat, self.form = tokenizer, chat, form
-        self._sizes: dict[str, int] = {}
+        self._size = cache(lambda sentence: len(continuation_ids(tokenizer, f" {sentence}")))
 
     def example(self, dataset: Dataset, seed: int, length: int, depth: int, repeat: int) -> Example:
         """The longest prompt of whole sentences that fits. Raises UserError if none fits."""
@@ -174,9 +171,9 @@ class _Haystack:
 
         def made(sentences: Sequence[str], place: int) -> Example:
             needle, instruction = self.form.needle.format(key=key, value=value), self.form.instruction
-            before = "".join([instruction, *(f"{sentence} " for sentence in sentences[:place])])
             text = instruction + " ".join([*sentences[:place], needle, *sentences[place:]])
-            spot = len(before), len(before) + len(needle)
+            start = len(instruction) + sum(len(sentence) + 1 for sentence in sentences[:place])
+            spot = start, start + len(needle)
             official = {  # in RULER's format, with length, depth and evidence
                 "id": identity,
                 "input": text + question,
@@ -195,7 +192,13 @@ class _Haystack:
             raise UserError(
                 f"needle.lengths: {length} is too short: needle, question and answer alone take {length - room} tokens"
             )
-        sentences, ends = self._filled(filler, room)
+        sentences, ends = list[str](), [0]  # the tokens before each sentence, and those of all
+        for sentence in filler:
+            end = ends[-1] + self._size(sentence)
+            if end > room:
+                break
+            sentences.append(sentence)
+            ends.append(end)
         while True:
             example = made(sentences, bisect_left(ends, depth / 100 * ends[-1]))
             excess = self._tokens(example) - limit
@@ -203,24 +206,6 @@ class _Haystack:
                 return example
             fitting = bisect_right(ends, ends[-1] - excess) - 1
             sentences, ends = sentences[:fitting], ends[: fitting + 1]
-
-    def _filled(self, filler: Iterator[str], room: int) -> tuple[list[str], list[int]]:
-        """Sentences of about `room` tokens together, and the number of tokens before each of them."""
-        sentences, total = [], 0
-        for sentence in filler:
-            total += self._size(sentence)
-            if total > room:
-                break
-            sentences.append(sentence)
-        return sentences, [0, *accumulate(map(self._size, sentences))]
-
-    def _size(self, sentence: str) -> int:
-        if sentence not in self._sizes:
-            alone, behind = (
-                len(self.tokenizer.encode(text, add_special_tokens=False)) for text in (_FRONT, f"{_FRONT} {sentence}")
-            )
-            self._sizes[sentence] = behind - alone
-        return self._sizes[sentence]
 
     def _tokens(self, example: Example) -> int:
         return len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)

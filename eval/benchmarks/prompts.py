@@ -131,16 +131,16 @@ def build_prompt(
         left, right = _ends(tokenizer, ids, max_prompt_tokens, decode_halves)
         context, *evidence = (_after_cut(ranges, text, left, right) for ranges in (context, *evidence))
         text = left + right
-    moved: Ranges | None = context
+    chat = chat if chat_wrap else CHAT_FORMATS["none"]
     # its own template writes the special tokens out, BOS among them if the model wants one: none is added
-    special = not (chat_wrap and chat.uses_template(tokenizer))
-    if not special:
-        inner, text = text, chat.wrapped(tokenizer, text, example.earlier)
-        moved, *evidence = (_after_own_template(ranges, inner, text) for ranges in (context, *evidence))
-    elif chat_wrap:
+    special = not chat.uses_template(tokenizer)
+    if special:
         opening = chat.opening(tokenizer, example.earlier)
         text = f"{opening}{text}{chat.after}"
         moved, *evidence = (_moved(ranges, len(opening)) for ranges in (context, *evidence))
+    else:
+        inner, text = text, chat.wrapped(tokenizer, text, example.earlier)
+        moved, *evidence = (_after_own_template(ranges, inner, text) for ranges in (context, *evidence))
     text += example.answer_prefix
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
     before = len(ids) if example.earlier else before  # a conversation is not truncated
@@ -151,10 +151,8 @@ def build_prompt(
     encode = partial(_tokenize, tokenizer, special_tokens=special)
     sha256 = token_ids_sha256(ids)
     first, *others = (tuple(ranges or ()) for ranges in evidence)
-    wrap = chat if chat_wrap else CHAT_FORMATS["none"]
-    turns = tuple(
-        _later_turn(turn, tokenizer, wrap, ranges) for turn, ranges in zip(example.turns, others, strict=True)
-    )
+    later = zip(example.turns, others, strict=True)
+    turns = tuple(_later_turn(turn, tokenizer, chat, ranges) for turn, ranges in later)
     return BuiltPrompt(text, tuple(ids), before, truncated, sha256, tuple(moved), spans, first, encode, turns)
 
 
@@ -164,7 +162,7 @@ def _later_turn(
     """The turn's message behind an answer, which writes its own special tokens."""
     text = chat.later(tokenizer, turn.text) + turn.answer_prefix
     # some tokenizers put a space before a text that does not begin with a special token
-    ids = _behind_letter(tokenizer, text) if text[:1].isspace() else _tokenize(tokenizer, text, special_tokens=False)
+    ids = continuation_ids(tokenizer, text) if text[:1].isspace() else _tokenize(tokenizer, text, special_tokens=False)
     if not ids:
         raise UserError(f"a later turn has no tokens (its text is {text!r})")
     return Message(text, tuple(ids), token_ids_sha256(ids), evidence)
@@ -301,13 +299,13 @@ def end_token_ids(
 def gold_token_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, gold: str) -> list[int]:
     """A gold answer as tokens that continue the prompt's text, after a space unless there is white space already."""
     space = "" if prompt[-1:].isspace() or gold[:1].isspace() else " "
-    return _behind_letter(tokenizer, f"{space}{gold}")
+    return continuation_ids(tokenizer, f"{space}{gold}")
 
 
-def _behind_letter(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The tokens of a text that continues another one: without the space that some tokenizers put before a text."""
-    letter = _tokenize(tokenizer, "x", special_tokens=False)
-    return _tokenize(tokenizer, f"x{text}", special_tokens=False)[len(letter) :]
+    alone, behind = (_tokenize(tokenizer, each, special_tokens=False) for each in ("x", f"x{text}"))
+    return behind[len(alone) :]
 
 
 def token_ids_sha256(token_ids: Sequence[int]) -> str:

@@ -19,13 +19,14 @@ from eval.benchmarks.ruler.sources import (
     OFFICIAL_SHA256,
     TASKS,
     Sources,
+    check_haystack,
     corpus_sha256,
     missing_corpus,
     read_tasks,
     words,
 )
 from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, LoadedDataset, Suite, setting
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 
 ROWS = 500
 """The official number of rows of a task."""
@@ -49,12 +50,9 @@ class RulerConfig:
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that allow no rows. Raises UserError."""
     options = settings.options
-    if options.length < 1:
-        raise UserError(f"ruler.length={options.length}: expected a number of tokens of at least 1")
-    if options.seed < 0 or options.seed >= 2**32:
-        raise UserError(f"ruler.seed={options.seed}: expected 0 to 4294967295, the seeds of NumPy's generator")
-    if options.haystack is not None and not Path(options.haystack).expanduser().exists():
-        raise UserError(f"ruler.haystack={options.haystack}: expected a text file or a folder, but it does not exist")
+    require(options.length > 0, "ruler.length", options.length, "a number of tokens of at least 1")
+    require(0 <= options.seed < 2**32, "ruler.seed", options.seed, "0 to 4294967295, the seeds of NumPy's generator")
+    check_haystack("ruler", options.haystack)
     task = read_tasks(settings.dir)[dataset.name]
     if task.kind == "common_words_extraction" or "words" in task.settings.values():
         words("noun")
@@ -100,19 +98,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     )
 
 
+_METRICS = {name: "string_match_part" if name.startswith("qa_") else "string_match_all" for name in TASKS}
+
 SUITE = Suite(
     name="ruler",
     version=VERSION,
-    datasets=tuple(
-        Dataset(
-            name,
-            task=name,
-            metric="string_match_part" if name.startswith("qa_") else "string_match_all",
-            suite="ruler",
-            truncate=False,
-        )
-        for name in TASKS
-    ),
+    datasets=tuple(Dataset(name, name, metric, suite="ruler", truncate=False) for name, metric in _METRICS.items()),
     load=load,
     score=score_example,
     options=RulerConfig,

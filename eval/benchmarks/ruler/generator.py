@@ -11,13 +11,13 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.ruler.sources import (
-    INSTALL,
+    Essay,
     Pairs,
     QaQuestion,
     Sources,
@@ -95,31 +95,10 @@ def rows(
 
     Raises UserError: at once if the task lacks a source; during iteration if `length` is too short for the task.
     """
-    setting = _Setting(task, tokenizer, seed, length, length - reserved, sources or Sources())
-    sampler = _SAMPLERS[task.kind](setting)
+    sampler = _SAMPLERS[task.kind](task, tokenizer, seed, length, length - reserved, sources or Sources())
     if isinstance(sampler, _Questions) and count > (there := len(sampler.corpus.questions)):
         raise UserError(f"{task.name} has {there} questions, but {count} rows were requested")
     return _rows(sampler, count, reserved)
-
-
-class _Setting:
-    """What the samplers of a task share. length: selects the settings. budget: length minus the reserved tokens."""
-
-    def __init__(
-        self, task: Task, tokenizer: PreTrainedTokenizerBase, seed: int, length: int, budget: int, sources: Sources
-    ) -> None:
-        import numpy as np
-
-        self.task, self._tokenizer, self.seed = task, tokenizer, seed
-        self.length, self.budget, self.sources = length, budget, sources
-        self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
-
-    def shuffle(self, items: list[Any]) -> None:
-        """Shuffle with a new generator, seeded as the task's."""
-        random.Random(self.seed).shuffle(items)
-
-    def count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 @dataclass(frozen=True)
@@ -153,19 +132,37 @@ class _Draft:
 
 
 class _Sampler(ABC):
-    """Draws a task's prompts of a given size, and finds the size that fits."""
+    """Draws a task's prompts of a given size, and finds the size that fits.
+
+    length: selects the settings. budget: length minus the reserved tokens.
+    """
 
     step = 10  # the smallest size tried, and the decrement if a row does not fit
     smallest = 1  # the smallest size that can be drawn
 
-    def __init__(self, setting: _Setting) -> None:
-        self.setting = setting
-        self.task = setting.task
-        self.template, self.answer_prefix = setting.task.template, setting.task.answer_prefix
-        self.random = setting.random
-        self.budget = setting.budget
-        self.limit = setting.budget - self.task.max_new_tokens  # tokens of the prompt
+    def __init__(
+        self, task: Task, tokenizer: PreTrainedTokenizerBase, seed: int, length: int, budget: int, sources: Sources
+    ) -> None:
+        import numpy as np
+
+        self.task, self.tokenizer, self.seed = task, tokenizer, seed
+        self.length, self.budget, self.sources = length, budget, sources
+        self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
+        self.template, self.answer_prefix = task.template, task.answer_prefix
+        self.limit = budget - task.max_new_tokens  # tokens of the prompt
         self.example_tokens = 0  # tokens that `finished` puts in front
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Read the task's settings and sources, before the first draw."""
+
+    def shuffle(self, items: list[Any]) -> None:
+        """Shuffle with a new generator, seeded as the task's."""
+        random.Random(self.seed).shuffle(items)
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     @abstractmethod
     def draw(self, size: int, number: int) -> _Draft:
@@ -177,7 +174,7 @@ class _Sampler(ABC):
 
     def upper_bound(self) -> int:
         """The largest size to try."""
-        tokens = self.setting.count(self.draw(self.step, 0).text)
+        tokens = self.count(self.draw(self.step, 0).text)
         return int(self.budget / (tokens / self.step) * 3)
 
     def size(self) -> int:
@@ -185,7 +182,7 @@ class _Sampler(ABC):
         low, high = self.step, max(self.upper_bound(), 2 * self.step)
         while low <= high:
             size = (low + high) // 2
-            if self.setting.count(self.draw(size, 0).text) <= self.limit - self.example_tokens:
+            if self.count(self.draw(size, 0).text) <= self.limit - self.example_tokens:
                 low = size + 1
             else:
                 high = size - 1
@@ -195,7 +192,7 @@ class _Sampler(ABC):
         """A prompt of at most `size` that fits, and its tokens."""
         for _ in range(size // self.step + _TRIES):
             draft = self.finished(self.draw(size, number))
-            tokens = self.setting.count(draft.text)
+            tokens = self.count(draft.text)
             if tokens <= self.limit:
                 return draft, tokens
             if size - self.step >= self.smallest:
@@ -204,7 +201,7 @@ class _Sampler(ABC):
 
     def too_short(self) -> UserError:
         return DoesNotFitError(
-            f"ruler.length={self.setting.length} is too short for {self.task.name}: its smallest prompt, the chat "
+            f"ruler.length={self.length} is too short for {self.task.name}: its smallest prompt, the chat "
             f"template and {self.task.max_new_tokens} answer tokens do not fit; give a larger ruler.length"
         )
 
@@ -218,21 +215,17 @@ class _Sampler(ABC):
 class _Needles(_Sampler):
     """niah: needles in noise, in other needles or in the sentences of a text."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
+    def prepare(self) -> None:
         settings = self.task.settings
-        self.haystack = settings["type_haystack"]
-        if self.haystack == "essay":
-            self.step = 500
-        else:
-            self.step = 5 if setting.length < _SMALL else 25
-        self.essay = read_essay(self.task.name, setting.sources) if self.haystack == "essay" else None
         self.key, self.value = settings["type_needle_k"], settings["type_needle_v"]
         self.values, self.queries = settings["num_needle_v"], settings["num_needle_q"]
         self.keys = max(settings["num_needle_k"], self.queries)
-        if self.haystack != "essay":  # needles are put between lines, each at another place
-            self.smallest = self.keys * settings["num_needle_v"]
-            self.step = max(self.step, self.smallest)
+        self.haystack, self.essay = settings["type_haystack"], None
+        if self.haystack == "essay":
+            self.step, self.essay = 500, read_essay(self.task.name, self.sources)
+        else:  # needles are put between lines, each at another place
+            self.smallest = self.keys * self.values
+            self.step = max(5 if self.length < _SMALL else 25, self.smallest)
         self.words = Pairs(*words("adjective", "noun")) if "words" in (self.key, self.value) else []
         self.kind = self.value
         if self.queries * self.values == 1:
@@ -246,8 +239,8 @@ class _Needles(_Sampler):
             values.append([self._drawn(self.value) for _ in range(self.values)])
             needles.append([self._needle(keys[-1], value) for value in values[-1]])
         shuffled = [needle for group in needles for needle in group]
-        self.setting.shuffle(shuffled)
-        context = self._in_essay(size, shuffled) if self.essay else self._in_lines(size, shuffled)
+        self.shuffle(shuffled)
+        context = self._in_lines(size, shuffled) if self.essay is None else self._in_essay(self.essay, size, shuffled)
         asked = self.random.sample(range(self.keys), self.queries)
         names = [keys[index] for index in asked]
         query = names[0] if len(names) == 1 else f"{', '.join(names[:-1])}, and {names[-1]}"
@@ -255,9 +248,8 @@ class _Needles(_Sampler):
         evidence = [needle for index in asked for needle in needles[index]]
         return self.filled(context, evidence, outputs, type_needle_v=self.kind, query=query)
 
-    def _in_essay(self, size: int, needles: list[str]) -> str:
-        assert self.essay is not None
-        sentences = self.essay.sentences(size)
+    def _in_essay(self, essay: Essay, size: int, needles: list[str]) -> str:
+        sentences = essay.sentences(size)
         depths = self.random.sample(_DEPTHS, len(needles))
         places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
         parts = []
@@ -289,17 +281,15 @@ class _Needles(_Sampler):
 class _Chained(_Sampler):
     """Chains of assignments in noise."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
+    def prepare(self) -> None:
         self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
 
     def names(self, letters: int) -> list[str]:
         """Distinct names for all variables."""
-        count = self.chains * (self.hops + 1)
-        names = [self._name(letters) for _ in range(count)]
-        while len(set(names)) < count:
-            names.append(self._name(letters))
-        return list(dict.fromkeys(names))
+        names = dict[str, None]()  # in order
+        while len(names) < self.chains * (self.hops + 1):
+            names[self._name(letters)] = None
+        return list(names)
 
     def chained(self, size: int, names: list[str], values: list[str]) -> _Draft:
         """A prompt with chains that assign `values` along `names`; it asks for the first chain."""
@@ -324,33 +314,34 @@ class _Chained(_Sampler):
 class _Chains(_Chained):
     """vt: chains after a worked example, which is made once and gets new names in each row."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
-        self.step = 5 if setting.length < _SMALL else 10
-        sampler = _ChainsExample(setting)
+    def prepare(self) -> None:
+        super().prepare()
+        self.step = 5 if self.length < _SMALL else 10
+        sampler = _ChainsExample(self.task, self.tokenizer, self.seed, self.length, self.budget, self.sources)
+        sampler.random = self.random  # the example is the task's first draw
         draft, _ = sampler.fitted(sampler.size(), 0)
         self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
-        self.example_tokens = setting.count(self.example)
+        self.example_tokens = self.count(self.example)
 
     def draw(self, size: int, number: int) -> _Draft:
-        values = [str(self.setting.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
+        values = [str(self.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
         return self.chained(size, self.names(5), values)
 
     def finished(self, draft: _Draft) -> _Draft:
         example = self.example
         for name in example.split()[-self.hops - 1 :]:
             example = example.replace(name, self._name(len(name)))
-        value = str(self.setting.numbers.randint(10_000, 99_999))
+        value = str(self.numbers.randint(10_000, 99_999))
         return draft.behind(f"{example.replace(_EXAMPLE_VALUE, value)}\n")
 
 
 class _ChainsExample(_Chained):
     """The worked example of vt: shorter names, a placeholder value, and at most 500 tokens without the answer."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
+    def prepare(self) -> None:
+        super().prepare()
         self.step = 5
-        self.budget = self.limit = 500 - (setting.length - setting.budget)
+        self.budget = self.limit = 500 - (self.length - self.budget)
 
     def draw(self, size: int, number: int) -> _Draft:
         return self.chained(size, self.names(3), [_EXAMPLE_VALUE] * self.chains)
@@ -365,20 +356,19 @@ class _ChainsExample(_Chained):
 class _CommonWords(_Sampler):
     """cwe: a list of words in which ten are repeated more often, after a worked example with other words."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
+    def prepare(self) -> None:
         self.words = sorted({word for kind in words("noun", "adjective", "verb") for word in kind})
-        setting.shuffle(self.words)
+        self.shuffle(self.words)
         self.more_words: list[str] = []
         settings = self.task.settings
         self.common = settings["num_cw"]
-        if setting.length < _SMALL:
+        if self.length < _SMALL:
             self.repeats, self.example = (6, 1), (20, 3, 1)
         else:
             self.repeats, self.example = (settings["freq_cw"], settings["freq_ucw"]), (40, 10, 3)
 
     def upper_bound(self) -> int:
-        tokens = self.setting.count(self.draw(4096, 0).text)
+        tokens = self.count(self.draw(4096, 0).text)
         return int(self.budget // (tokens / 4096)) * 2
 
     def draw(self, size: int, number: int) -> _Draft:
@@ -387,41 +377,41 @@ class _CommonWords(_Sampler):
         return self._listed(size, *self.repeats).behind(f"{example.text} {solution}\n")
 
     def _listed(self, size: int, common_repeats: int, other_repeats: int) -> _Draft:
-        drawn = self.random.sample(self._pool(size), size)
+        pool = self.words
+        if size > len(pool):
+            pool = self.more_words = self.more_words or english_words(self.sources)
+        if size > len(pool):
+            raise DoesNotFitError(
+                f"cwe needs {size} different words at ruler.length={self.length}, but english_words.json has "
+                f"{len(pool)}; give a smaller ruler.length"
+            )
+        drawn = self.random.sample(pool, size)
         common, others = drawn[: self.common], drawn[self.common :]
         listed = common * common_repeats + others * other_repeats
-        self.setting.shuffle(listed)
+        self.shuffle(listed)
         context = " ".join(f"{place}. {word}" for place, word in enumerate(listed, start=1))
         return self.filled(context, common, common, num_cw=self.common, query="")
-
-    def _pool(self, size: int) -> list[str]:
-        if size <= len(self.words):
-            return self.words
-        self.more_words = self.more_words or english_words(self.setting.sources)
-        if size > len(self.more_words):
-            raise DoesNotFitError(
-                f"cwe needs {size} different words at ruler.length={self.setting.length}, but english_words.json has "
-                f"{len(self.more_words)}; give a smaller ruler.length"
-            )
-        return self.more_words
 
 
 class _FrequentWords(_Sampler):
     """fwe: invented words with frequency rank^-`alpha`; the most frequent word is "..."."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
+    def prepare(self) -> None:
         self.vocabulary_size = self.limit // 50
         self.step = self.limit // 32
         if self.step < 1 or self.vocabulary_size < 4:
             raise self.too_short()
-        self.shares = _zipf_shares(self.vocabulary_size, self.task.settings["alpha"])
+        import numpy as np
+        from scipy.special import zeta
+
+        alpha = self.task.settings["alpha"]  # a word's share: rank^-alpha, over the sum for all ranks
+        self.weights, self.total = np.arange(1, self.vocabulary_size + 1) ** -alpha, float(zeta(alpha))
 
     def size(self) -> int:
         """The largest size, in steps from the first, at which the prompt is below the limit."""
         vocabulary = self._vocabulary()
         size = self.limit // _CODE_LETTERS
-        while self.setting.count(self._coded(size, vocabulary).text) < self.limit:
+        while self.count(self._coded(size, vocabulary).text) < self.limit:
             size += self.step
         return size - self.step
 
@@ -432,36 +422,32 @@ class _FrequentWords(_Sampler):
         vocabulary = self._vocabulary()
         while size > 0:
             draft = self._coded(size, vocabulary)
-            tokens = self.setting.count(draft.text)
+            tokens = self.count(draft.text)
             if tokens <= self.limit:
                 return draft, tokens
             size -= self.step
         raise self.too_short()
 
     def _vocabulary(self) -> list[str]:
-        vocabulary = {self._word() for _ in range(self.vocabulary_size)}
+        vocabulary = set[str]()
         while len(vocabulary) < self.vocabulary_size:
-            vocabulary.add(self._word())
+            vocabulary.add("".join(self.random.choices(string.ascii_lowercase, k=_CODE_LETTERS)))
         ranked = sorted(vocabulary)
-        self.setting.shuffle(ranked)
+        self.shuffle(ranked)
         return ["...", *ranked[1:]]
 
-    def _word(self) -> str:
-        return "".join(self.random.choices(string.ascii_lowercase, k=_CODE_LETTERS))
-
     def _coded(self, size: int, vocabulary: list[str]) -> _Draft:
-        counts = (size * self.shares[0] / self.shares[1]).astype(int)
+        counts = (size * self.weights / self.total).astype(int)
         coded = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
-        self.setting.shuffle(coded)
+        self.shuffle(coded)
         return self.filled(" ".join(coded), vocabulary[1:4], vocabulary[1:4], query="")
 
 
 class _Questions(_Sampler):
     """qa: a question on documents, of which some hold the answer."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
-        self.corpus = read_corpus(self.task.settings["dataset"], setting.sources)
+    def prepare(self) -> None:
+        self.corpus = read_corpus(self.task.settings["dataset"], self.sources)
 
     def draw(self, size: int, number: int) -> _Draft:
         asked, all_documents = self.corpus.questions[number], self.corpus.documents
@@ -469,7 +455,7 @@ class _Questions(_Sampler):
             documents = list(islice(cycle(all_documents), size))
         else:
             documents = [all_documents[index] for index in self._drawn(asked, size)]
-        self.setting.shuffle(documents)
+        self.shuffle(documents)
         context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(documents, start=1))
         evidence = [all_documents[index] for index in asked.evidence]
         return self.filled(context, evidence, asked.outputs, query=asked.text)
@@ -487,7 +473,7 @@ class _Questions(_Sampler):
         return own + self.random.sample(others, missing - len(asked.more))
 
 
-_SAMPLERS: dict[str, Callable[[_Setting], _Sampler]] = {
+_SAMPLERS: dict[str, type[_Sampler]] = {
     "niah": _Needles,
     "variable_tracking": _Chains,
     "common_words_extraction": _CommonWords,
@@ -511,7 +497,7 @@ def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
         }
         if isinstance(sampler, _Needles):
             index = draft.input.find(draft.outputs[0])
-            official |= {"index": index, "token_position_answer": sampler.setting.count(draft.input[:index])}
+            official |= {"index": index, "token_position_answer": sampler.count(draft.input[:index])}
         yield Row(official, draft.context, draft.spans())
 
 
@@ -520,14 +506,3 @@ def _singular(template: str) -> str:
     for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         template = template.replace(plural, singular)
     return template
-
-
-def _zipf_shares(size: int, alpha: float) -> tuple[Any, float]:
-    """rank^-alpha for the ranks 1 to `size`, and the sum of this over all ranks."""
-    import numpy as np
-
-    try:
-        from scipy.special import zeta
-    except ModuleNotFoundError as error:
-        raise UserError(f"fwe needs the package scipy; {INSTALL}") from error
-    return np.arange(1, size + 1) ** -alpha, float(zeta(alpha))

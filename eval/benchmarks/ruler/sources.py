@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, parsed_json
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
 """The commit of NVIDIA/RULER that prompts, settings and rows follow."""
@@ -25,16 +25,10 @@ TASKS = (
 )
 
 OFFICIAL = {
-    "constants.py": (
-        "scripts/data/synthetic/constants.py",
-        "6296e901d495ec6200dc3f68993ea13d8282e3c0dbe1a8c47967f111105d1fde",
-    ),
-    "synthetic.yaml": (
-        "scripts/synthetic.yaml",
-        "34bc71dcacdc41a829a170f04b528fbf48d62c616338005ab4991680fbf8cb0b",
-    ),
+    "constants.py": ("scripts/data/synthetic", "6296e901d495ec6200dc3f68993ea13d8282e3c0dbe1a8c47967f111105d1fde"),
+    "synthetic.yaml": ("scripts", "34bc71dcacdc41a829a170f04b528fbf48d62c616338005ab4991680fbf8cb0b"),
 }
-"""{file: (its path in the repository, its sha256)}."""
+"""{file: (its folder in the repository, its sha256)}."""
 
 OFFICIAL_SHA256 = "92afc45cbdaddfd043fb3cc4706500f8cf8811508ed14cfee8be345b8eaaa08b"
 """Of both files, one after the other."""
@@ -78,6 +72,16 @@ class Sources:
     folder: Path | None = None
     haystack: Path | None = None
 
+    def file(self, name: str) -> Path | None:
+        """A file of `folder`; None if it does not exist."""
+        file = self.folder / name if self.folder else None
+        return file if file and file.is_file() else None
+
+    @property
+    def essay(self) -> Path | None:
+        """`haystack`, else RULER's essays in `folder`, else None."""
+        return self.haystack or self.file(_ESSAYS)
+
 
 @dataclass(frozen=True)
 class Essay:
@@ -93,7 +97,15 @@ class Essay:
         "? ", which needs no model. The sentences only determine where a needle can be.
         """
         text = " ".join(itertools.islice(itertools.cycle(self.words), count)).strip()
-        return _punkt(text) if self.official else re.split(r"(?<=[.!?]) ", text)
+        if not self.official:
+            return re.split(r"(?<=[.!?]) ", text)
+        from nltk.tokenize import sent_tokenize
+
+        try:
+            return sent_tokenize(text)
+        except LookupError as error:
+            how = "is split by NLTK's punkt model, which is missing: python -m nltk.downloader punkt_tab"
+            raise UserError(f"RULER's {_ESSAYS} {how}") from error
 
 
 @dataclass(frozen=True)
@@ -124,10 +136,12 @@ def read_tasks(folder: Path | None) -> dict[str, Task]:
 
     Raises UserError if a file is missing, cannot be downloaded, or is not that of `COMMIT`.
     """
-    give, base = f"RULER's {' and '.join(OFFICIAL)}", f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}/"
-    files = OFFICIAL.items()
+    give, base = f"RULER's {' and '.join(OFFICIAL)}", f"https://raw.githubusercontent.com/NVIDIA/RULER/{COMMIT}"
     return parse_tasks(
-        *(official_file("RULER", name, base + path, sha256, folder, give, exact=True) for name, (path, sha256) in files)
+        *(
+            official_file("RULER", name, f"{base}/{path}/{name}", sha256, folder, give, exact=True)
+            for name, (path, sha256) in OFFICIAL.items()
+        )
     )
 
 
@@ -158,8 +172,8 @@ def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
 
 def english_words(sources: Sources) -> list[str]:
     """The longer word list, for rows that need more words than wonderwords has. Raises UserError if it is missing."""
-    file = sources.folder / _ENGLISH if sources.folder else None
-    if file is None or not file.is_file():
+    file = sources.file(_ENGLISH)
+    if file is None:
         raise UserError(
             f"cwe needs more words at this length than wonderwords has: give data.dir=FOLDER with {_ENGLISH} from "
             "RULER's repository (scripts/data/synthetic/json, stored with Git LFS), or a smaller ruler.length"
@@ -174,21 +188,19 @@ class Pairs(Sequence[str]):
     """All distinct "adjective-noun" pairs, sorted: six million strings, each made when it is read."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
-        self._nouns = sorted(set(nouns))
+        ends, blocks = sorted(set(nouns)), list[list[str]]()
         # an adjective's pairs are contiguous, unless another adjective begins with it and "-" ("well", "well-made")
-        self._blocks: list[tuple[str, ...]] = []  # adjectives whose pairs are sorted together
         for beginning in sorted(f"{adjective}-" for adjective in set(adjectives)):
-            if self._blocks and beginning.startswith(self._blocks[-1][0]):
-                self._blocks[-1] += (beginning,)
+            if blocks and beginning.startswith(blocks[-1][0]):
+                blocks[-1].append(beginning)
             else:
-                self._blocks.append((beginning,))
-        self._mixed = {
-            number: sorted({first + noun for first in block for noun in self._nouns})
-            for number, block in enumerate(self._blocks)
-            if len(block) > 1
-        }
-        sizes = (len(self._mixed.get(number, self._nouns)) for number in range(len(self._blocks)))
-        self._ends = list(itertools.accumulate(sizes))
+                blocks.append([beginning])
+        # (beginning, the sorted rests of its pairs); pairs of adjectives that mix have no common beginning
+        self._blocks = [
+            (block[0], ends) if len(block) == 1 else ("", sorted({first + end for first in block for end in ends}))
+            for block in blocks
+        ]
+        self._ends = list(itertools.accumulate(len(rests) for _, rests in self._blocks))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -197,18 +209,15 @@ class Pairs(Sequence[str]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = bisect.bisect_right(self._ends, index)
-        offset = index - (self._ends[number - 1] if number else 0)
-        if number in self._mixed:
-            return self._mixed[number][offset]
-        return self._blocks[number][0] + self._nouns[offset]
+        beginning, rests = self._blocks[number]
+        return beginning + rests[index - self._ends[number]]  # counted from the block's end
 
 
 def read_essay(task: str, sources: Sources) -> Essay:
     """The text around a task's needles. Raises UserError if it is missing or cannot be read."""
-    path = _essay_file(sources)
-    if path is None:
+    if sources.essay is None:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
-    path = path.expanduser()
+    path = sources.essay.expanduser()
     official = path.suffix == ".json"
     if official:
         content = parsed_json(_content(path), str(path))
@@ -231,16 +240,20 @@ def read_text(path: Path, key: str) -> str:
     return text
 
 
+def check_haystack(suite: str, path: str | None) -> None:
+    """Refuse a suite's setting `haystack` if there is no such file or folder. Raises UserError."""
+    exists = path is None or Path(path).expanduser().exists()
+    require(exists, f"{suite}.haystack", path, "a text file or a folder, but it does not exist")
+
+
 def missing_corpus(task: Task, sources: Sources) -> str | None:
     """Why a task's text or dataset cannot be loaded; None if it can, or if the task does not need any."""
     if task.settings.get("type_haystack") == "essay":
-        return f"no text to hide needles in; {_GIVE_ESSAY}" if _essay_file(sources) is None else None
+        return f"no text to hide needles in; {_GIVE_ESSAY}" if sources.essay is None else None
     if task.kind != "qa":
         return None
     hub, _, name = _HUB[task.settings["dataset"]]
-    if sources.folder is not None and (sources.folder / name).is_file():
-        return None
-    return hub.absent()
+    return hub.absent() if sources.file(name) is None else None
 
 
 def corpus_sha256(task: Task, sources: Sources) -> str | None:
@@ -256,12 +269,6 @@ def corpus_sha256(task: Task, sources: Sources) -> str | None:
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _essay_file(sources: Sources) -> Path | None:
-    """The user's text, else RULER's in `data.dir`, else None."""
-    official = sources.folder / _ESSAYS if sources.folder else None
-    return sources.haystack or (official if official and official.is_file() else None)
-
-
 def read_corpus(dataset: str, sources: Sources) -> Corpus:
     """Questions and documents of the development set of SQuAD 2.0 or HotpotQA (distractor).
 
@@ -269,8 +276,8 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
     Raises UserError if the file is malformed, or if the dataset is neither cached nor downloadable.
     """
     hub, configuration, name = _HUB[dataset]
-    file = sources.folder / name if sources.folder else None
-    if file is not None and file.is_file():
+    file = sources.file(name)
+    if file is not None:
         content, source = parsed_json(_content(file), str(file)), str(file)
     else:
         content, source = hub.split(configuration, "validation"), hub.repository
@@ -329,17 +336,6 @@ def _hotpotqa(content: Any) -> Corpus:
         evidence = tuple(number for number, (title, _) in zip(numbers, context, strict=True) if title in supporting)
         questions.append(QaQuestion(asked["question"], (asked["answer"],), numbers, (), evidence))
     return Corpus(questions, documents)
-
-
-def _punkt(text: str) -> list[str]:
-    from nltk.tokenize import sent_tokenize
-
-    try:
-        return sent_tokenize(text)
-    except LookupError as error:
-        raise UserError(
-            f"RULER's {_ESSAYS} is split by NLTK's punkt model, which is missing: python -m nltk.downloader punkt_tab"
-        ) from error
 
 
 def _text(file: Path) -> str:
