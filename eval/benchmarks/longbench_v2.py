@@ -17,7 +17,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, given_file, official_file
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, Rows, check_fields, is_filled, is_text, loaded, parsed_json, shortened
+from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, loaded, parsed_json, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -54,10 +54,25 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
     Raises UserError as `longbench.load`. Warns (TemplateWarning) if the folder's prompt is not the official one.
     """
-    template = _template(settings)
-    expected = "an array of rows, as LongBench v2 has them"
-    parse = partial(_example, dataset, template)
-    return loaded(dataset, _rows(settings), parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[template])
+    content = official_file("LongBench v2", PROMPT, PROMPT_URL, PROMPT_SHA256, settings.dir, _HUB.give)
+    try:
+        template = content.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{PROMPT}: not UTF-8 text ({error})") from error
+    absent = [place for place in ("$DOC$", *_PLACES) if place not in template]
+    if absent:
+        raise UserError(f"{PROMPT}: expected LongBench v2's prompt, with the place {absent[0]}")
+    expected, parse = "an array of rows, as LongBench v2 has them", partial(_example, dataset, template)
+    if settings.dir is None:
+        rows = _HUB.rows(settings)
+    else:
+        file = given_file(settings.dir, ROWS, _HUB.give)
+        values = parsed_json(data := file.read_bytes(), str(file))
+        if not isinstance(values, list):
+            raise UserError(f"{file}: expected {expected}, got {shortened(values)}")
+        places = [(f"{file}, row {number}", row) for number, row in enumerate(values, 1)]
+        rows = places, str(file), hashlib.sha256(data).hexdigest()
+    return loaded(dataset, rows, parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[template])
 
 
 SUITE = Suite(
@@ -71,31 +86,6 @@ SUITE = Suite(
     missing=_HUB.missing,
     cached=_HUB.is_cached,
 )
-
-
-def _template(settings: DataSettings) -> str:
-    """The official prompt, from the folder or downloaded. Raises UserError."""
-    content = official_file("LongBench v2", PROMPT, PROMPT_URL, PROMPT_SHA256, settings.dir, _HUB.give)
-    try:
-        template = content.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{PROMPT}: not UTF-8 text ({error})") from error
-    absent = [place for place in ("$DOC$", *_PLACES) if place not in template]
-    if absent:
-        raise UserError(f"{PROMPT}: expected LongBench v2's prompt, with the place {absent[0]}")
-    return template
-
-
-def _rows(settings: DataSettings) -> Rows:
-    """The rows of the folder or of the hub. Raises UserError."""
-    if settings.dir is None:
-        return _HUB.rows(settings)
-    file = given_file(settings.dir, ROWS, _HUB.give)
-    values = parsed_json(data := file.read_bytes(), str(file))
-    if not isinstance(values, list):
-        raise UserError(f"{file}: expected an array of rows, as LongBench v2 has them, got {shortened(values)}")
-    rows = [(f"{file}, row {number}", row) for number, row in enumerate(values, 1)]
-    return rows, str(file), hashlib.sha256(data).hexdigest()
 
 
 def _example(dataset: Dataset, template: str, row: Any, number: int) -> Example:

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, given_file, literals, official_file
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Rows, check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
@@ -73,15 +72,25 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     Raises UserError for an unusable row (unless skipped), for a missing or unusable file, and without cache and
     network. Warns (TemplateWarning) if the folder's prompts differ from the official ones.
     """
-    prompts, rows = _prompts(dataset, settings), _rows(dataset, settings)
-    parse, expected, texts = partial(_example, dataset, prompts), "one JSON object a line, as in SCBench", vars(prompts)
-    max_new_tokens = TASKS[dataset.name][2]
-    return loaded(dataset, rows, parse, settings.on_error, expected, max_new_tokens, prompts=[*texts.values()])
+    content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _HUB.give, prompts_sha256)
+    first, plain, in_chat = (prompts[dataset.name] for prompts in _parsed_prompts(content))
+    is_wrapped = _is_wrapped(settings)
+    later, prefix = in_chat if is_wrapped else plain, ""
+    if is_wrapped and dataset.name == "scbench_summary":
+        prefix = "This paper"
+    if settings.dir is None:
+        rows = _HUB.rows(settings, configuration=dataset.name, split="test")
+    else:
+        file = given_file(settings.dir, f"{dataset.name}.jsonl", _HUB.give)
+        rows = lines_of(file.read_bytes(), str(file))
+    prompts, expected = (first, later, prefix), "one JSON object a line, as in SCBench"
+    parse, max_new_tokens = partial(_example, dataset, prompts), TASKS[dataset.name][2]
+    return loaded(dataset, rows, parse, settings.on_error, expected, max_new_tokens, prompts=prompts)
 
 
 def prompts_sha256(content: bytes) -> str:
     """The sha256 of the prompts in `eval_utils.py` for `TASKS`. Raises UserError if it has none."""
-    kinds = _parsed_prompts(content).values()
+    kinds = _parsed_prompts(content)
     return sha256_of({task: [prompts[task] for prompts in kinds] for task in TASKS})
 
 
@@ -105,24 +114,6 @@ SUITE = Suite(
 # ---------------------------------------------------------------------------------------------------------- prompts
 
 
-@dataclass(frozen=True)
-class _Prompts:
-    """A task's official prompts. first: with {context} in it. later: of later messages. prefix: the text after them."""
-
-    first: str
-    later: str
-    prefix: str
-
-
-def _prompts(dataset: Dataset, settings: DataSettings) -> _Prompts:
-    """A task's prompts, read from the folder or downloaded. Raises UserError."""
-    content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _HUB.give, prompts_sha256)
-    first, plain, in_chat = (prompts[dataset.name] for prompts in _parsed_prompts(content).values())
-    is_wrapped = _is_wrapped(settings)
-    prefix = "This paper" if is_wrapped and dataset.name == "scbench_summary" else ""
-    return _Prompts(first, in_chat if is_wrapped else plain, prefix)
-
-
 def _is_wrapped(settings: DataSettings) -> bool:
     """Whether messages are put into a chat template."""
     from lazyllm.models.load import load_tokenizer_of
@@ -134,15 +125,15 @@ def _is_wrapped(settings: DataSettings) -> bool:
     return chat.from_tokenizer or bool(chat.before + chat.after)
 
 
-def _parsed_prompts(content: bytes) -> dict[str, dict[str, str]]:
-    """{name of a dictionary in the official file: its prompts by task}; the file's code is not run."""
+def _parsed_prompts(content: bytes) -> list[dict[str, str]]:
+    """The dictionaries `_NAMES` of the official file: {task: its prompt}; the file's code is not run."""
     try:
-        prompts: dict[str, Any] = dict(zip(_NAMES, literals(content, *_NAMES), strict=True))
-        for name in _NAMES:
+        prompts = literals(content, *_NAMES)
+        for name, by_task in zip(_NAMES, prompts, strict=True):
+            fields = dict.fromkeys(_PLACES | {"context" if name == _NAMES[0] else "pre_ans"}, "")
             for task in TASKS:
-                fields = dict.fromkeys(_PLACES | {"context" if name == _NAMES[0] else "pre_ans"}, "")
-                prompts[name][task].format(**fields)
-        if not all("{context}" in prompts[_NAMES[0]][task] for task in TASKS):
+                by_task[task].format(**fields)
+        if not all("{context}" in prompts[0][task] for task in TASKS):
             raise ValueError("a first prompt without {context}")
     except (SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{PROMPTS}: holds no prompts of SCBench's ({error}); expected scbench/{PROMPTS}") from error
@@ -150,14 +141,6 @@ def _parsed_prompts(content: bytes) -> dict[str, dict[str, str]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- rows
-
-
-def _rows(dataset: Dataset, settings: DataSettings) -> Rows:
-    """The rows of the folder or of the hub. Raises UserError."""
-    if settings.dir is None:
-        return _HUB.rows(settings, configuration=dataset.name, split="test")
-    file = given_file(settings.dir, f"{dataset.name}.jsonl", _HUB.give)
-    return lines_of(file.read_bytes(), str(file))
 
 
 def _is_context(value: Any) -> bool:
@@ -173,16 +156,22 @@ _ANSWERS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _example(dataset: Dataset, prompts: _Prompts, row: Any, number: int) -> Example:
-    """The example of a row. Raises UserError, with the reason, if the row cannot be used."""
+def _example(dataset: Dataset, prompts: tuple[str, str, str], row: Any, number: int) -> Example:
+    """The example of a row. Raises UserError, with the reason, if the row cannot be used.
+
+    prompts: the first one, with {context} in it; that of later messages; the text after those.
+    """
+    first, later, prefix = prompts
     name = "input" if isinstance(row, dict) and "input" in row and "context" not in row else "context"
     turns = ("multi_turns", lambda value: isinstance(value, list) and bool(value), "a list of turns")
     check_fields(row, ((name, _is_context, "a string that is not empty"), turns))
     context = str(row[name])
     asked = [_question(dataset, place, turn) for place, turn in enumerate(row["multi_turns"], 1)]
-    evidence = [_spans(context, golds[0]) if dataset.metric == "substring" else () for _, golds in asked]
-    before, _, behind = prompts.first.partition("{context}")
-    (fields, answers), later = asked[0], zip(asked[1:], evidence[1:], strict=True)
+    evidence = [()] * len(asked)
+    if dataset.metric == "substring":
+        evidence = [tuple(found.span() for found in re.finditer(re.escape(golds[0]), context)) for _, golds in asked]
+    before, _, behind = first.partition("{context}")
+    fields, answers = asked[0]
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{number}",  # as officially
@@ -194,15 +183,11 @@ def _example(dataset: Dataset, prompts: _Prompts, row: Any, number: int) -> Exam
         instruction=before.format(**fields),
         evidence=evidence[0],
         turns=tuple(
-            Turn(prompts.later.format(**fields, pre_ans=""), golds, prompts.prefix, spans)
-            for (fields, golds), spans in later
+            Turn(later.format(**fields, pre_ans=""), golds, prefix, spans)
+            for (fields, golds), spans in zip(asked[1:], evidence[1:], strict=True)
         ),
         official=row,
     )
-
-
-def _spans(context: str, gold: str) -> tuple[tuple[int, int], ...]:
-    return tuple(found.span() for found in re.finditer(re.escape(gold), context))
 
 
 def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str], tuple[str, ...]]:
