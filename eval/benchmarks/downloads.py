@@ -12,7 +12,8 @@ import threading
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -83,27 +84,24 @@ class HubDataset:
         self, settings: DataSettings, pattern: str = "", configuration: str | None = None, split: str = "train"
     ) -> Rows:
         """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split."""
+        parts = dict[Path | str, Iterable[dict[str, Any]]]()  # {file or dataset: its rows}
         if settings.dir is None:
             source = self.repository if configuration is None else f"{self.repository}, {configuration}"
-            return _hashed({source: map(dict, self.split(configuration, split))}, source)
-        import pyarrow.parquet as pq  # not at the top: it is slow to import
+            parts[source] = map(dict, self.split(configuration, split))
+        else:
+            import pyarrow.parquet as pq  # not at the top: it is slow to import
 
-        folder, files = settings.dir.expanduser(), {}
-        for file in sorted(folder.glob(pattern)):
-            try:
-                rows = json.loads(file.read_bytes()) if file.suffix == ".json" else pq.read_table(file).to_pylist()
-            except (OSError, ValueError) as error:
-                raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
-            files[str(file)] = rows
-        if not files:
-            raise UserError(f"data.dir={folder}: no file {pattern} is there; expected the dataset's own files")
-        return _hashed(files, str(folder))
-
-
-def _hashed(parts: Mapping[str, Iterable[dict[str, Any]]], source: str) -> Rows:
-    """parts: {file or dataset: its rows}."""
-    rows = [(f"{part}, row {number}", row) for part, values in parts.items() for number, row in enumerate(values, 1)]
-    return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
+            source = str(settings.dir.expanduser())
+            for file in sorted(Path(source).glob(pattern)):
+                try:
+                    is_json = file.suffix == ".json"
+                    parts[file] = json.loads(file.read_bytes()) if is_json else pq.read_table(file).to_pylist()
+                except (OSError, ValueError) as error:
+                    raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
+            if not parts:
+                raise UserError(f"data.dir={source}: no file {pattern} is there; expected the dataset's own files")
+        rows = [(f"{part}, row {place}", row) for part, values in parts.items() for place, row in enumerate(values, 1)]
+        return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
 
 
 def literals(content: bytes, *names: str) -> list[Any]:
@@ -122,22 +120,21 @@ def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
     The file's first line holds the key and the sha256 of the rest, so an outdated or damaged file is made again.
     A folder that cannot be written is not an error: the next call makes the content again.
     """
-    try:
-        header, _, content = file.read_bytes().partition(b"\n")
-        if header == _header(key, content):
+
+    def whole(content: bytes) -> bytes:
+        return f"{key} {hashlib.sha256(content).hexdigest()}\n".encode() + content
+
+    with suppress(OSError):  # not made yet
+        stored = file.read_bytes()
+        content = stored.partition(b"\n")[2]
+        if stored == whole(content):
             return content
-    except OSError:
-        pass  # not made yet
     content = make()
     try:
-        write_whole(file, _header(key, content) + b"\n" + content)
+        write_whole(file, whole(content))
     except UserError as error:
         log.warning("the next run makes this content again: %s", error)
     return content
-
-
-def _header(key: str, content: bytes) -> bytes:
-    return f"{key} {hashlib.sha256(content).hexdigest()}".encode()
 
 
 def given_file(folder: Path, name: str, give: str) -> Path:

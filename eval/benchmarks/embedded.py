@@ -43,7 +43,7 @@ from typing import Any
 from eval.benchmarks.downloads import made_once
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import canonical, load_lines
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError
 from lazyllm.files import cache_folder
 
@@ -230,10 +230,9 @@ def _lookup(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
     """Facts of two to four words under a key, among filler."""
     names = _draw(rng, keys()[: level.keys], level.facts)
     answers = draw_values(rng, level, [rng.randint(2, 4) for _ in names])
-    needles = [[" entry", name, *answer] for name, answer in zip(names, answers, strict=True)]
-    asked = zip(names, answers, needles, strict=True)
-    questions = [Question([name], answer, [needle]) for name, answer, needle in asked]
-    return among_filler(rng, needles, level.context), questions
+    facts = zip(names, answers, strict=True)
+    questions = [Question([name], answer, [[" entry", name, *answer]]) for name, answer in facts]
+    return among_filler(rng, [question.evidence[0] for question in questions], level.context), questions
 
 
 def _hops(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]:
@@ -310,9 +309,9 @@ def _retrieve(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
     tokens: Tokens = []
     questions: list[Question] = []
     for end, number, size in zip(ends, numbers, sizes, strict=True):
-        quote = [*_draw(rng, keys()[: level.keys], 2), end]
-        tokens += ["Paragraph", number, ".", *among_filler(rng, [[*quote, number, "."]], size), "\n"]
-        questions.append(Question(quote, [number, "."], [[*quote, number, "."]]))
+        quote, answer = [*_draw(rng, keys()[: level.keys], 2), end], [number, "."]
+        tokens += ["Paragraph", *answer, *among_filler(rng, [[*quote, *answer]], size), "\n"]
+        questions.append(Question(quote, answer, [[*quote, *answer]]))
     return tokens[:-1], questions
 
 
@@ -367,9 +366,6 @@ def is_test(context: Tokens, question: Question) -> bool:
     return hashlib.sha256((as_text(context) + "\0" + as_text(question.input)).encode()).digest()[0] % 4 == 0
 
 
-_GOLDEN = 0.6180339887498949  # the golden ratio's fraction
-
-
 def _row(name: str, index: int, turns: int) -> tuple[dict[str, Any], list[list[tuple[int, int]]]]:
     """Row `index`, and the evidence of each turn; drawn again until its hash is of the test split.
 
@@ -381,8 +377,8 @@ def _row(name: str, index: int, turns: int) -> tuple[dict[str, Any], list[list[t
     rng = random.Random(f"{name}-test-{index}")
     while True:
         context, questions = GENERATORS[name](rng, level)
-        # questions step through the needles by the golden ratio, so that few rows cover all depths
-        turn = (index // len(LENGTHS) * _GOLDEN + rng.random() * 0.1) % 1
+        # questions step through the needles by the golden ratio's fraction, so that few rows cover all depths
+        turn = (index // len(LENGTHS) * 0.6180339887498949 + rng.random() * 0.1) % 1
         question = questions[int(turn * len(questions))]
         if is_test(context, question):
             break
@@ -424,14 +420,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     made: list[Any] = json.loads(data)
     lines, source = b"\n".join(canonical(row) for row, _ in made), f"embedded suite, {name}"
     loaded = load_lines(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
-    examples = [_with_evidence(example, spans) for example, (_, spans) in zip(loaded.examples, made, strict=True)]
+    examples = []
+    for example, (_, spans) in zip(loaded.examples, made, strict=True):
+        first, *others = (tuple((start, stop) for start, stop in ranges) for ranges in spans)
+        later = tuple(replace(turn, evidence=ranges) for turn, ranges in zip(example.turns, others, strict=True))
+        examples.append(replace(example, evidence=first, turns=later))
     return replace(loaded, examples=tuple(examples))
-
-
-def _with_evidence(example: Example, spans: Sequence[Sequence[Sequence[int]]]) -> Example:
-    first, *others = (tuple((start, stop) for start, stop in ranges) for ranges in spans)
-    turns = tuple(replace(turn, evidence=ranges) for turn, ranges in zip(example.turns, others, strict=True))
-    return replace(example, evidence=first, turns=turns)
 
 
 def check(dataset: Dataset, settings: DataSettings) -> None:

@@ -96,12 +96,11 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 def load_e(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One dataset, each row in the group of its length. Raises UserError as `load`."""
-    loaded = load(dataset, settings)
-    return replace(loaded, examples=tuple(replace(row, groups=(_group(row.length),)) for row in loaded.examples))
-
-
-def _group(words: int) -> str:
-    return f"length={'0-4k' if words < 4000 else '4-8k' if words < 8000 else '8k+'}"
+    loaded, examples = load(dataset, settings), []
+    for row in loaded.examples:
+        group = "0-4k" if row.length < 4000 else "4-8k" if row.length < 8000 else "8k+"
+        examples.append(replace(row, groups=(f"length={group}",)))
+    return replace(loaded, examples=tuple(examples))
 
 
 def is_cached() -> bool:

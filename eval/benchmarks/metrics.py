@@ -23,8 +23,9 @@ import string
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, reduce
 from importlib.util import find_spec, module_from_spec
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.suite import Dataset
@@ -214,11 +215,6 @@ def _any_case(answer: str, answers: Sequence[str]) -> bool:
     return any(gold.upper() in answer.strip().upper() for gold in answers)
 
 
-def _any_character(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the answer contains any character of the gold one, as the official code takes a string for a list."""
-    return _any_case(answer, answers[0])
-
-
 def _character_f1(answer: str, answers: Sequence[str]) -> float:
     """The best F1 of the answer's characters against one character of the gold answer, which is taken for a list."""
     characters = _chinese(answer)
@@ -284,9 +280,9 @@ def _over_all(metric: Callable[[str, Sequence[str]], float]) -> Metric:
 METRICS: dict[str, Metric] = {
     "f1": _best(f1),
     "rouge": _best(rouge),
-    "classification": lambda answer, answers, all_classes: _best(
-        lambda answer, gold: classification(answer, gold, all_classes)
-    )(answer, answers, all_classes),
+    "classification": lambda answer, answers, all_classes: max(
+        classification(answer, gold, all_classes) for gold in answers
+    ),
     "retrieval": _best(retrieval),
     "count": _best(count),
     "code_similarity": _best(code_similarity),
@@ -296,7 +292,7 @@ METRICS: dict[str, Metric] = {
     "substring": _over_all(lambda answer, answers: answers[0] in answer),
     "share_of_substrings": _over_all(_all_substrings),
     "substring_any_case": _over_all(_any_case),
-    "any_character": _over_all(_any_character),
+    "any_character": _over_all(lambda answer, answers: _any_case(answer, answers[0])),  # a string taken for a list
     "character_f1": _over_all(_character_f1),
     "choice": _over_all(_choice),
     "number": _over_all(_number),
@@ -368,7 +364,4 @@ def dataset_score(scores: Sequence[float]) -> float:
     if not scores:
         raise ValueError("a dataset's score needs at least one example")
     # not sum(), which compensates rounding errors from Python 3.12 on; the official scorer does not
-    total = 0.0
-    for score in scores:
-        total += score
-    return round(100 * total / len(scores), 2)
+    return round(100 * reduce(add, scores) / len(scores), 2)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
@@ -169,9 +169,8 @@ class DataSettings:
 
 def check_lengths(allowed: Sequence[Any], dataset: Dataset, settings: DataSettings) -> None:
     """Refuse `lengths` in a suite's options that are none, or not all allowed. Raises UserError."""
-    if not settings.options.lengths or not {*settings.options.lengths} <= {*allowed}:
-        expected = f"expected a list of {', '.join(map(str, allowed))}"
-        raise UserError(f"{dataset.suite}.lengths={settings.options.lengths}: {expected}")
+    lengths, expected = settings.options.lengths, f"a list of {', '.join(map(str, allowed))}"
+    require(bool(lengths) and {*lengths} <= {*allowed}, f"{dataset.suite}.lengths", lengths, expected)
 
 
 @dataclass(frozen=True, kw_only=True)
