@@ -284,44 +284,35 @@ class Conversation:
         turn = self._check_turn(more_ids, max_new_tokens)
         check_once(self._model)
         self._method.prepare(self._model)
-        before = [*self.token_ids]
         try:
             with open_decoder(self._model, self._layout) as decoder:
                 self._layout = decoder.layout
-                answer = self._run(decoder, turn, max_new_tokens, choose, put)
+                start = read_clock(*decoder.devices)
+                session, logits = self._begin(decoder, turn, max_new_tokens)
+                answer = Answer(session, logits, max_new_tokens, start, put)
+                answer.add(*choose(logits), read_clock(*decoder.devices))
+                while not answer.is_done:
+                    logits = session.step(answer.token_ids[-1])
+                    answer.add(*choose(logits), read_clock(*decoder.devices))
+                generation = answer.generation(self._prompt_tokens)
         except BaseException as error:
-            session, self._session, self.token_ids = self._session, None, before
+            session, self._session = self._session, None
             self._is_closed = self._has_answered and self._continues
             if session is not None and isinstance(error, Exception):
                 session.read_selections()  # one that breaks a rule may be the cause
             raise
         self._has_answered = True
-        return answer
-
-    def _run(
-        self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int, choose: Choose, put: Callable | None
-    ) -> Generation:
-        start = read_clock(*decoder.devices)
-        session, logits = self._begin(decoder, turn, max_new_tokens)
-        answer = Answer(session, logits, max_new_tokens, start, put)
-        answer.add(*choose(logits), read_clock(*decoder.devices))
-        while not answer.is_done:
-            logits = session.step(answer.token_ids[-1])
-            answer.add(*choose(logits), read_clock(*decoder.devices))
-        self.token_ids += answer.token_ids
-        return answer.generation(self._prompt_tokens)
+        self.token_ids += [*([] if turn is None else turn.tolist()), *generation.token_ids]
+        return generation
 
     def _begin(self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int) -> tuple[Session, Tensor]:
-        """Run the turn's tokens and add them to the text: the session, and the logits [v] after them."""
+        """Run the turn's tokens: the session, and the logits [v] after them."""
         if turn is not None and self._session is not None and self._continues:
             self._session.decoder = decoder
             rows = torch.cat([torch.tensor(self.token_ids[-1:]), turn]).to(decoder.device)
-            self.token_ids += turn.tolist()
             self._prompt_tokens += len(turn)
             return self._session, self._session.turn(rows, max_new_tokens)
-        if turn is not None:
-            self.token_ids += turn.tolist()
-        prompt = self._prompt if turn is None else with_more(self._prompt, self.token_ids)
+        prompt = self._prompt if turn is None else with_more(self._prompt, [*self.token_ids, *turn.tolist()])
         self._prompt_tokens = len(prompt)
         self._session = None  # frees its memory
         self._session = session = self._method.start(decoder, prompt, max_new_tokens)
