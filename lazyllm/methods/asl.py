@@ -84,9 +84,8 @@ class ASL(Layerwise):
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
         (first, earliest), kept, stored = self._ranked(num_layers), self._kept(n), self._stored(n)
-        look_of = dict.fromkeys(range(1, num_layers + 1), kept < n and earliest < num_layers)
-        groups = []
-        for layer, ranks in look_of.items():
+        ranks, groups = kept < n and earliest < num_layers, []
+        for layer in range(1, num_layers + 1):
             m = kept if ranks and layer > earliest else n
             wanted = stored < n or (ranks and first <= layer < num_layers)
             look = Look((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else Look()

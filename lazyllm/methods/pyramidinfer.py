@@ -67,14 +67,11 @@ class PyramidInfer(Layerwise):
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
         tokens = self.tokens_per_layer(num_layers, n)
-        looks = [
-            Look((layer,), self._recent(n), summed=(1, self.weight)) if after < m else Look()
-            for layer, (m, after) in enumerate(pairwise(tokens))
-        ]
-        return [
-            Group(range(layer, layer + 1), m, look)
-            for layer, (m, look) in enumerate(zip(tokens, [*looks, Look()], strict=True))
-        ]
+        groups = []
+        for layer, (m, after) in enumerate(pairwise([*tokens, tokens[-1]])):
+            look = Look((layer,), self._recent(n), summed=(1, self.weight)) if after < m else Look()
+            groups.append(Group(range(layer, layer + 1), m, look))
+        return groups
 
     def scoring_flops(self, config: Any, n: int) -> int:
         return self.look_flops(config, n)

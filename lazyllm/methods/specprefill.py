@@ -77,7 +77,7 @@ class SpecPrefill(Select):
         return () if self.draft is None else (ModelSpec(self.draft),)
 
     def check(self, config: Any) -> None:
-        draft = self._draft_config(config)
+        draft = self.scoring_config(config)
         # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
         may_differ = self.text or (same_family and draft.bos_token_id is not None)
@@ -130,7 +130,7 @@ class SpecPrefill(Select):
         return min(n, self.chunks(n) * self.chunk)
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        draft = self._draft_config(config)
+        draft = self.scoring_config(config)
         run = n + self.lookahead - 1
         return prefill_flops(draft, [run] * draft.num_hidden_layers, logits=self.lookahead)
 
@@ -166,11 +166,6 @@ class SpecPrefill(Select):
     def _forced(self, n: int) -> set[int]:
         """The chunks that stay in any case."""
         return {0, max(0, n - self.chunk) // self.chunk, (n - 1) // self.chunk} if self.sound else set()
-
-    def _draft_config(self, config: Any) -> Any:
-        from lazyllm.methods.support.other_models import config_beside
-
-        return next(map(config_beside, self.models()), config)
 
 
 LEFT_OUT = "[...]"

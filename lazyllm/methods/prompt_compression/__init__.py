@@ -88,7 +88,7 @@ class PromptCompression(Select):
     def check(self, config: Any) -> None:
         if self.unit == "phrase":
             check_spacy()
-        window_size(self._scorer_config(config), self.window)
+        window_size(self.scoring_config(config), self.window)
         for spec in self.models():
             from lazyllm.methods.support.other_models import matrices_beside, tokenizer_beside
 
@@ -131,7 +131,7 @@ class PromptCompression(Select):
         from lazyllm.methods.support.other_models import matrices_beside
 
         (spec,) = self.models()
-        return scoring_flops(self._scorer_config(config), n - 1, self.window, matrices_beside(spec))
+        return scoring_flops(self.scoring_config(config), n - 1, self.window, matrices_beside(spec))
 
     def select(self, decoder: Decoder, prompt: Prompt) -> np.ndarray:
         may_go = droppable(prompt)
@@ -141,11 +141,6 @@ class PromptCompression(Select):
             info = self._self_information(decoder, prompt, may_go)
             stays[may_go] = most_informative(info, self._units(prompt, may_go), budget)
         return stays.nonzero()[0]
-
-    def _scorer_config(self, config: Any) -> Any:
-        from lazyllm.methods.support.other_models import config_beside
-
-        return next(map(config_beside, self.models()), config)
 
     def _units(self, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
         """[c] the unit of each droppable token, numbered in order."""

@@ -182,6 +182,12 @@ class Select(Method):
         """Ascending indices of the `keep` best of scores [n], the newest token among them; ties to the lower index."""
         return split_prompt(scores, keep)[0]
 
+    def scoring_config(self, config: Any) -> Any:
+        """The transformers config of the model that scores: the first of `models`, else the model under test."""
+        from lazyllm.methods.support.other_models import config_beside
+
+        return next(map(config_beside, self.models()), config)
+
     def selected_at(self, num_layers: int) -> int:
         """The layer whose attention selects, from 1, or 0 if there is none: the key in `Generation.selected`."""
         return 0
