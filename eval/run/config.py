@@ -41,8 +41,6 @@ LAUNCHERS = {
     "submitit_local": ("hydra-submitit-launcher", "slurm"),
     "submitit_slurm": ("hydra-submitit-launcher", "slurm"),
 }
-TRACKERS = ("none", "wandb")
-TRACKER_MODES = ("online", "offline", "disabled")
 DEFAULT_LABEL = "comparison"  # of an experiment without a label
 # A method that is a server, compared with the one at model.url. On the command line, its settings take the place of the
 # model's, and `name` is the model's name there; in `compare` and in a run's identity, `name` is "server" as of any
@@ -457,8 +455,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
         "spread": (None, "length"),
         "fidelity": (None, "answer"),
         "timing.paired": (True, "ttft", False),
-        "tracker.name": TRACKERS,
-        "tracker.mode": TRACKER_MODES,
+        "tracker.name": ("none", "wandb"),
+        "tracker.mode": ("online", "offline", "disabled"),
         "model.paper": (None, "llama2", "xgen"),
         "only": (None, *plain.compare),
         "model.kind": (None, "vllm", "sglang", "llama.cpp", "transformers", "plain"),

@@ -62,19 +62,13 @@ def load(*devices: torch.device) -> dict[str, Any]:
     cores. gpu_processes: number of processes on the busiest of the GPUs, by nvidia-smi, including this one once its
     model is loaded; None on CPU or if nvidia-smi does not answer.
     """
-    counts = [_gpu_processes(device) for device in devices]
+    gpus = [device for device in devices if device.type == "cuda"]
+    listed = [nvidia_smi("--query-compute-apps=pid", f"--id=GPU-{_device_id(device)}") for device in gpus]
     return {
         "average": [round(average, 2) for average in os.getloadavg()],
         "cpu_count": os.cpu_count(),
-        "gpu_processes": max((count for count in counts if count is not None), default=None),
+        "gpu_processes": max((len(lines) for lines in listed if lines is not None), default=None),
     }
-
-
-def _gpu_processes(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    listed = nvidia_smi("--query-compute-apps=pid", f"--id=GPU-{_device_id(device)}")
-    return None if listed is None else len(listed)
 
 
 def nvidia_smi(*query: str) -> list[str] | None:

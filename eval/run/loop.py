@@ -249,9 +249,10 @@ def loaded_once(run: Resolved) -> Iterator[Callable[[], PreTrainedModel]]:
 
 
 def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callable[[], PreTrainedModel]) -> None:
-    """Measure this job's examples that the store lacks; the model loads only if there are any."""
+    """Measure and trace this job's examples that the store lacks; the model loads only if there are any."""
     todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
-    untraced = [case for case in plan.traced if not (store.folder / _trace_file(case)).is_file()]
+    traces = {case.key: f"traces/{Trace.file_name(*case.key)}" for case in plan.traced}
+    untraced = [case for case in plan.traced if not (store.folder / traces[case.key]).is_file()]
     log.info("%s: %d examples, %d of them already measured", plan.folder, len(plan.ours), len(plan.ours) - len(todo))
     if not todo and not untraced:
         return
@@ -262,7 +263,10 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
             _measure(subject, todo, plan.run.config.timing.warmup, store, tracker)
         for case in untraced:
             if case.key in store.records:
-                _trace(subject, case, store)
+                try:
+                    store.write(traces[case.key], subject.trace(case).to_json())
+                except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
+                    log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
 
 
 @contextmanager
@@ -301,20 +305,6 @@ def _measure(subject: Bench | Servers, cases: list[Case], warmup: int, store: Ru
             if not screen.is_terminal and (now - last >= PROGRESS_EVERY_S or done == len(cases)):
                 last, eta_s = now, (now - start) / done * (len(cases) - done)
                 log.info("%d of %d examples (%s), ETA %.0f s", done, len(cases), outcome.dataset, eta_s)
-
-
-def _trace_file(case: Case) -> str:
-    return f"traces/{Trace.file_name(case.dataset.name, case.example.id)}"
-
-
-def _trace(subject: Bench | Servers, case: Case, store: RunStore) -> None:
-    """Trace a measured example. The run is complete without the trace."""
-    try:
-        text = subject.trace(case).to_json()
-    except (RuntimeError, FloatingPointError) as error:  # out of memory, for example: a trace holds data of all layers
-        log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
-        return
-    store.write(_trace_file(case), text)
 
 
 # ------------------------------------------------------------------------------------------------------------- results

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, post_process
@@ -42,9 +43,6 @@ from lazyllm.engine.pack import Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
 from lazyllm.methods.support.other_models import park
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -145,31 +143,27 @@ class Bench:
     attention_kernel: str | None = None
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
-        """Run the method, and the baseline if paired, `runs` times on the first prompt, and drop the results.
+        """Run the method, and the baseline if paired, `runs` times on the first prompt; the first run is profiled.
 
         So the first record is no slower than the others. If that prompt does not fit into memory, the shortest one
         takes its place; measuring the first records the failure.
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
             try:
-                self._warm_up(case, runs)
+                methods = [Baseline(), case.method] if self.paired else [case.method]
+                for number, method in enumerate(methods * runs):
+                    options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
+                    run = partial(generate, self.model, case.prompt.as_input(), method, **options)
+                    if number == 0:
+                        self.attention_kernel = attention_kernel(attention_events(run))
+                    else:
+                        run()
                 return
             except UserError:
                 raise
             except Exception as error:
                 log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
             free(*devices_of(self.model))
-
-    def _warm_up(self, case: Case, runs: int) -> None:
-        """Run the methods; the first run of all is profiled."""
-        methods = [Baseline(), case.method] if self.paired else [case.method]
-        for number, method in enumerate(methods * runs):
-            options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
-            run = partial(generate, self.model, case.prompt.as_input(), method, **options)
-            if number == 0:
-                self.attention_kernel = attention_kernel(attention_events(run))
-            else:
-                run()
 
     def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
         """Each example's record, or a failure: out of memory, logits that are not finite, an error in a method.
@@ -245,7 +239,11 @@ class Bench:
 
     def record_of(self, case: Case, method: _Run, baseline: _Run | None) -> Record:
         """The record of a case's answers."""
-        turns = [self._turn(case, turn, method, baseline) for turn in range(len(method.outs))]
+        turns = list[tuple[Measurement, Measurement | None]]()
+        for turn in range(len(method.outs)):
+            beside = self._fidelity(case, turn, baseline, method) if baseline is not None else {}
+            whole = self._measurement(case, turn, baseline) if baseline is not None and self.paired is True else None
+            turns.append((replace(self._measurement(case, turn, method), **beside), whole))
         ttft_s = baseline.outs[0].ttft_s if baseline is not None and self.paired == "ttft" else None
         return record_of(case, turns, baseline_ttft_s=ttft_s, attention_kernel=self.attention_kernel)
 
@@ -264,13 +262,6 @@ class Bench:
             group_starts=group_starts,
             computed=computed,
         )
-
-    def _turn(
-        self, case: Case, turn: int, method: _Run, baseline: _Run | None
-    ) -> tuple[Measurement, Measurement | None]:
-        beside = self._fidelity(case, turn, baseline, method) if baseline is not None else {}
-        whole = self._measurement(case, turn, baseline) if baseline is not None and self.paired is True else None
-        return replace(self._measurement(case, turn, method), **beside), whole
 
     def _run(self, case: Case, method: Method) -> _Run:
         devices = devices_of(self.model)

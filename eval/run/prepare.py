@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import count, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.benchmarks.datasets import CHOICES, datasets_asked_for
 from eval.benchmarks.prompts import build_prompt, end_token_ids
@@ -26,7 +27,6 @@ from eval.run.resolved import (
     RUNS,
     Resolved,
     about_the_method,
-    at_depth,
     build_method,
     canonical,
     data_identity,
@@ -47,10 +47,7 @@ from lazyllm.machine import device_name, git_commit
 from lazyllm.methods import Baseline, code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.models.quantisation import quantised_by
-from lazyllm.spec import QUANTISATIONS, ModelSpec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from lazyllm.spec import QUANTISATIONS
 
 log = logging.getLogger(__name__)
 
@@ -207,13 +204,13 @@ def within_reach(run: Resolved) -> dict[str, Resolved]:
 
 def parameters_of(run: Resolved, model_config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """{dataset: the method's settings}, without targets, checked against the model's depth. Raises UserError."""
-    settings, length = at_depth(run.method, model_config.num_hidden_layers), run.suite.length(run.data)
-    parameters = {}
-    for dataset in run.datasets:
-        with about_the_method():
+    parameters, length = {}, run.suite.length(run.data)
+    with about_the_method():
+        settings = targets.at_depth(run.method, model_config.num_hidden_layers)
+        for dataset in run.datasets:
             solved = targets.solved(settings, dataset, model_config, run.config.model.paper, length)
             build_method(solved).check(model_config)
-        parameters[dataset.name] = solved
+            parameters[dataset.name] = solved
     return parameters
 
 
@@ -297,13 +294,15 @@ def _model_identity(
     others = [
         weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None) for spec in run.other_models()
     ]
+    packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+    quantiser = packages.get(run.spec.quantise or quantised_by(model_config) or "")
     return {
         "revision": config.model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(run.spec.source),
         "end_ids": list(end_ids),
         **({"method_code": code} if code is not None else {}),
         **({"method_weights": others} if others else {}),
-        "versions": versions() | _version_of_quantiser(run.spec, model_config),
+        "versions": versions() | ({quantiser: version(quantiser)} if quantiser is not None else {}),
         "device": " + ".join(map(device_name, devices)),
         "threads": torch.get_num_threads() if devices[0].type == "cpu" else None,
     }
@@ -332,13 +331,6 @@ def _chat_identity(run: Resolved, tokenizer: PreTrainedTokenizerBase) -> dict[st
         "thinking_tokens": chat.thinking_tokens,
     }
     return {key: value for key, value in about.items() if value}
-
-
-def _version_of_quantiser(spec: ModelSpec, model_config: PreTrainedConfig) -> dict[str, str]:
-    """{package that quantises the weights: its version}; {} if `lazyllm.models.quantisation` does not quantise them."""
-    packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-    package = packages.get(spec.quantise or quantised_by(model_config) or "")
-    return {package: version(package)} if package is not None else {}
 
 
 def _baseline_command(run: Resolved, label: str) -> str:

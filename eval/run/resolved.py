@@ -89,6 +89,8 @@ class Resolved:
             method = {key: plain(value) for key, value in self.method.items() if key != "turns"}
             about = {"model": model.name, "method": method, "code": code_sha256(SERVED_CODE)[:16]}
         else:
+            with about_the_method():
+                method = targets.at_depth(self.method, num_layers)
             about = {
                 "model": model.name if Path(self.spec.source).is_dir() else self.spec.source,
                 "load_format": model.load_format,
@@ -96,7 +98,7 @@ class Resolved:
                 "attn_implementation": model.attn_implementation,
                 "quantise": model.quantise,
                 "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
-                "method": plain(canonical(at_depth(self.method, num_layers))),
+                "method": plain(canonical(method)),
                 "code": code_sha256()[:16],
             }
         return {
@@ -161,7 +163,11 @@ def resolve(config: RunConfig) -> Resolved:
         chat=chat,
         turns=config.turns,
     )
-    _check_options(config, suite, named)
+    for other in SUITES.values():
+        options = getattr(config, other.name, None)
+        if options is not None and other is not suite:
+            instead = f"dataset={other.whole} with it: {named[0].name} is of {suite.name}"
+            _check_unused(other.name, options, instead)
     return Resolved(config, spec, chat, suite, _with_rows(config, suite, named, data), data)
 
 
@@ -271,12 +277,6 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be written ({exists}): give another with out=FOLDER, or start elsewhere")
 
 
-def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """A method's settings at this model's depth. Raises UserError."""
-    with about_the_method():
-        return targets.at_depth(settings, num_layers)
-
-
 @contextmanager
 def about_the_method() -> Iterator[None]:
     """Turn a method's errors, also of an installed package's method, into UserError."""
@@ -359,25 +359,12 @@ def _with_rows(config: RunConfig, suite: Suite, named: tuple[Dataset, ...], data
         if not is_whole or len(reasons) == len(named):
             raise UserError(f"{dataset.name}: {reason}")
     for reason in dict.fromkeys(reasons.values()):
-        _tell_once(f"{', '.join(dataset.name for dataset in reasons if reasons[dataset] == reason)}: {reason}")
+        left_out = f"{', '.join(dataset.name for dataset in reasons if reasons[dataset] == reason)}: {reason}"
+        told = os.environ.get(TOLD, "")  # by another job of a sweep, which may be in a process that started this one
+        if left_out not in told:
+            log.warning("left out: %s", left_out)
+            os.environ[TOLD] = f"{told}{left_out}\n"
     return tuple(dataset for dataset in named if dataset not in reasons)
-
-
-def _tell_once(left_out: str) -> None:
-    """All jobs of a sweep leave out the same, also those in processes that this one starts."""
-    told = os.environ.get(TOLD, "")
-    if left_out not in told:
-        log.warning("left out: %s", left_out)
-        os.environ[TOLD] = f"{told}{left_out}\n"
-
-
-def _check_options(config: RunConfig, suite: Suite, named: tuple[Dataset, ...]) -> None:
-    """Refuse settings of another suite. Raises UserError."""
-    for other in SUITES.values():
-        options = getattr(config, other.name, None)
-        if options is not None and other is not suite:
-            instead = f"dataset={other.whole} with it: {named[0].name} is of {suite.name}"
-            _check_unused(other.name, options, instead)
 
 
 def _check_unused(group: str, settings: Any, instead: str, names: Sequence[str] | None = None) -> None:

@@ -1,4 +1,8 @@
-"""The verb `rows`: write rows in a suite's official format, without a model."""
+"""Write rows in a suite's official format, without a model: lazyllm-bench rows dataset=NAME out=FOLDER [limit=N] ...
+
+Writes FOLDER/<dataset>.jsonl for each dataset, in the format of its suite. Keys are those of lazyllm-bench run; RULER's
+rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,11 @@ from eval.store.runs import counted
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
-USAGE = """usage: lazyllm-bench rows dataset=NAME out=FOLDER [limit=N] [KEY=VALUE ...]
-
-Writes FOLDER/<dataset>.jsonl for each dataset, in the format of its suite. Keys are those of lazyllm-bench run; RULER's
-rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat."""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Write the rows of the datasets; prints a line for each. Returns the exit code. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
-        print(USAGE)
+        print(__doc__)
         return 0
     register_schema()
     check_arguments(arguments)
