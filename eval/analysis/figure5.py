@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of
-from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, published
+from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, paper_values
 from eval.analysis.table import Figure, forms
 from eval.store.results import Results
 
@@ -58,9 +58,8 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 
     paper_model: llama2 or xgen. The claims in the paper's text are for Llama 2.
     """
-    table: Any = published("table1").rename(
-        columns={f"{paper_model}_score": "score", f"{paper_model}_ttft_speedup": "ttft_speedup"}
-    )[["task", "method", "score", "ttft_speedup"]]
+    table: Any = pd.Series(paper_values())
+    table = table[paper_model].unstack(sort=False)[["score", "ttft_speedup"]].reset_index(names=["task", "method"])
     means: Any = table.groupby("method", sort=False)[["score", "ttft_speedup"]].mean().reset_index().assign(task="all")
     table = pd.concat([table, means], ignore_index=True)
     baseline = table[table["method"] == BASELINE].set_index("task")["score"]

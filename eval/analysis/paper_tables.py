@@ -47,19 +47,12 @@ _TABLE2 = (
 
 
 @cache
-def published(name: str) -> pd.DataFrame:
-    """The paper's "table1" or "table2", by task and method, with columns `<model>_<value>`."""
-    table = pd.read_csv(PUBLISHED / f"{name}.csv")
-    return table if "method" in table else table.assign(method=STUDIED)
-
-
-@cache
 def paper_values() -> dict[tuple[str, str, str, str], float]:
     """{(llama2 or xgen, task, method, value): the paper's number}; value: a column of `by_task`."""
     return {
-        (model, row["task"], row["method"], value): float(row[f"{model}_{column}"])
+        (model, row["task"], row.get("method", STUDIED), value): float(row[f"{model}_{column}"])
         for name in ("table1", "table2")
-        for row in published(name).to_dict("records")
+        for row in pd.read_csv(PUBLISHED / f"{name}.csv").to_dict("records")
         for model in PAPER_MODELS
         for value, column in _PAPER.items()
         if f"{model}_{column}" in row
@@ -104,7 +97,8 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
     sizes = {name: size for run in runs.runs for name, size in run.about.get("examples", {}).items()}
     rows = []
     means: Any = runs.by_task
-    means = means[(means["level"] == "task") & means["method"].isin(published(name)["method"])]
+    of_paper = {method for _, _, method, value in paper_values() if value == values[0].name}
+    means = means[(means["level"] == "task") & means["method"].isin(of_paper)]
     for row in means.to_dict("records"):
         names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (row["task"], row["suite"])]
         if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
@@ -147,10 +141,10 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
 
 def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> pd.DataFrame:
     counts: Any = frame.groupby([*SECTION, "method"])["settings"].transform("nunique")
-    counted = zip(frame["examples"], frame["status"], strict=True)
+    sizes = zip(frame["examples"], frame["status"], strict=True)
     shown = frame.assign(
         method=frame["label"].where(counts > 1, frame["method"]),
-        n=[str(number) if status == "measured" else f"{number} ({status})" for number, status in counted],
+        n=[str(number) if status == "measured" else f"{number} ({status})" for number, status in sizes],
     )
     columns = [MODEL, Column("task", "task"), Column("method", "method"), Column("n", "n")]
     for value in values:
@@ -193,7 +187,9 @@ def _as_printed(table: Table, title: str, values: Sequence[Column], results: Res
     theirs = {column: [model, suite, column] for model, suite, column in reversed(sides) if column in PAPER_MODELS}
     if theirs or not sides:
         sides = [theirs.get(column, [column, "longbench", column]) for column in PAPER_MODELS]
-    lines: Any = published(table.name)[key].copy()
+    first = PAPER_MODELS[0], values[0].name  # each value has the same lines
+    places = [(task, method) for model, task, method, value in paper_values() if (model, value) == first]
+    lines: Any = pd.DataFrame(places, columns=key)
     texts = {"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)}
     texts = texts if texts["Method"].nunique() > 1 else {"Tasks": texts["Tasks"]}
     keys = len(texts)
