@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +41,12 @@ def overall(results: Results) -> Any:
     return in_order(frame[frame["level"] == "all"]).reset_index(drop=True)
 
 
-def rows_by(frame: Any, key: str, parts: Callable[[Any], Iterable[tuple[Any, Any]]]) -> list[dict[str, Any]]:
-    """`rows_of` each part of each setting on each suite, in order. parts: makes (name, its rows), of column `key`."""
+def rows_by(frame: Any, key: str) -> list[dict[str, Any]]:
+    """`rows_of` each setting on each suite, in order, and each value of the column `key`, in order of appearance."""
+    keys = [*SETTING, key]
     return [
-        {**dict(zip(SETTING, setting, strict=True)), key: name, **row}
-        for setting, examples in in_order(frame).groupby(SETTING, sort=False)
-        for name, part in parts(examples)
+        dict(zip(keys, values, strict=True)) | row
+        for values, part in in_order(frame).groupby(keys, sort=False)
         for row in rows_of(part)
     ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
@@ -34,8 +33,12 @@ _VALUES = forms("score", "baseline_score", "pct_answered", "answered_score", "tt
 def groups(results: Results) -> Table:
     """Scores of every setting by group of rows. frame: datasets, tasks and their mean; cells: the mean."""
     frame = with_lengths(with_baselines(results.frame))
-    rows = rows_by(frame[frame["groups"].str.len() > 0], "group", _parts)
-    table: Any = pd.DataFrame(rows, columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES])
+    frame = frame[frame["groups"].str.len() > 0]
+    frame = frame.assign(group=[["all", *names] for names in frame["groups"]]).explode("group")
+    frame = frame.sort_values("group", key=lambda groups: groups.map(_place), kind="stable")
+    table: Any = pd.DataFrame(
+        rows_by(frame, "group"), columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES]
+    )
     caption = (
         "Mean over tasks of the rows of each group. answered: answers that are not empty; score of these: without "
         "empty answers, which score 0, in the denominator. ±: half of the 95 % bootstrap interval over "
@@ -59,17 +62,10 @@ def with_lengths(frame: Any) -> Any:
     return frame.assign(groups=pd.Series(grouped, frame.index, dtype=object))
 
 
-def _parts(examples: Any) -> Iterator[tuple[str, Any]]:
-    """("all", every row), then (group, its rows). Lengths are sorted by their first number, names alphabetically."""
-    yield "all", examples
-    parts = examples.explode("groups").groupby("groups")
-    for group in sorted(parts.groups, key=_place):
-        yield group, parts.get_group(group)
-
-
-def _place(group: str) -> tuple[str, int, str]:
+def _place(group: str) -> tuple[bool, str, int, str]:
+    """The sort key of groups: all rows first, then names alphabetically, and lengths by their first number."""
     number = re.search(r"\d+", group)
-    return group.partition("=")[0], int(number[0]) if number else 0, group
+    return group != "all", group.partition("=")[0], int(number[0]) if number else 0, group
 
 
 # -------------------------------------------------------------------------------------------------------------- needle

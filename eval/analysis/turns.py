@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
@@ -59,19 +58,15 @@ def by_turn(results: Results) -> pd.DataFrame:
     `eval.store.aggregate.by_task`, over rows with such a turn. turns: what the method does in later turns.
     """
     frame: Any = results.frame
-    rows = rows_by(frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()], "turn", _parts)
+    frame = frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()]
+    frame = frame[frame.groupby(SETTING)["turn"].transform("max") > 1]
+    so_far = {name: frame[f"{name}_so_far"] for name in ("total_s", "baseline_total_s")}  # for the speedup so far
+    rows = rows_by(frame.assign(**so_far), "turn")
     for row in rows:
         row["turns"] = json.loads(row["settings"]).get("turns", "continue")
         row |= {f"speedup_so_far{end}": row[f"generation_speedup{end}"] for end in ("", "_low", "_high")}
     columns = [*SETTING, "turns", "turn", "level", "name", "task", "examples", *forms(*_VALUES)]
     return pd.DataFrame(rows, columns=columns)
-
-
-def _parts(examples: Any) -> Iterator[tuple[int, Any]]:
-    """Each turn and its rows, if there are several turns. Their times are sums over all turns so far."""
-    if examples["turn"].max() > 1:
-        so_far = {name: examples[f"{name}_so_far"] for name in ("total_s", "baseline_total_s")}
-        yield from examples.assign(**so_far).groupby("turn")
 
 
 # -------------------------------------------------------------------------------------------------------------- figure
