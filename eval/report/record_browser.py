@@ -109,12 +109,12 @@ def last_layers(trace: Trace) -> list[np.ndarray]:
     Tokens are the prompt's and the generated ones run so far. A step without its own selection has the prefill's, with
     all generated tokens.
     """
-    n, steps, layers = len(trace.tokens), len(trace.selected), len(trace.importance)
+    n, layers = len(trace.tokens), len(trace.importance)
     depths = [in_set[:, : n + step].sum(axis=0) for step, in_set in enumerate(step_sets(trace))]  # the sets are nested
-    return [
-        depths[step] if step == 0 or trace.selected[step] else np.append(depths[0], np.full(step, layers))
-        for step in range(steps)
-    ]
+    for step, selected in enumerate(trace.selected):
+        if step and not selected:
+            depths[step] = np.append(depths[0], np.full(step, layers))
+    return depths
 
 
 def revived(depths: Sequence[np.ndarray]) -> list[list[int]]:
