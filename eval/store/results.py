@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -156,19 +156,15 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
         for fact, value in own.items():
             values[run.model, fact].append(value)
     usual = {key: max(reversed(seen), key=seen.count) for key, seen in values.items()}
-    odd = [
-        {fact: value.strip('"') for fact, value in own.items() if value != usual[run.model, fact]}
+    runs = [
+        replace(run, facts={fact: value.strip('"') for fact, value in own.items() if value != usual[run.model, fact]})
         for run, own in zip(runs, facts, strict=True)
     ]
     for digits in (4, 8, 64):  # of hashes, so that no two names are equal
-        words = [(run.model, *_in_words(facts, digits)) for run, facts in zip(runs, odd, strict=True)]
-        distinct = {(run.model, *facts.items()) for run, facts in zip(runs, odd, strict=True)}
-        if len(set(words)) == len(distinct):
+        words = [(run.model, *_in_words(run.facts, digits)) for run in runs]
+        if len(set(words)) == len({(run.model, *run.facts.items()) for run in runs}):
             break
-    return [
-        replace(run, apart=_apart(own, set(words)), facts=facts)
-        for run, facts, own in zip(runs, odd, words, strict=True)
-    ]
+    return [replace(run, apart=_apart(own, set(words))) for run, own in zip(runs, words, strict=True)]
 
 
 def with_baselines(runs: Sequence[StoredRun]) -> list[StoredRun]:
@@ -202,7 +198,7 @@ def _apart(words: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
     return f" ({', '.join((unique or begins[-1:])[0][1:])})" if begins else ""
 
 
-def _in_words(facts: dict[str, str], digits: int) -> list[str]:
+def _in_words(facts: Mapping[str, str], digits: int) -> list[str]:
     """The facts in short, hashes of rows as one and last."""
 
     def short(value: str) -> str:
