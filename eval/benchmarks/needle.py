@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import cycle, islice, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
@@ -29,9 +29,6 @@ from eval.benchmarks.ruler.generator import NEEDLE, NOISE, Row
 from eval.benchmarks.ruler.sources import check_haystack, read_text
 from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 VERSION = 1
 
@@ -55,7 +52,7 @@ class NeedleConfig:
 
 
 class _English:
-    """The texts of needles and questions. Placeholders in all texts: {key} and {value}.
+    """Makes rows for one tokenizer. Placeholders in all texts: {key} and {value}.
 
     draw: gives a key and a value. filler: gives the haystack's sentences, endlessly.
     """
@@ -66,14 +63,65 @@ class _English:
     answer_prefix = " The special magic number for {key} that the text gives is"
     max_new_tokens = 32
 
-    def __init__(self, sentences: Sequence[str]) -> None:
-        self.sentences = sentences
+    def __init__(self, tokenizer: Any, chat: ChatFormat, sentences: Sequence[str]) -> None:
+        self.tokenizer, self.chat, self.sentences = tokenizer, chat, sentences
+        # a sentence's tokens are counted once, as it follows other text
+        self._size = cache(lambda sentence: len(continuation_ids(tokenizer, f" {sentence}")))
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
         return "-".join(rng.sample(embedded.VALUES, 2)), str(rng.randint(1_000_000, 9_999_999))
 
     def filler(self, rng: random.Random) -> Iterator[str]:
         return cycle(self.sentences)
+
+    def example(self, dataset: Dataset, seed: int, length: int, depth: int, repeat: int) -> Example:
+        """The longest prompt of whole sentences that fits. Raises UserError if none fits."""
+        identity = f"needle-{length}-{depth}-{seed}-{repeat:02d}"
+        rng = random.Random(identity)
+        key, value = self.draw(rng)
+        filler = self.filler(rng)
+        question, answer_prefix = (text.format(key=key) for text in (self.question, self.answer_prefix))
+
+        def made(sentences: Sequence[str], place: int) -> Example:
+            needle, instruction = self.needle.format(key=key, value=value), self.instruction
+            text = instruction + " ".join([*sentences[:place], needle, *sentences[place:]])
+            start = len(instruction) + sum(len(sentence) + 1 for sentence in sentences[:place])
+            spot = start, start + len(needle)
+            official = {  # in RULER's format, with length, depth and evidence
+                "id": identity,
+                "input": text + question,
+                "outputs": [value],
+                "answer_prefix": answer_prefix,
+                "length": length,
+                "depth": depth,
+                "evidence": [[*spot]],
+            }
+            row = Row(official, (len(instruction), len(text)), (spot,))
+            return row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
+
+        limit = length - self.max_new_tokens
+        room = limit - self._tokens(made([], 0))
+        if room < 0:
+            raise UserError(
+                f"needle.lengths: {length} is too short: needle, question and answer alone take {length - room} tokens"
+            )
+        sentences, ends = list[str](), [0]  # the tokens before each sentence, and those of all
+        for sentence in filler:
+            end = ends[-1] + self._size(sentence)
+            if end > room:
+                break
+            sentences.append(sentence)
+            ends.append(end)
+        while True:
+            example = made(sentences, bisect_left(ends, depth / 100 * ends[-1]))
+            excess = self._tokens(example) - limit
+            if excess <= 0:
+                return example
+            fitting = bisect_right(ends, ends[-1] - excess) - 1
+            sentences, ends = sentences[:fitting], ends[: fitting + 1]
+
+    def _tokens(self, example: Example) -> int:
+        return len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
 
 
 class _Tiny(_English):
@@ -110,10 +158,10 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     options = settings.options
     own = _sentences(Path(options.haystack).expanduser()) if options.haystack is not None else None
-    form = _Tiny(()) if _reads_no_english(settings) else _English(own or _SENTENCE_END.split(NOISE))
-    haystack = _Haystack(tokenizer_for_rows(settings.model, "needle"), settings.chat, form)
+    form = _Tiny if _reads_no_english(settings) else _English
+    maker = form(tokenizer_for_rows(settings.model, "needle"), settings.chat, own or _SENTENCE_END.split(NOISE))
     places = islice(product(range(options.repeats), options.lengths, options.depths), settings.limit)
-    examples = tuple(haystack.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
+    examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
     text = sha256_of(own) if own is not None else None
     facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
     return LoadedDataset(
@@ -152,60 +200,3 @@ def _sentences(path: Path) -> list[str]:
     for words in (sentence.split(" ") for sentence in sentences):
         parts += [" ".join(words[start : start + _WORDS]) for start in range(0, len(words), _WORDS)]
     return parts
-
-
-class _Haystack:
-    """Makes rows for one tokenizer, and counts each sentence's tokens only once."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, form: _English) -> None:
-        self.tokenizer, self.chat, self.form = tokenizer, chat, form
-        self._size = cache(lambda sentence: len(continuation_ids(tokenizer, f" {sentence}")))
-
-    def example(self, dataset: Dataset, seed: int, length: int, depth: int, repeat: int) -> Example:
-        """The longest prompt of whole sentences that fits. Raises UserError if none fits."""
-        identity = f"needle-{length}-{depth}-{seed}-{repeat:02d}"
-        rng = random.Random(identity)
-        key, value = self.form.draw(rng)
-        filler = self.form.filler(rng)
-        question, answer_prefix = (text.format(key=key) for text in (self.form.question, self.form.answer_prefix))
-
-        def made(sentences: Sequence[str], place: int) -> Example:
-            needle, instruction = self.form.needle.format(key=key, value=value), self.form.instruction
-            text = instruction + " ".join([*sentences[:place], needle, *sentences[place:]])
-            start = len(instruction) + sum(len(sentence) + 1 for sentence in sentences[:place])
-            spot = start, start + len(needle)
-            official = {  # in RULER's format, with length, depth and evidence
-                "id": identity,
-                "input": text + question,
-                "outputs": [value],
-                "answer_prefix": answer_prefix,
-                "length": length,
-                "depth": depth,
-                "evidence": [[*spot]],
-            }
-            row = Row(official, (len(instruction), len(text)), (spot,))
-            return row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
-
-        limit = length - self.form.max_new_tokens
-        room = limit - self._tokens(made([], 0))
-        if room < 0:
-            raise UserError(
-                f"needle.lengths: {length} is too short: needle, question and answer alone take {length - room} tokens"
-            )
-        sentences, ends = list[str](), [0]  # the tokens before each sentence, and those of all
-        for sentence in filler:
-            end = ends[-1] + self._size(sentence)
-            if end > room:
-                break
-            sentences.append(sentence)
-            ends.append(end)
-        while True:
-            example = made(sentences, bisect_left(ends, depth / 100 * ends[-1]))
-            excess = self._tokens(example) - limit
-            if excess <= 0:
-                return example
-            fitting = bisect_right(ends, ends[-1] - excess) - 1
-            sentences, ends = sentences[:fitting], ends[: fitting + 1]
-
-    def _tokens(self, example: Example) -> int:
-        return len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
