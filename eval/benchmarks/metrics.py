@@ -26,22 +26,17 @@ from collections.abc import Callable, Sequence
 from functools import cache, reduce
 from importlib.util import find_spec, module_from_spec
 from operator import add
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
-
-if TYPE_CHECKING:
-    from rouge_score.rouge_scorer import RougeScorer
 
 Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 """(answer, gold answers, class names) -> 0 to 1."""
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_NUMBER = re.compile(r"\d+")
 _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
-_CODE_COMMENT_MARKS = ("`", "#", "//")
 
 # The package `rouge` walks back through its LCS table by recursion, one call a step. In the official script, Python's
 # limit of 1000 nested calls allows N steps; a longer walk ends in an error that scores 0.
@@ -136,14 +131,14 @@ def retrieval(prediction: str, gold: str) -> float:
 
 def count(prediction: str, gold: str) -> float:
     """Share of the numbers in the answer that equal the gold one as text; 0 without a number."""
-    numbers = _NUMBER.findall(prediction)
+    numbers = re.findall(r"\d+", prediction)
     return numbers.count(gold) / len(numbers) if numbers else 0.0
 
 
 def code_similarity(prediction: str, gold: str) -> float:
     """Similarity (in hundredths) of the gold line and the answer's first line without backtick, `#` and `//`."""
     lines = prediction.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(mark in line for mark in _CODE_COMMENT_MARKS)), "")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return fuzz_ratio(line, gold) / 100
 
 
@@ -155,14 +150,12 @@ def fuzz_ratio(left: str, right: str) -> int:
 @cache
 def _fuzz() -> Any:
     """The module `fuzzywuzzy.fuzz`, loaded again for us alone, with difflib's matcher."""
-    spec = find_spec("fuzzywuzzy.fuzz")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
+    spec: Any = find_spec("fuzzywuzzy.fuzz")
+    module: Any = module_from_spec(spec)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")  # ours is meant to be
         spec.loader.exec_module(module)
-    vars(module)["SequenceMatcher"] = difflib.SequenceMatcher
+    module.SequenceMatcher = difflib.SequenceMatcher
     return module
 
 
@@ -349,7 +342,7 @@ def second_score(dataset: Dataset, prediction: str, answers: Sequence[str]) -> f
 
 
 @cache
-def _rouge_scorer(kind: str) -> RougeScorer:
+def _rouge_scorer(kind: str) -> Any:
     # not at the top: it imports nltk, which takes half a second
     from rouge_score.rouge_scorer import RougeScorer
 

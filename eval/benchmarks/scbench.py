@@ -111,9 +111,6 @@ SUITE = Suite(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------- prompts
-
-
 def _is_wrapped(settings: DataSettings) -> bool:
     """Whether messages are put into a chat template."""
     from lazyllm.models.load import load_tokenizer_of
@@ -138,9 +135,6 @@ def _parsed_prompts(content: bytes) -> list[dict[str, str]]:
     except (SyntaxError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{PROMPTS}: holds no prompts of SCBench's ({error}); expected scbench/{PROMPTS}") from error
     return prompts
-
-
-# ------------------------------------------------------------------------------------------------------------- rows
 
 
 def _is_context(value: Any) -> bool:
