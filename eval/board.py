@@ -8,7 +8,6 @@ hash of its rows, or if a prefill was faster than its accelerator can be.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from eval.store.folder import fingerprint, read_planned
 from eval.store.record import Measurement, Record
 from eval.store.results import Results, tell_apart, with_baselines
 from eval.store.runs import StoredRun, counted, stored_runs
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 from lazyllm.machine import accelerator
 
@@ -236,9 +235,7 @@ def _link(text: str, folder: Path, beside: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0. Raises UserError if there is no submission, or if one is refused."""
-    parser = argparse.ArgumentParser(
-        prog="lazyllm-bench board", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("board", __doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("results/board"), help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="default: FOLDER/README.md")
     options = parser.parse_args(argv)

@@ -7,7 +7,6 @@ rouge-score's ROUGE-L for the datasets scored by ROUGE.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import check_gold, dataset_score, second_score
 from eval.benchmarks.rows import Field, check_fields, read_lines
 from eval.benchmarks.suite import Dataset
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 
 # LongBench's Chinese datasets: official folders hold them too; the paper leaves them out.
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
@@ -127,16 +126,14 @@ def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> DatasetScore:
 
 def _task_scores(datasets: Sequence[DatasetScore]) -> tuple[TaskScore, ...]:
     """The score of every task with a dataset in the folder: the mean over these datasets, in the order of tables."""
-    scores, tasks = {dataset.dataset: dataset.score for dataset in datasets}, dict[tuple[str, str], list[str]]()
-    for dataset in DATASETS.values():
-        tasks.setdefault((dataset.suite, dataset.task), []).append(dataset.name)
-    found = []
-    for (suite, task), names in tasks.items():
-        here = tuple(name for name in names if name in scores)
-        if here:
-            missing = tuple(name for name in names if name not in scores)
-            mean = round(sum(scores[name] for name in here) / len(here), 2)
-            found.append(TaskScore(task, suite, mean, here, missing))
+    scores, found = {dataset.dataset: dataset.score for dataset in datasets}, []
+    for suite in SUITES.values():
+        for task in suite.all_tasks:
+            names = [dataset.name for dataset in suite.datasets if dataset.task == task]
+            if here := tuple(name for name in names if name in scores):
+                missing = tuple(name for name in names if name not in scores)
+                mean = round(sum(scores[name] for name in here) / len(here), 2)
+                found.append(TaskScore(task, suite.name, mean, here, missing))
     return tuple(found)
 
 
@@ -158,7 +155,7 @@ def as_text(scores: FolderScores) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb `score`. Returns the exit code. Raises UserError if the folder cannot be scored."""
-    parser = argparse.ArgumentParser(prog="lazyllm-bench score", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("score", __doc__)
     parser.add_argument("folder", help="folder of <dataset>.jsonl files of LongBench's pred.py")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(argv)

@@ -89,7 +89,7 @@ def _run(
                 store.reload()  # with the other shards' records so far
             results, failed = _results(plan, store)
             if results is not None:
-                table = run_table(results, plan.title, control)
+                table = run_table(results, ", ".join(filter(None, plan.names)), control)
                 beside = {"difference": difference(results), "control": control and difference(control)}
                 about = {key: told for key, told in beside.items() if told} | plan.about
                 store.write("summary.json", run_json(table, about | {"identity": plan.identity}))

@@ -85,10 +85,6 @@ class Plan:
     file_part: str
 
     @property
-    def title(self) -> str:
-        return ", ".join(filter(None, self.names))
-
-    @property
     def baseline_fingerprint(self) -> str:
         """Of the baseline's run on the same prompts."""
         own = {"method_code", "method_weights"}
