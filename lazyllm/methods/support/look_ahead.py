@@ -48,10 +48,8 @@ def score_of_query(found: list[Tensor], n: int, pool: int) -> Tensor:
     Softmax over the prompt's keys (0 if the query sees none), average pooling along the prompt with zeros around it,
     maximum over layers and heads.
     """
-    best = None
+    of_layers = []
     for logits in found:
         probabilities = logits[:, :n].softmax(dim=-1).nan_to_num(nan=0.0)  # NaN: a row of -inf
-        pooled = F.avg_pool1d(probabilities[None], pool, stride=1, padding=pool // 2)[0].amax(dim=0)
-        best = pooled if best is None else torch.maximum(best, pooled)
-    assert best is not None
-    return best
+        of_layers.append(F.avg_pool1d(probabilities[None], pool, stride=1, padding=pool // 2)[0].amax(dim=0))
+    return torch.stack(of_layers).amax(dim=0)
