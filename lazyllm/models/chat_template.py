@@ -40,7 +40,7 @@ def render(
     template = _with_date(tokenizer.get_chat_template(), day)
     settings: dict[str, Any] = {"date_string": day.strftime("%d %b %Y"), **args}
     try:
-        wrapped: Any = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]  # a text, as it is not tokenised
             [dict(message) for message in messages],
             chat_template=template,
             tokenize=False,
@@ -49,7 +49,6 @@ def render(
         )
     except TemplateError as error:
         raise UserError(f"the tokenizer's chat template refuses the messages ({error})") from error
-    return wrapped
 
 
 def render_behind(

@@ -14,16 +14,13 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock
 
 from lazyllm.errors import UserError
 from lazyllm.files import cache_folder, write_whole
 from lazyllm.models.checkpoint import CONFIGS, INDEX, hub_folder
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +94,7 @@ def _convert(pickle: Path, file: Path) -> None:
     partial.replace(file)
 
 
-def _alone(tensor: Tensor) -> Tensor:
+def _alone(tensor: Any) -> Any:
     """The tensor, copied if it is a view of a larger storage, which safetensors does not take."""
     return tensor if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

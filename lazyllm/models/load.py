@@ -145,9 +145,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 def shape_of(spec: ModelSpec) -> PreTrainedConfig:
     """The model's shape: the published one of a preset, which needs no files, else `load_config`. Raises UserError."""
-    preset = PRESETS.get(spec.name)
-    is_shipped = preset is not None and preset.architecture is not None
-    return load_config(replace(spec, load_format="dummy") if is_shipped else spec)
+    return load_config(replace(spec, load_format="dummy"))
 
 
 def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
