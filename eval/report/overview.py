@@ -142,19 +142,16 @@ def results_grid(results: Results) -> Grid:
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
     """(name, value) of the facts that all runs share; and a table of the others, None if there are none."""
-    facts_of = [
+    facts_of: Any = pd.DataFrame(
         as_text({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
         | as_text(run.about["provenance"])
         for run in runs
-    ]
-    names = list(dict.fromkeys(name for facts in facts_of for name in facts))
-    same = [name for name in names if len({facts.get(name, "") for facts in facts_of}) == 1]
-    rows = [
-        {"folder": run.folder.name, **{name: facts.get(name, "") for name in names if name not in same}}
-        for run, facts in zip(runs, facts_of, strict=True)
-    ]
-    differing = grid("differing", "What differs between the runs", "", pd.DataFrame(rows))
-    return [(name, facts_of[0][name]) for name in same], differing if len(same) < len(names) else None
+    ).fillna("")
+    is_shared = facts_of.nunique() == 1
+    differing = facts_of.loc[:, ~is_shared]
+    differing.insert(0, "folder", [run.folder.name for run in runs])
+    table = None if is_shared.all() else grid("differing", "What differs between the runs", "", differing)
+    return list(facts_of.loc[0, is_shared].items()), table
 
 
 def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
