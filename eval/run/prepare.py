@@ -60,11 +60,10 @@ class Plan:
 
     identity: must agree for two records to share a folder. about: config and provenance. names: for people: the model,
     the setting, its seed ("" without random numbers), the data. cases: all examples, in order. ours: keys of the
-    examples that this job measures (`eval.benchmarks.subsets`). traced: keys of those to trace. parameters: the
-    method's, by dataset. devices: all that the model may compute on. servers: by side; empty for a model in this
-    process, which has a model_config (`transformers.PreTrainedConfig`, else None). rows: answers that decode together.
-    skipped: bad rows that were left out. file_part: the shard's part of its file names;
-    "" for a run in one job.
+    examples that this job measures (`eval.benchmarks.subsets`). traced: those of them to trace. devices: all
+    that the model may compute on. servers: by side; empty for a model in this process, which has a model_config
+    (`transformers.PreTrainedConfig`, else None). rows: answers that decode together. skipped: bad rows that were left
+    out. file_part: the shard's part of its file names; "" for a run in one job.
     """
 
     run: Resolved
@@ -75,7 +74,6 @@ class Plan:
     cases: list[Case]
     ours: set[tuple[str, str]]
     traced: list[Case]
-    parameters: dict[str, dict[str, Any]]
     model_config: Any
     tokenizer: PreTrainedTokenizerBase
     devices: tuple[torch.device, ...]
@@ -168,7 +166,6 @@ def prepare(run: Resolved) -> Plan:
         cases=cases,
         ours=ours,
         traced=[case for case in firsts if case.key in ours],
-        parameters=parameters,
         model_config=model_config,
         tokenizer=tokenizer,
         devices=devices,
