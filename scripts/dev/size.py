@@ -13,7 +13,7 @@ from pathlib import Path
 
 # What the house measures now, with servers, packed answers and the suites of 0.3.0; the aim is 24,100 and 22,500. Lower
 # these with every cut
-LIMITS = {"code": 25_450, "tests": 22_500}
+LIMITS = {"code": 24_950, "tests": 22_500}
 
 ROOT = Path(__file__).parents[2]
 
