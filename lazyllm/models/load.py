@@ -201,7 +201,8 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device, so they are made on it
-    quantisation = None if spec.quantise is None else quantisation_config(spec.quantise, dtype)
+    # None would hide a checkpoint's own
+    quantise = {} if spec.quantise is None else {"quantization_config": quantisation_config(spec.quantise, dtype)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -210,8 +211,8 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
             output_loading_info=True,
             dtype=dtype,
             attn_implementation=spec.attn_implementation,
-            quantization_config=quantisation,
             device_map=placement,
+            **quantise,
         )
     except torch.OutOfMemoryError:
         raise
