@@ -192,9 +192,9 @@ def check_early(run: Resolved) -> None:
             known = one.identity(num_layers)
             about_in(folder, known, in_part=True)
     if suite.rows_here or (suite.rows_in_dir and run.data.dir is not None):
-        of_rows = data_identity(run, rows_of(run))
+        loaded = rows_of(run)
         if known:
-            about_in(folder, known | of_rows, in_part=True)
+            about_in(folder, known | data_identity(run, loaded), in_part=True)
     for one in run.runs.values() if run.is_served else ():
         describe_servers(config.model, one.method)
 
