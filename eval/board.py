@@ -84,9 +84,6 @@ def _submission(folder: Path) -> Submission:
     return Submission(folder, first[2:].strip(), Results(runs))
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
-
-
 def _lacking(run: StoredRun) -> Iterator[str]:
     """A line for each missing fact of a run's provenance, and for missing examples."""
     known, about = run.about.get("provenance") or {}, run.folder / "run.json"
@@ -147,9 +144,6 @@ def _rows_of(dataset: str) -> tuple[str, dict[str, Sequence[str]]]:
     """The rows' hash, and {row: its class names}. Raises UserError as the suite does."""
     loaded = load_rows(DATASETS[dataset])
     return loaded.data_sha256[:16], {example.id: example.all_classes for example in loaded.examples}
-
-
-# ---------------------------------------------------------------------------------------------------------------- page
 
 
 def board_page(board: Sequence[Submission], beside: Path) -> str:

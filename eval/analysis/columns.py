@@ -79,9 +79,6 @@ def target_of(settings: str) -> float | None:
     return next((float(match[1]) for match in matches if match), None)
 
 
-# ------------------------------------------------------------------------------------------------------------- methods
-
-
 @cache
 def kind_of(name: str) -> type[Method] | None:
     """The method's class; None if its package is not installed."""

@@ -79,8 +79,6 @@ def _largest_loss(shares: pd.Series) -> str:
     return "none" if lost == 0 else f"{-lost:.1f} after layer {losses.index(lost)}"
 
 
-# -------------------------------------------------------------------------------------------------------------- figure
-
 _LINES: dict[str, Any] = {"right": "-", "wrong": (0, (3, 2))}
 
 

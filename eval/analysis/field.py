@@ -118,9 +118,6 @@ def ttft_share(results: Results) -> Table:
     return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2)
 
 
-# -------------------------------------------------------------------------------------------------------------- figure
-
-
 def data(results: Results) -> pd.DataFrame:
     """model, suite, method, label, examples, on_curve (whether a target speedup such as `2x` gives the setting), and
     the means over tasks of relative_score, ttft_speedup and ideal_ttft_speedup, with `_low` and `_high`.
@@ -194,9 +191,6 @@ FIGURE = Figure(
     plot=plot,
     opens_report=True,
 )
-
-
-# ---------------------------------------------------------------------------------------------------------- comparison
 
 
 @style.styled

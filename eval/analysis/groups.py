@@ -68,8 +68,6 @@ def _place(group: str) -> tuple[bool, str, int, str]:
     return group != "all", group.partition("=")[0], int(number[0]) if number else 0, group
 
 
-# -------------------------------------------------------------------------------------------------------------- needle
-
 _IN_A_ROW = 4
 _AXES = ("length", "depth")
 

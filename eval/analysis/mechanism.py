@@ -94,8 +94,6 @@ def _selects_in_prefill_only(trace: Trace) -> bool:
     return bool(trace.selected[0]) and not any(trace.selected[1:])
 
 
-# -------------------------------------------------------------------------------------------------------------- figure
-
 STEPS = 4  # the prefill and three decoding steps
 WINDOW = 44  # prompt tokens shown; more texts would not be legible side by side
 

@@ -22,7 +22,6 @@ from eval.store.runs import counted, is_ablation, settings_in
 PUBLISHED = Path(__file__).parent / "published"
 PAPER_MODELS = ("llama2", "xgen")
 
-# ----------------------------------------------------------------------------------------------------- Tables 1 and 2
 
 _KEYS = [
     "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status", "examples",
@@ -155,8 +154,6 @@ def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> p
     return cells(shown, columns, results)
 
 
-# ---------------------------------------------------------------------------------------------- in the paper's shape
-
 _TASK_NAMES = {
     "single_doc_qa": "Single-Document QA", "multi_doc_qa": "Multi-Document QA", "summarization": "Summarization",
     "few_shot": "Few-shot Learning", "synthetic": "Synthetic", "code": "Code Completion",
@@ -216,8 +213,6 @@ def _both(row: Mapping[Any, Any], paper: float, value: Column) -> str:
     ours += "*" if ours and row["status"] != "measured" else ""
     return f"{ours} ({paper:.{value.digits}f})".strip() if np.isfinite(paper) else ours
 
-
-# ------------------------------------------------------------------------------------------------------- other methods
 
 _MEASURED = forms("measured_score", "measured_baseline_score", "measured_ttft_speedup")
 _CLAIMS = (

@@ -105,8 +105,6 @@ def _difference(row: dict[str, Any], name: str) -> str:
     return mean if low == "+nan" else f"{mean} ({low}, {high})"
 
 
-# ------------------------------------------------------------------------------------------------ effective keep rate
-
 WITHIN = 1.0  # per cent of the baseline's score
 _SHARES = ("keep", "keep_low", "keep_high")
 _SHARE = Column("keep", "", 1)

@@ -215,9 +215,6 @@ def _physics(runs: Sequence[StoredRun]) -> str:
     return text + "".join(f"\nCaution: {sentence}." for sentence in cautions)
 
 
-# ---------------------------------------------------------------------------------------- a method beside its baseline
-
-
 def difference(results: Results) -> dict[str, Any] | None:
     """A method beside its baseline, as a mean over tasks; None without a paired baseline. results: of one run.
 

@@ -83,9 +83,6 @@ def _slopes(frame: Any) -> pd.Series:
     return 0.1 * change / (keep - points["keep"])
 
 
-# ------------------------------------------------------------------------------------------------------------ Figure 6
-
-
 def data(results: Results) -> pd.DataFrame:
     """Means over tasks of LazyLLM's runs with one pruning layer and default settings: model, suite, layer, keep (0 to
     1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.

@@ -72,9 +72,6 @@ _FILES: Any = {
 _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-# ---------------------------------------------------------------------------------------------------------------- runs
-
-
 def usual(results: Results) -> Results:
     """Of each model, the runs that differ least from most of its runs (`StoredRun.facts`): tables show all of them."""
     least: dict[str, int] = {}
@@ -115,9 +112,6 @@ def of_trace(results: Results, frame_of: Callable[[Trace], Any], about: Sequence
     run = min(traced, key=lambda run: (run.paper_model is None, run.label != PAPER_SETTING))
     frame = frame_of(read_trace(run.traces[0]))
     return frame.assign(**{fact: getattr(run, fact) for fact in about})[[*about, *frame.columns]]
-
-
-# ------------------------------------------------------------------------------------------------------------- methods
 
 
 @dataclass(frozen=True)
@@ -164,8 +158,6 @@ def look_of(number: int, total: int) -> dict[str, Any]:
     marks = {"marker": MARKERS[number % len(MARKERS)], "linestyle": LINES[number % len(LINES)]}
     return {"color": colour, **marks}
 
-
-# --------------------------------------------------------------------------------------------------- figures and axes
 
 # A decorator that draws with this module's fonts and axes, then restores matplotlib's settings
 styled = mpl.rc_context(_RC)

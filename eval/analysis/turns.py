@@ -69,8 +69,6 @@ def by_turn(results: Results) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-# -------------------------------------------------------------------------------------------------------------- figure
-
 _PANELS = {  # {value: (axis label, whether the axis is logarithmic)}
     "score": ("score", False),
     "kl": ("KL to the baseline, nats", False),

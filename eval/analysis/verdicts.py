@@ -53,9 +53,6 @@ class _Section:
         return [(row["prompt_tokens"], np.array(row["method.computed"])) for row in rows]
 
 
-# ------------------------------------------------------------------------------------------- how a claim is measured
-
-
 def _of_row(rows: Any, column: str, largest: bool = False) -> Value | None:
     """Of the row with the smallest or largest value."""
     rows = rows.sort_values(column, ascending=not largest)
@@ -222,8 +219,6 @@ def _sections(results: Results) -> list[_Section]:
     frame: Any = as_published(results).frame
     return [_Section(results, *key) for key in frame[frame["method"] == STUDIED].groupby(SECTION).groups]
 
-
-# ------------------------------------------------------------------------------------------------- the cost of a step
 
 _COSTS = (
     MODEL,

@@ -159,9 +159,6 @@ def _fuzz() -> Any:
     return module
 
 
-# ------------------------------------------------------------------------------------------------- LongBench v2, RULER
-
-
 def chosen_letter(answer: str) -> str | None:
     """The letter of an answer by the official patterns, brackets first, asterisks ignored; None without a letter."""
     for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
@@ -187,8 +184,6 @@ def _cleaned(answer: str) -> str:
     """The answer in lower case, stripped; every control character (tab and newline too) becomes a newline."""
     return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
 
-
-# -------------------------------------------------------------------------------------------------------------- SCBench
 
 _MARKS = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
 _ANY_PUNCTUATION = str.maketrans(
@@ -255,9 +250,6 @@ def _summary_or_number(answer: str, answers: Sequence[str]) -> float:
         return _summary(answer, answers)
     found = re.search("[0-9]+", answer)
     return float(found is not None and found[0] == answers[0])
-
-
-# ------------------------------------------------------------------------------------------------------ all of a suite
 
 
 def _best(metric: Callable[[str, str], float]) -> Metric:

@@ -298,9 +298,6 @@ def _defaults(name: str) -> dict[str, Any]:
     return defaults | {"turns": "continue"}
 
 
-# ------------------------------------------------------------------------------------------------------- command line
-
-
 def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
     """Refuse a command line with an unknown key, an unusable method or an unusable launcher. Raises UserError.
 
@@ -429,9 +426,6 @@ def one_line(error: Exception) -> UserError:
     if message.partition("at input '")[2].startswith(("{'", '{"')):
         message = f"the keys of a mapping take no quotes, as in {{2: 0.5}}: {message}"
     return UserError(message)
-
-
-# ------------------------------------------------------------------------------------------------------------- checks
 
 
 def to_run_config(config: DictConfig) -> RunConfig:

@@ -187,9 +187,6 @@ def _stored(plan: Plan, store: RunStore) -> StoredRun:
     return StoredRun(plan.folder, about, list(store.records.values()), baselines=beside)
 
 
-# --------------------------------------------------------------------------------------------------------- measurement
-
-
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
     """Raise UserError if the store holds an example with another prompt than the current one."""
     for case in cases:
@@ -305,9 +302,6 @@ def _measure(subject: Bench | Servers, cases: list[Case], warmup: int, store: Ru
             if not screen.is_terminal and (now - last >= PROGRESS_EVERY_S or done == len(cases)):
                 last, eta_s = now, (now - start) / done * (len(cases) - done)
                 log.info("%d of %d examples (%s), ETA %.0f s", done, len(cases), outcome.dataset, eta_s)
-
-
-# ------------------------------------------------------------------------------------------------------------- results
 
 
 def _all_keys(plan: Plan, store: RunStore) -> list[tuple[str, str]]:

@@ -124,7 +124,6 @@ def _per_example(frame: pd.DataFrame, codes: np.ndarray) -> pd.DataFrame:
     return pd.concat([examples, means, totals], axis=1)
 
 
-# ----------------------------------------------------------------------------------------------------------- bootstrap
 # Arrays are [1 + RESAMPLES, columns of VALUES]: the first row holds the values, the others those of the resamples.
 
 
@@ -180,9 +179,6 @@ def _row(
     }
 
 
-# ------------------------------------------------------------------------------------- several settings, same examples
-
-
 def on_common_examples(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """[examples, settings] a column of `as_frame`, by dataset and id, and by label; means over seeds.
 
@@ -213,9 +209,6 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values))).mean(axis=1)
     low, high = np.percentile(drawn, [2.5, 97.5])
     return float(low), float(high)
-
-
-# --------------------------------------------------------------------------------------------------------------- seeds
 
 
 def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) -> dict[str, dict[int, float]]:

@@ -56,9 +56,6 @@ def fingerprint(identity: dict[str, Any]) -> str:
     return sha256_of(identity)[:12]
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
-
-
 class RunStore:
     """The records of one run. Open it with `open_store`.
 
@@ -219,9 +216,6 @@ def _mended(files: Sequence[Path], name: str) -> list[Any]:
     return [line.value for line in lines if not is_bad(line)]
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
 def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
     """run.json's content and the records. Raises UserError."""
     return read_about(folder / "run.json"), read_records(folder)
@@ -331,9 +325,6 @@ def _data(file: Path) -> bytes:
         return file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER") from error
-
-
-# ------------------------------------------------------------------------------------------------------------ run.json
 
 
 def about_in(folder: Path, identity: dict[str, Any], in_part: bool = False) -> dict[str, Any] | None:

@@ -250,9 +250,6 @@ def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
     return (first + 1).tolist(), computed[:, first].tolist()
 
 
-# -------------------------------------------------------------------------------------------------------------- checks
-
-
 def _made(kind: type[_Kind], values: Any) -> _Kind:
     """The object of a class from JSON values, if they have the types of its fields and are finite.
 
@@ -285,9 +282,6 @@ _NESTED: dict[str, tuple[type, bool]] = {
     "Request": (Request, False),
     "list[LaterTurn]": (LaterTurn, True),
 }
-
-
-# ------------------------------------------------------------------------------------------------------------- columns
 
 
 def _schema(kind: type) -> pa.Schema:
@@ -327,9 +321,6 @@ def _nested(value: Any) -> Any:
 def to_records(table: pa.Table) -> list[Record]:
     """The records of a table with the columns of `SCHEMA`, all but those with defaults. Raises as `from_json`."""
     return [_made(Record, values) for values in table.to_pylist()]
-
-
-# -------------------------------------------------------------------------------------------------------------- traces
 
 
 @dataclass(frozen=True)

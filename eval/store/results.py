@@ -140,9 +140,6 @@ def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["turn"] == 1]  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------------------------------------------ sharing a table
-
-
 def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """The runs, with the facts in which they differ in `StoredRun.facts`, and `apart` set: ` (dtype=bfloat16)`.
 
@@ -244,9 +241,6 @@ def as_text(values: dict[str, Any]) -> dict[str, str]:
 
 def _began(pair: tuple[StoredRun, Any]) -> str:
     return str(pair[0].about.get("provenance", {}).get("started", ""))
-
-
-# ---------------------------------------------------------------------------------------------------- the user's choice
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:

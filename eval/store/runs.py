@@ -278,9 +278,6 @@ def _with_baseline(records: Iterable[Record], runs: Iterable[StoredRun]) -> Iter
         yield record
 
 
-# --------------------------------------------------------------------------------------------------------- example rows
-
-
 def example_rows(records: Sequence[Record]) -> pd.DataFrame:
     """A row for each turn of a record: the columns of `as_frame` from `dataset` on."""
     turns = (turn for record in records for turn in record.by_turn)
