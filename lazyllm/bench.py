@@ -8,7 +8,6 @@ their median and quartiles. With one CPU thread, seconds are the process's CPU t
     lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{2: 0.4, 5: 0.5}' --json out.json
     lazyllm-bench bench --field --threads 1 --tokens 2000 4000 --new-tokens 9 --repeats 2
     lazyllm-bench bench --turn 64 256 --threads 1 --tokens 2000 --repeats 5 --against hf
-    lazyllm-bench bench --rows 1 8 16 --threads 1 --tokens 500 --new-tokens 9
 
 A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers, keep ratio 1), or
 {layer: keep ratio, ...}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step until
@@ -16,8 +15,7 @@ nothing is left to revive. --field times all methods instead, each at the ideal 
 
 --against hf also times transformers' own `model(...)` and `generate(...)`, each after a generation of the baseline.
 --turn times the second turn of a session, of N tokens after the prompt and one answer token. The sessions of a pair run
-one after the other; transformers continues from its KV cache. --rows shows the tokens a second of N rows that decode
-together, over those of one row whose steps take turns with theirs. --repeats 0 takes one generation of each, alone, for
+one after the other; transformers continues from its KV cache. --repeats 0 takes one generation of each, alone, for
 prompts that take many minutes.
 
 Columns: "ideal" is the TTFT speedup by FLOPs. "baseline's MFU" is model FLOPs utilisation: FLOPs / TTFT over the
@@ -35,7 +33,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from importlib.metadata import version
 from itertools import pairwise, product
 from pathlib import Path
@@ -168,8 +165,6 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("--field times all methods: leave out --method, --against and --turn")
     if options.repeats == 0 and (options.against or options.turn):
         raise UserError("--repeats 0 is one generation of each method, alone: leave out --against and --turn")
-    if options.rows and (options.field or options.against or options.turn):
-        raise UserError("--rows compares decoding steps only: leave out --field, --against and --turn")
     fields, named = fields_of(options.shape), dict[str, Method]()
     for text in options.method or ["paper"]:
         try:
@@ -204,13 +199,7 @@ def main(arguments: Sequence[str]) -> None:
         model = random_weights(config, spec).eval()
         about_model = f"{options.shape}, {options.dtype}, {model.get_memory_footprint() / 1e9:.2f} GB of weights"
         check_same_as_model(model)
-        time = forecast(model, options, max(map(len, contenders.values())))
-        print(f"{about_model}, on {about['device']}, {about['threads']} CPU thread(s): about {time}", flush=True)
-        for count in options.rows:
-            for name, method in ({"baseline": Baseline()} | named).items():
-                print(f"{name}, {count} rows: {gain_of_rows(model, method, count, options):.3g}x", flush=True)
-        if options.rows:
-            return
+        print(f"{about_model}, on {about['device']}, {about['threads']} CPU thread(s)", flush=True)
         prompt = torch.randint(0, config.vocab_size, (min(1000, *options.tokens),))
         events = attention_events(lambda: in_turns(model, [Baseline()], prompt, 1))
         about["attention_kernel"] = attention_kernel(events)
@@ -224,25 +213,6 @@ def main(arguments: Sequence[str]) -> None:
     long = [pair.baseline.mfu for case in cases if case.tokens >= LONG for pair in case.pairs]
     least = min((100 * mfu for mfu in long if mfu is not None), default=math.nan)
     print(*(f"Caution: {sign}." for sign in handicaps(about["device"], [about["attention_kernel"]], least)), sep="\n")
-
-
-def forecast(model: PreTrainedModel, options: Any, contenders: int) -> timedelta:
-    """The time of all measurements, if each takes as long as the baseline's for its FLOPs and steps; one is timed."""
-    import torch
-
-    [run] = in_turns(model, [Baseline()], torch.zeros(min(1000, *options.tokens), dtype=torch.long), 2)
-
-    def seconds(tokens: int, new_tokens: int) -> float:
-        flops = prefill_flops(model.config, [tokens] * model.config.num_hidden_layers)
-        return run.ttft_s * flops / run.flops + (new_tokens - 1) * run.step_s[0]
-
-    if options.rows:  # each step of the rows, and one of a single row
-        total_s = (contenders + 1) * len(options.rows) * seconds(options.tokens[0], 2 * options.new_tokens[0] - 1)
-    else:
-        pairs = options.warmup + options.repeats if options.repeats else 0
-        of_all = (seconds(tokens + turn, new_tokens) for tokens, turn, new_tokens in _sizes(options))
-        total_s = (contenders * (2 * pairs + 1) + 1) * sum(of_all)
-    return timedelta(seconds=round(total_s))
 
 
 def measure(options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]]) -> Iterator[BenchCase]:
@@ -312,29 +282,6 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
         for generation in generations * (new_tokens - 1):
             next(generation)
         return first + [run for run in map(next, generations) if run is not None]
-
-
-def gain_of_rows(model: PreTrainedModel, method: Method, rows: int, options: Any) -> float:
-    """Tokens a second of `rows` rows that decode together over those of one row: the median over steps, in turns."""
-    import torch
-
-    from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.pack import step_together
-
-    draw = torch.Generator().manual_seed(options.seed)
-    gains = []
-    with torch.inference_mode(), open_decoder(model) as decoder:
-        prompt = torch.randint(0, model.config.vocab_size, (options.tokens[0],), generator=draw)
-        first = method.start(decoder.beside(), Prompt(prompt), options.new_tokens[0])
-        first.prefill(prompt.to(model.device))
-        sessions = [first, *(first.fork() for _ in range(rows))]
-        for session in sessions:
-            session.decoder = decoder.beside()
-        for token_id in range(1, options.new_tokens[0]):
-            together_s, _ = timed(model, lambda step=token_id: step_together(decoder, sessions[1:], [step] * rows))
-            alone_s, _ = timed(model, lambda step=token_id: sessions[0].step(step))
-            gains.append(rows * alone_s / together_s)
-    return statistics.median(gains)
 
 
 def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> tuple[Run, int | None]:
@@ -471,7 +418,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", action="append", help="a schedule, see above; may be repeated; default paper")
     add("--field", action="store_true", help="all methods, at the ideal speedups of --speedups")
     add("--turn", type=int, nargs="+", default=[], help="tokens of a second turn, which is measured")
-    add("--rows", type=int, nargs="+", default=[], help="numbers of rows that decode together, see above")
     add("--speedups", type=float, nargs="+", default=[1.5, 2, 3], help="of --field")
     add("--against", choices=["hf"], help="also time transformers' own model(...) and generate(...)")
     add("--repeats", type=int, default=7, help="timed pairs; 0: one generation of each, alone")

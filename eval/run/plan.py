@@ -89,7 +89,6 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
     from eval.run.measure import WARMUP_TOKENS
     from eval.run.prepare import parameters_of
     from eval.store.runs import label_of, settings_in
-    from lazyllm.models.load import as_device
 
     model = Model.of(run.spec)
     parameters = parameters_of(run, model.config)
@@ -116,9 +115,6 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
                 seconds += row.count * seconds_on(device, work) if device is not None else 0
         peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in rows]
     memory = max(peaks, key=lambda parts: sum(parts.values()))
-    on_cpu = device is None and run.spec.device in ("auto", "cpu") and as_device(run.spec.device).type == "cpu"
-    if on_cpu and together > 1:
-        memory["copies for packed products"] = model.copies
     return Cost(
         run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(run.method))}",
         examples=sum(row.count for row in rows),

@@ -31,15 +31,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shapes (a transformers config), and the bytes of its weights.
-
-    copies: bytes of those that packed rows multiply by on this machine's CPU (`lazyllm.engine.devices.by_float16`).
-    """
+    """A model's shapes (a transformers config), and the bytes of its weights."""
 
     spec: ModelSpec
     config: Any
     weights: int
-    copies: int
 
     @classmethod
     @cache
@@ -48,21 +44,16 @@ class Model:
         import torch  # this and others not at the top: planning refuses arguments before it imports torch
         from transformers import AutoModelForCausalLM
 
-        from lazyllm.engine.devices import LARGE_MATRIX, copies_weights
         from lazyllm.models.load import shape_of
 
         # the machine that plans may lack the run's devices
         config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        size, shape = _BYTES.get(spec.dtype, 2), LayerShape.of(config)
-        linear = shape.linear_flops // 2 * config.num_hidden_layers
+        size, linear = _BYTES.get(spec.dtype, 2), LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
         others = sum(parameter.numel() for parameter in model.parameters()) - linear
         weights = int(others * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size))
-        matrices = [part.weight.numel() for part in model.modules() if isinstance(part, torch.nn.Linear)]
-        copied = copies_weights(getattr(torch, spec.dtype)) and shape.largest_matrix >= LARGE_MATRIX
-        copied = copied and spec.quantise is None and spec.device_map is None
-        return cls(spec, config, weights, 2 * sum(filter(LARGE_MATRIX.__le__, matrices)) if copied else 0)
+        return cls(spec, config, weights)
 
     @property
     def kv_bytes(self) -> int:

@@ -206,15 +206,10 @@ def products_of(rows: Tensor, largest: int, packed: bool = False) -> AbstractCon
         return nullcontext()
     if rows.dtype == torch.float32 and m in FEW_ROWS and backends.mkldnn.is_available():
         return _Products(rows.dtype, lambda rows, *weights: F.linear(rows.to_mkldnn(), *weights).to_dense())
-    if packed and m > 1 and copies_weights(rows.dtype):
+    is_slow = rows.dtype == torch.bfloat16 and backends.cpu.get_cpu_capability() == "AVX2"
+    if packed and m > 1 and is_slow and backends.quantized.engine in ("x86", "fbgemm"):
         return _Products(rows.dtype, by_float16)
     return nullcontext()
-
-
-def copies_weights(dtype: torch.dtype) -> bool:
-    """Whether packed rows on this CPU multiply by copies of large weights (`by_float16`)."""
-    is_slow = dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2"
-    return is_slow and torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
 def by_float16(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

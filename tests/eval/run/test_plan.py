@@ -13,12 +13,11 @@ from eval.run.loop import run
 from eval.run.plan import RATE, as_text, cost, costs, rows_of, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
-from lazyllm.engine import devices
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS
 from lazyllm.methods import Baseline, FastKV, Method, StaticPruning
-from lazyllm.models.load import load_config, load_weights
+from lazyllm.models.load import load_weights
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import ROWS
 from tests.runs import run_of
@@ -66,24 +65,6 @@ def test_llama_2_by_hand() -> None:
     assert eager["working"] == 2 * 32 * n * n * 2 > model.memory(Baseline(), n, 1)["working"]
     assert seconds_on(ACCELERATORS["l4"], Work(steps, read)) == pytest.approx(read / 0.3e12 / RATE)
     assert seconds_on(ACCELERATORS["l4"], Work(prefill, model.weights)) == pytest.approx(prefill / 121e12 / RATE)
-
-
-def test_plan_counts_the_copies_of_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "copies_weights", lambda dtype: dtype == torch.bfloat16)
-    above = LayerShape.of(load_config(TINY)).largest_matrix + 1  # the head may be larger
-    matrices = [part.weight.numel() for part in load_weights(TINY).modules() if isinstance(part, torch.nn.Linear)]
-    for dtype, rows, large, expected in (
-        ("bfloat16", 8, 64, 2 * sum(matrices)),
-        ("bfloat16", 1, 64, 0),
-        ("float32", 8, 64, 0),
-        ("bfloat16", 8, above, 0),
-    ):
-        monkeypatch.setattr(devices, "LARGE_MATRIX", large)
-        Model.of.cache_clear()
-        options = f"answers.rows={rows}", f"model.dtype={dtype}", "dataset=lookup", "limit=1"
-        [planned] = costs([*PRUNING[:-1], *options], None)
-        assert planned.memory.get("copies for packed products", 0) == expected
-    Model.of.cache_clear()
 
 
 @pytest.fixture(scope="module")
