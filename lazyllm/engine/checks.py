@@ -73,7 +73,7 @@ def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
         cache.advance(positions, end)
         batch = decoder.run(GroupRun(cache, decoder.batch(token_ids[start:end], positions), end, Look(layers)))
         decoder.probe.take()  # raises RuntimeError if a layer did not call the installed attention function
-        logits.append(decoder.logits(batch.hidden))
+        logits.append(decoder.last_logits([batch.hidden])[0])
     without = [layer + 1 for layer in layers if layer not in cache.stored_layers]
     if without:
         raise RuntimeError(f"layers {without} store no K and V of their own")

@@ -183,10 +183,6 @@ class Decoder:
         """[m, v] logits of hidden states [m, w] after the last norm, scaled and capped by the model's code."""
         return self.model.lm_head(normed) if self.layout.plain_logits else logits_of_normed(self.model, normed[None])[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[v] logits of the last token of hidden [1, m, w] only."""
-        return self.last_logits([hidden])[0]
-
     def last_logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """[r, v] logits of the last token of each of r rows [1, m, w]."""
         last = _joined([of_row[:, -1:] for of_row in hidden])

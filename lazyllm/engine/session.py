@@ -257,7 +257,7 @@ class Session:
             last = self.decoder.run(self.enter(index, chunks[-1]))
             batch = self.leave(index, replace(batch, hidden=torch.cat([*done, last.hidden], dim=1)) if done else last)
         self.end_step()
-        return self.decoder.logits(batch.hidden)
+        return self.decoder.last_logits([batch.hidden])[0]
 
     def _chunks(self, index: int, batch: Batch) -> list[Batch]:
         """The batch in pieces of `chunk` tokens. All queries that the group's `look` records are in the last one.

@@ -310,7 +310,9 @@ class GenerateWith:
             for index, row in enumerate(choosers)
         ]
         in_turn = generation_config.do_sample and self.seed is None
-        together = self.method.packs and not in_turn and _serve_several([*logits_processor, *stopping_criteria])
+        homes = {type(rule).__module__.partition(".")[0] for rule in (*logits_processor, *stopping_criteria)}
+        # rules of these hold no state that rows have in common
+        together = self.method.packs and not in_turn and homes <= {"transformers", "lm_eval"}
         done = dict(answers(model, packed, ROWS if together else 1))
         generations = [done[index] for index in range(rows)]
         if streamer is not None:
@@ -483,11 +485,6 @@ def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
         case _:
             pass
     return processor
-
-
-def _serve_several(rules: Sequence[Any]) -> bool:
-    """Whether all processors and criteria are transformers' own or lm-eval's, of which rows hold no state in common."""
-    return all(type(rule).__module__.partition(".")[0] in ("transformers", "lm_eval") for rule in rules)
 
 
 def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int | None) -> Tensor:

@@ -58,9 +58,9 @@ def by_name(name: str) -> type[Method]:
 
     Raises UserError for an unknown name, a name that is taken twice, or a broken package.
     """
-    plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
-    if plugin is not None:
-        return plugin.load()
+    point = plugins.only(name, METHODS)
+    if point is not None:
+        return plugins.load(point)
     if name not in METHODS:
         raise UserError(f"unknown method {name!r}; known are {', '.join(known())}")
     return METHODS[name]
@@ -68,8 +68,8 @@ def by_name(name: str) -> type[Method]:
 
 def code_of(name: str) -> str | None:
     """A text that changes with the code of an installed package's method; None for lazyllm's own methods."""
-    plugin = plugins.only(name, plugins.installed().get(name, ()), METHODS)
-    return None if plugin is None else plugin.code()
+    point = plugins.only(name, METHODS)
+    return None if point is None else plugins.code(point)
 
 
 def settings_of(kind: type[Method]) -> dict[str, Any]:

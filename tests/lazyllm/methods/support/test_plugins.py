@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -180,8 +181,8 @@ def test_unusable_plugin_is_refused_only_by_name(installed: Path, name: str, mes
 
 
 def test_name_of_two_packages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    twice = [plugins.Plugin("same", package, "1", "own_methods.keep_last:KeepLast") for package in ("one", "other")]
-    monkeypatch.setattr(plugins, "installed", lambda: {"same": tuple(twice)})
+    twice = tuple(SimpleNamespace(dist=SimpleNamespace(name=package)) for package in ("one", "other"))
+    monkeypatch.setattr(plugins, "installed", lambda: {"same": twice})
     with pytest.raises(UserError, match="'same' is added more than once, by one and other: uninstall one"):
         make("same", {"layer": 2})
 
