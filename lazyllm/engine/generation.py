@@ -141,28 +141,23 @@ def start(
 class Answer:
     """An answer in the making.
 
-    session: after its prefill. first_logits: [v] after the prompt. start: the clock before it. put: as of
-    `Conversation.answer_by`. token_ids: the tokens so far. is_done: whether none follows.
+    session: after its prefill. first_logits: [v] after the prompt. start: the clock before it. token_ids: the tokens so
+    far. is_done: whether none follows.
     """
 
-    def __init__(
-        self, session: Session, first_logits: Tensor, max_new_tokens: int, start: float, put: Callable | None
-    ) -> None:
+    def __init__(self, session: Session, first_logits: Tensor, max_new_tokens: int, start: float) -> None:
         self.session = session
         self.token_ids: list[int] = []
         self.is_done = False
         self._first_logits = first_logits
         self._max_new_tokens = max_new_tokens
         self._clock = [start + session.scoring.uncounted_s]
-        self._put = put
 
     def add(self, token_id: int, ended: bool, now: float) -> None:
         """Note a token, and the clock after it."""
         self.token_ids.append(token_id)
         self._clock.append(now)
         self.is_done = ended or len(self.token_ids) == self._max_new_tokens
-        if self._put is not None:
-            self._put(token_id)
 
     def generation(self, prompt_tokens: int) -> Generation:
         """The finished answer. prompt_tokens: as of `Generation`. Raises UserError for a selection against its rule."""
@@ -289,11 +284,13 @@ class Conversation:
                 self._layout = decoder.layout
                 start = read_clock(*decoder.devices)
                 session, logits = self._begin(decoder, turn, max_new_tokens)
-                answer = Answer(session, logits, max_new_tokens, start, put)
-                answer.add(*choose(logits), read_clock(*decoder.devices))
+                answer = Answer(session, logits, max_new_tokens, start)
                 while not answer.is_done:
-                    logits = session.step(answer.token_ids[-1])
+                    if answer.token_ids:
+                        logits = session.step(answer.token_ids[-1])
                     answer.add(*choose(logits), read_clock(*decoder.devices))
+                    if put is not None:
+                        put(answer.token_ids[-1])
                 generation = answer.generation(self._prompt_tokens)
         except BaseException as error:
             session, self._session = self._session, None

@@ -9,7 +9,7 @@ Notation:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -68,16 +68,12 @@ def generate_many(
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A prompt to answer, after `as_prompt`, `check_fits` and `check_length`.
-
-    choose: a new one for each row. put: as of `Conversation.answer_by`.
-    """
+    """A prompt to answer, after `as_prompt`, `check_fits` and `check_length`. choose: a new one for each row."""
 
     prompt: Prompt
     method: Method
     max_new_tokens: int
     choose: Chooser
-    put: Callable[[int], None] | None = None
 
 
 def row_of(
@@ -86,13 +82,12 @@ def row_of(
     method: Method,
     max_new_tokens: int,
     choose: Chooser,
-    put: Callable[[int], None] | None = None,
 ) -> Row:
     """A `Row`. Other arguments and errors as of `generate`."""
     prompt = as_prompt(model, input_ids)
     check_fits(model, method, prompt)
     check_length(model, len(prompt), max_new_tokens)
-    return Row(prompt, method, max_new_tokens, choose, put)
+    return Row(prompt, method, max_new_tokens, choose)
 
 
 def answers(model: PreTrainedModel, rows: Sequence[Row], most: int) -> Iterator[tuple[int, Generation]]:
@@ -135,8 +130,9 @@ class Pack:
             start = read_clock(*decoder.devices)
             session = method.start(decoder, row.prompt, row.max_new_tokens)
             logits = session.prefill(row.prompt.token_ids.to(decoder.device))
-            self.answers[row] = answer = Answer(session, logits, row.max_new_tokens, start, row.put)
-            answer.add(*choose.read(choose.pick(logits).tolist()), read_clock(*decoder.devices))
+            self.answers[row] = answer = Answer(session, logits, row.max_new_tokens, start)
+            picked, now = choose.pick(logits).tolist(), read_clock(*decoder.devices)
+            answer.add(*choose.read(picked), now)
 
     @torch.inference_mode()
     def run(self) -> list[tuple[Row, Generation]]:

@@ -289,7 +289,6 @@ class GenerateWith:
         # one token is generated if the limit is already reached, as in transformers
         max_new_tokens = max(1, min(lengths, default=generation_config.max_length) - width)
         wanted = generation_config.return_dict_in_generate
-        put = None if streamer is None else functools.partial(_put, streamer)
         choosers = [
             _Row(
                 model=model,
@@ -299,6 +298,7 @@ class GenerateWith:
                 criteria=[_of_row(criterion, input_ids, index, left) for criterion in stopping_criteria],
                 generator=None if self.seed is None else torch.Generator(device).manual_seed(self.seed + index),
                 samples=bool(generation_config.do_sample),
+                streamer=streamer,
                 scores=() if wanted and generation_config.output_scores else None,
                 logits=() if wanted and generation_config.output_logits else None,
             )
@@ -306,7 +306,7 @@ class GenerateWith:
         ]
         ids_on_host = input_ids.cpu()
         packed = [
-            row_of(model, ids_on_host[index, row.left :], self.method, max_new_tokens, row, put)
+            row_of(model, ids_on_host[index, row.left :], self.method, max_new_tokens, row)
             for index, row in enumerate(choosers)
         ]
         in_turn = generation_config.do_sample and self.seed is None
@@ -343,6 +343,7 @@ class _Row:
     criteria: Sequence[Any]
     generator: torch.Generator | None
     samples: bool
+    streamer: Any
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
 
@@ -372,15 +373,13 @@ class _Row:
         token_id, value, last = picked
         if not math.isfinite(value):
             raise FloatingPointError("no token can be chosen: its score is not finite, or every token is forbidden")
+        if self.streamer is not None:
+            with torch.inference_mode(False):
+                self.streamer.put(torch.tensor([int(token_id)]))
         return int(token_id), bool(last)
 
     def _seen_by(self, rule: Any) -> Tensor:
         return self.ids if isinstance(rule, _COUNTING) else self.ids[:, self.left :]
-
-
-def _put(streamer: Any, token_id: int) -> None:
-    with torch.inference_mode(False):
-        streamer.put(torch.tensor([token_id]))
 
 
 @contextmanager
