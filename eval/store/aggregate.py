@@ -184,7 +184,8 @@ def on_common_examples(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
     Only examples for which every setting has a value.
     """
-    return frame.pivot_table(index=["dataset", "id"], columns="label", values=column, aggfunc="mean").dropna()
+    means: Any = frame.groupby(["label", "dataset", "id"])[column].mean()  # a pivot table takes twice the time
+    return means.dropna().unstack("label").dropna()
 
 
 def drawn_means(values: pd.DataFrame) -> np.ndarray:
