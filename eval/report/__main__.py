@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from eval.store.results import Results, add_choice
+from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
 
 LARGE_MB = 30
@@ -14,13 +14,14 @@ LARGE_MB = 30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0. Raises UserError if there is no page to make."""
-    parser = argparse.ArgumentParser(prog="lazyllm-bench report", description=(__doc__ or "").partition(":")[0])
+    parser = parser_of("report", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/report.html"), help="the page (default: %(default)s)")
     parser.add_argument(
-        "--records", type=_at_least_one, metavar="N", help="show the first N records of each run and dataset only"
+        "--records", type=int, metavar="N", help="show the first N records of each run and dataset only"
     )
     options = parser.parse_args(argv)
+    require(options.records is None or options.records > 0, "--records", options.records, "1 or more")
     results = Results.read(options.runs, options.where, options.newest)
     from eval.analysis.registry import SUBJECTS  # not at the top: slow to import
     from eval.report.page import render
@@ -32,9 +33,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if size > LARGE_MB:
         print("A browser loads it slowly: --records N shows the first N records of each run and dataset only")
     return 0
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text}")
-    return int(text)
