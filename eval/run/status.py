@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from eval.store.folder import files_of, read_about, read_jobs, read_planned
 from eval.store.runs import CAMPAIGN, StoredRun, counted
@@ -69,9 +69,8 @@ def _status(folder: Path) -> Status:
         seconds = max((file.stat().st_mtime for file in files_of(folder, "records") if keys), default=None)
         last = None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         missing = len(set(planned or ()) - keys)
-        counts = Counter(failure.reason for failure in failures).most_common()
-        why += [f"{number} failed: {reason}" for reason, number in counts[:2]]
-        why += [f"{len(counts) - 2} other reasons"] if len(counts) > 2 else []
+        counts = Counter(failure.reason for failure in failures)
+        why += [f"{number} failed: {reason}" for reason, number in counts.most_common(3)]
         states = [FAILED] if failures else []
         for file, events in read_jobs(folder).items():
             state, reason = _state_of(file.stem.replace("jobs", "job"), events, last)
@@ -100,18 +99,13 @@ def _state_of(job: str, events: Sequence[Mapping[str, Any]], last: str | None) -
         return (FAILED, f"{job} ended at {event['time']}: {error}") if error else (INCOMPLETE, "")
     if event["host"] != socket.gethostname():
         return UNCLEAR, f"running or died on {event['host']} since {event['time']}, last record {last or 'never'}"
-    if is_alive(event["process"]):
-        return RUNNING, ""
-    return FAILED, f"{job} began at {event['time']} and died (killed, or out of memory)"
-
-
-def is_alive(process: int) -> bool:
-    """Whether a process of this machine runs."""
     try:
-        os.kill(process, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # another user's
-    return True
+        os.kill(event["process"], 0)
+    except PermissionError:  # another user's
+        pass
+    except OSError:
+        return FAILED, f"{job} began at {event['time']} and died (killed, or out of memory)"
+    return RUNNING, ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,9 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("run", "state", "examples", "last record", ""):
-            table.add_column(heading, justify="right" if heading == "examples" else "left", overflow="fold")
+        headings = ("run", "state", Column("examples", justify="right"), "last record", Column("", overflow="fold"))
+        table = Table(*headings, box=None, pad_edge=False)
         for line in lines:
             expected = "?" if line.expected is None else str(line.expected)
             table.add_row(line.run, line.state, f"{line.done}/{expected}", line.last or "", line.why)
