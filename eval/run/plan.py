@@ -147,12 +147,17 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     from eval.run.prepare import within_reach
 
     known: dict[str, list[Rows]] = {}  # by settings: the runs of a sweep share their prompts
-    planned = []
+    planned, controls = list[Cost](), dict[str, list[Resolved]]()
     for job in jobs:
         key = repr(replace(job.config, method={}, compare={}, only=None))
         for run in within_reach(job).values():
             rows = known[key] = known.get(key) or rows_of(run)
             planned.append(cost(run, rows, device))
+            if run.config.control:
+                controls.setdefault(key, []).append(run)
+    for key, runs in controls.items():  # the baseline beside itself runs once for all methods
+        if all(run.method["name"] != "baseline" for run in runs):
+            planned.append(cost(runs[0].changed(method={"name": "baseline"}), known[key], device))
     if not planned:
         raise UserError("no run reaches its speedup on this model: give a lower one")
     return planned

@@ -119,6 +119,8 @@ def test_plan_adds_the_baseline_and_the_warm_ups() -> None:
     assert one.seconds < once.seconds < paired.seconds
     control = cost(run_of("dataset=lookup", "limit=1", "method=baseline", "control=true"), rows, None)
     assert control.baseline == control.method  # two baselines, beside each other
+    swept = costs([*PRUNING, "method.keep=0.3,0.4", "dataset=lookup", "limit=1", "control=true"], None)
+    assert [one.run.split(", ")[1] for one in swept] == ["static_pruning", "static_pruning", "baseline"]
     ((row, method),) = [(row, StaticPruning(2, 0.3)) for row in rows]
     twice = added(2 * Model.of(alone.spec).conversation(method, row.messages, 4))
     assert warmed.method == one.method + twice
