@@ -12,8 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from itertools import count
+from functools import cached_property
 from typing import Any
 
 import httpx2
@@ -69,10 +68,24 @@ class Endpoint:
         """The URL without its version, where servers have their own paths."""
         return self.url.removesuffix("/v1")
 
+    @property
+    def _key(self) -> str:
+        return os.environ.get(self.key_env, "")
+
+    @cached_property
+    def _http(self) -> httpx2.Client:
+        """Connections, as many as requests at once. The key is in the headers only."""
+        key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return httpx2.Client(
+            headers={"Content-Type": "application/json", **key},
+            timeout=httpx2.Timeout(self.timeout_s, connect=CONNECT_S),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
     def ask(self, method: str, url: str) -> dict[str, Any]:
         """The JSON object of a page, {} if there is none; a POST has no body. Raises UserError or RequestError."""
         try:
-            response = _http().send(self._request(method, url))
+            response = self._http.request(method, url)
         except httpx2.TransportError as error:
             raise self._no_server(error) from error
         if response.status_code in (401, 403) or (method == "POST" and not response.is_success):
@@ -85,35 +98,32 @@ class Endpoint:
         Raises RequestError; UserError if all other requests would fail too.
         """
         path = "chat/completions" if self.api == "chat" else "completions"
-        request = self._request("POST", f"{self.url}/{path}", content=body)
-        for retries in count():
+        request = self._http.build_request("POST", f"{self.url}/{path}", content=body)
+        for retries, pause_s in enumerate((*PAUSES_S, None)):
+            after = ""
             try:
-                _http().send(self._request("GET", f"{self.url}/models"))  # opens the connection
+                self._http.get(f"{self.url}/models")  # opens the connection
                 sent_at, start = time.time(), time.perf_counter()
-                response = _http().send(request, stream=True)
-                headers_s = time.perf_counter() - start
-                with closing(response):
-                    if response.status_code not in _RETRIED:
+                with closing(self._http.send(request, stream=True)) as response:
+                    headers_s = time.perf_counter() - start
+                    if response.status_code not in _RETRIED or pause_s is None:
                         return self._read(response, start, sent_at=sent_at, headers_s=headers_s, retries=retries)
-                    failure = RequestError(f"{self._said(response)} after {retries} retries")
                     after = response.headers.get("Retry-After", "")
             except httpx2.ReadTimeout as error:
                 raise RequestError(f"no answer within {self.timeout_s:g} s (model.timeout_s)") from error
             except httpx2.TransportError as error:
-                failure, after = self._no_server(error), ""
-            if retries == len(PAUSES_S):
-                raise failure
-            time.sleep(max(PAUSES_S[retries], float(after) if after.isdigit() else 0))
+                if pause_s is None:
+                    raise self._no_server(error) from error
+            time.sleep(max(pause_s, float(after) if after.isdigit() else 0))
         raise AssertionError
 
     def _read(self, response: httpx2.Response, start: float, **told: Any) -> Answer:
         """The answer of a stream, in which each event is one line of data. told: fields of `Request`."""
-        text, reasoning, usage, ended, now = "", "", {}, False, 0.0
+        text, reasoning, usage, ended = "", "", {}, False
         tokens: list[float] = []  # stamps of the events with a token
-        broken = "without an end"
         try:
             if response.status_code != 200:
-                raise self._refusal(response)
+                raise self._refusal(response, told["retries"])
             for line in response.iter_lines():
                 now = time.perf_counter() - start
                 if now > self.timeout_s:
@@ -127,8 +137,7 @@ class Endpoint:
                     continue
                 event = _json(data)
                 if "error" in event or "choices" not in event:
-                    broken, ended = self._message(data), False
-                    break
+                    raise httpx2.RemoteProtocolError(self._message(data))
                 usage = event.get("usage") or usage
                 choice = next(iter(event["choices"]), {})
                 delta, reason = choice.get("delta") or choice, choice.get("finish_reason")
@@ -140,10 +149,11 @@ class Endpoint:
                     tokens.append(now)
                 if content:
                     told.setdefault("first_content_s", now)
+            if not ended or not tokens:
+                raise httpx2.RemoteProtocolError("without an end")
         except httpx2.TransportError as error:
-            broken, ended = repr(error), False
-        if not ended or not tokens:
-            raise RequestError(f"the answer broke off after {time.perf_counter() - start:.1f} s: {broken}")
+            broken = f"the answer broke off after {time.perf_counter() - start:.1f} s"
+            raise RequestError(f"{broken}: {str(error) or repr(error)}") from error
         number, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if all tokens came in one event
         request = Request(
             **{"first_content_s": None, **told},
@@ -155,20 +165,12 @@ class Endpoint:
         )
         return Answer(text, reasoning, tokens[0], tokens[-1], request)
 
-    @property
-    def _key(self) -> str:
-        return os.environ.get(self.key_env, "")
-
-    def _request(self, method: str, url: str, content: bytes | None = None) -> httpx2.Request:
-        """The key is in the headers only."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        timeout = httpx2.Timeout(self.timeout_s, connect=CONNECT_S)
-        return _http().build_request(method, url, content=content, headers=headers, timeout=timeout)
-
-    def _refusal(self, response: httpx2.Response) -> Exception:
+    def _refusal(self, response: httpx2.Response, retries: int = 0) -> Exception:
         """What a response means that is no answer: UserError if all others would be the same."""
-        said, advice = self._said(response), _ADVICE.get(response.status_code, "").format(**vars(self))
-        return UserError(f"{self.url}: {said}; {advice}") if advice else RequestError(said)
+        said = f"HTTP {response.status_code}: {self._message(response.read().decode(errors='replace'))}"
+        if advice := _ADVICE.get(response.status_code, ""):
+            return UserError(f"{self.url}: {said}; {advice.format(**vars(self))}")
+        return RequestError(f"{said} after {retries} retries" if retries else said)
 
     def _no_server(self, error: Exception) -> UserError:
         return UserError(
@@ -176,21 +178,12 @@ class Endpoint:
             "finished examples are safe"
         )
 
-    def _said(self, response: httpx2.Response) -> str:
-        return f"HTTP {response.status_code}: {self._message(response.read().decode(errors='replace'))}"
-
     def _message(self, text: str) -> str:
         """What a server says of an error, in one line, without the key."""
         said = _json(text)
         error = said.get("error") or said.get("detail") or said.get("message") or text
         line = " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())[:300]
         return line.replace(self._key, "***") if self._key else line
-
-
-@cache
-def _http() -> httpx2.Client:
-    """This process's connections: each endpoint has as many as it answers requests at once."""
-    return httpx2.Client(limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None))
 
 
 def _json(text: str) -> dict[str, Any]:
@@ -206,6 +199,8 @@ def _json(text: str) -> dict[str, Any]:
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0}
 _PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+_MORE = _GREEDY | _PENALTIES | {"min_p": 0.0}
+_VLLM = _MORE | {"top_k": 0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -229,8 +224,6 @@ class Kind:
     lists: bool = False
 
 
-_MORE = _GREEDY | _PENALTIES | {"min_p": 0.0}
-_VLLM = _MORE | {"top_k": 0, "repetition_penalty": 1.0}
 _KINDS = (
     Kind("vllm", "vllm", _VLLM, token_ids=True, cold="salt", page="/version", lists=True),
     Kind("sglang", "sglang", _VLLM | {"top_k": -1}, token_ids=True, cold="flush", page="/server_info"),
@@ -258,6 +251,7 @@ class Server:
 
 def describe(endpoint: Endpoint) -> Server:
     """Ask the server what it is. Raises UserError if it does not have the model; "" stands for the first it lists."""
+    endpoint = replace(endpoint, url=endpoint.url.rstrip("/"))
     listed = endpoint.ask("GET", f"{endpoint.url}/models").get("data")
     if not isinstance(listed, list):
         raise UserError(f"{endpoint.url}/models lists no models: give a URL such as http://HOST:PORT/v1")
@@ -283,12 +277,11 @@ def describe_servers(model: Any, method: Mapping[str, Any]) -> dict[str, Server]
     model: has the attributes of `Endpoint`. method: settings (`eval.run.config.SERVER_SETTINGS`).
     """
     endpoint = Endpoint(**{item.name: getattr(model, item.name) for item in fields(Endpoint)})
-    endpoint = replace(endpoint, url=endpoint.url.rstrip("/"))
     baseline = describe(endpoint)
     if method["name"] == "baseline":
         return {"baseline": baseline, "method": baseline}
-    url = str(method.get("url") or endpoint.url).rstrip("/")
-    kind = method.get("kind") or (model.kind if url == endpoint.url else None)
+    url = str(method.get("url") or model.url)
+    kind = method.get("kind") or (model.kind if url.rstrip("/") == baseline.endpoint.url else None)
     extra = {**model.extra_body, **method.get("extra_body", {})}
     own = replace(endpoint, url=url, name=method.get("model", model.name), kind=kind, extra_body=extra)
     return {"baseline": baseline, "method": describe(own)}
