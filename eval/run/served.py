@@ -53,25 +53,25 @@ class Servers:
                     log.warning("warming up on %s, row %s failed (%s)", *case.key, error)
 
     def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
-        """The sides answer in turns, in an order drawn by the seed: prompt by prompt, or in blocks under load."""
+        """The sides answer in turns, in an order drawn by the seed: prompt by prompt, or in blocks under load.
+
+        Under load, a side has the run's number of conversations at once, or they begin at the run's rate.
+        """
         load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(cases)
         while block := list(islice(waiting, max(BLOCK, 4 * load.concurrency) if load.is_shared else 1)):
-            order = rng.sample([*self.sides], len(self.sides))
-            answers = {side: self._answers(side, block, rng) for side in order}
+            answers = dict[str, list[list[Answer] | RequestError]]()
+            for side in rng.sample([*self.sides], len(self.sides)):
+                futures = []
+                with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
+                    for case in block:
+                        futures.append(pool.submit(self._converse, side, case))
+                        time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
+                answers[side] = [future.result() for future in futures]
             for number, case in enumerate(block):
                 yield self._outcome(case, {side: given[number] for side, given in answers.items()})
 
     def trace(self, case: Case) -> Trace:
         raise RuntimeError("a server does not tell what its layers compute")
-
-    def _answers(self, side: str, block: Sequence[Case], rng: random.Random) -> list[list[Answer] | RequestError]:
-        """Of each case, by turn: the run's number of conversations at once, or begun at its rate."""
-        load, futures = self.run.config.load, []
-        with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
-            for case in block:
-                futures.append(pool.submit(self._converse, side, case))
-                time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
-        return [future.result() for future in futures]
 
     def _converse(self, side: str, case: Case) -> list[Answer] | RequestError:
         """The answers of a conversation; each message follows the server's own answers."""
@@ -88,10 +88,7 @@ class Servers:
         return answers
 
     def _timed(self, side: str, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
-        """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has.
-
-        Raises RequestError.
-        """
+        """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has."""
         config, server = self.run.config, self.sides[side]
         endpoint, is_warm = server.endpoint, config.model.cache == "warm"
         cold = "nothing" if is_warm else server.kind.cold
@@ -153,29 +150,21 @@ class Servers:
         return {"prompt": text}, len(ids)
 
     def _outcome(self, case: Case, answers: dict[str, list[Answer] | RequestError]) -> Record | Failure:
-        measured: dict[str, list[Measurement]] = {}
+        measured, chat = dict[str, list[Measurement]](), self.run.chat
         for side, given in answers.items():
             if isinstance(given, RequestError):
                 reason = f"{self.sides[side].endpoint.url}: {given}"
                 return Failure(*case.key, reason, f"RequestError: {reason}")
-            measured[side] = [self._measurement(case, given[: turn + 1]) for turn in range(len(given))]
+            measured[side], so_far = [], 0.0
+            for turn, answer in enumerate(given):
+                thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
+                text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
+                facts = scored(case, text, chat, turn)
+                facts |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
+                measured[side].append(Measurement(**facts, scoring_tokens=None, request=answer.request))
         beside = measured.get("baseline")
         if beside is None or self.run.paired == "ttft":
             alone = [(method, None) for method in measured["method"]]
             return record_of(case, alone, baseline_ttft_s=None if beside is None else beside[0].ttft_s)
         pairs = zip(measured["method"], beside, strict=True)
         return record_of(case, [(replace(a, same_answer=int(a.text == b.text)), b) for a, b in pairs])
-
-    def _measurement(self, case: Case, answers: Sequence[Answer]) -> Measurement:
-        """Of the last answer."""
-        answer, chat = answers[-1], self.run.chat
-        thinks = chat.thinking_tokens and answer.reasoning
-        text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
-        return Measurement(
-            **scored(case, text, chat, len(answers) - 1),
-            ttft_s=answer.ttft_s,
-            scoring_tokens=None,
-            total_s=answer.last_token_s,
-            total_s_so_far=sum(one.last_token_s for one in answers),
-            request=answer.request,
-        )
