@@ -60,10 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         logging.getLogger("transformers.cli").setLevel(logging.ERROR)  # it warns of each request
         app, models = app_of(runs)
-        host, port = own["host"], int(own["port"])
-        print(f"http://{host}:{port}/v1: {', '.join(models)}", flush=True)
-        grace_s = 2  # for answers in progress after SIGTERM
-        uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=grace_s)
+        print(f"http://{own['host']}:{own['port']}/v1: {', '.join(models)}", flush=True)
+        options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 2}  # seconds for answers in progress
+        uvicorn.run(app, host=own["host"], port=int(own["port"]), **options)
     return 0
 
 
@@ -95,15 +94,6 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     served = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
     models = {f"{name}/{key}".rstrip("/"): Served(model, method) for key, method in served.items()}
 
-    class Models(ModelManager):
-        """Has the models that are served, and loads no other."""
-
-        def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
-            key = model_id_and_revision.removesuffix("@main")
-            if key not in models:
-                raise HTTPException(404, f"no model {key!r}; there are {', '.join(models)}")
-            return models[key], tokenizer
-
     class FittingPrompts(GenerateManager):
         """Refuses a prompt that is too long before the stream, and its status, begins."""
 
@@ -114,21 +104,18 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
             require(tokens + new <= positions, "tokens", f"{tokens} + {new} new", f"at most {positions} together")
             return super().generate_streaming(model, processor, inputs, gen_config, *a, **k)
 
-    class OneAtATime(GenerationState):
-        """All models share the thread that generates."""
-
-        manager = FittingPrompts()
-
-        def get_manager(self, *_: Any, **__: Any) -> GenerateManager:
-            return self.manager
-
-    manager, state, app = Models(), OneAtATime(), FastAPI()
+    manager: Any = ModelManager()  # has the models that are served, and loads no other
+    manager.load_model_and_processor = lambda key, **_: (models[key.removesuffix("@main")], tokenizer)
+    app, state, one_at_a_time = FastAPI(), GenerationState(), FittingPrompts()
+    state.get_manager = lambda *_, **__: one_at_a_time  # all models share the thread that generates
 
     def add(path: str, handler: Any) -> None:
         @app.post(path)
         async def answer(body: dict[str, Any]) -> Any:
             try:
-                return await handler.handle_request({"model": name} | body, uuid4().hex)
+                if body.setdefault("model", name) not in models:
+                    raise HTTPException(404, f"no model {body['model']!r}; there are {', '.join(models)}")
+                return await handler.handle_request(body, uuid4().hex)
             except (KeyError, TypeError, ValueError) as error:
                 raise HTTPException(400, f"{type(error).__name__}: {error}") from error
 
