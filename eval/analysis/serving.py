@@ -16,7 +16,6 @@ from eval.store.results import Results
 
 _CLOCKS = {"ttft_s": "TTFT", "tpot_s": "TPOT"}
 _KEYS = [*SETTING, "load"]
-_READ = ("tpot_s", "sent_at", "end_s", "retries")
 _QUANTILES = {f"{clock}_p{n}": (clock, n) for clock in _CLOCKS for n in (50, 90, 99)}
 _COLUMNS = (
     MODEL,
@@ -36,9 +35,8 @@ def serving(results: Results) -> Table:
     for key, group in requests(results).groupby(_KEYS, sort=False):
         row = dict(zip(_KEYS, key, strict=True)) | {"examples": len(group)}
         row |= {name: group[clock].quantile(n / 100) for name, (clock, n) in _QUANTILES.items()}
-        goodput = group["is_good"].sum() / _busy_s(group)
-        good = {"pct_good": 100 * group["is_good"].mean(), "goodput_per_s": goodput}
-        rows.append(row | good | {"retries": group["retries"].sum()})
+        row |= {"pct_good": 100 * group["is_good"].mean(), "goodput_per_s": group["is_good"].sum() / _busy_s(group)}
+        rows.append(row | {"retries": group["retries"].sum()})
     columns = [*_KEYS, "examples", *_QUANTILES, "pct_good", "goodput_per_s", "retries"]
     table = in_order(pd.DataFrame(rows, columns=columns))
     caption = (
@@ -63,12 +61,12 @@ def requests(results: Results) -> pd.DataFrame:
             for side, setting in ((record.method, own), (record.baseline, theirs)):
                 if side is not None and side.request is not None:
                     key = run.model, DATASETS[record.dataset].suite, *setting, many
-                    row: dict[str, Any] = dict(zip(_KEYS, key, strict=True))
+                    row: dict[str, Any] = vars(side.request) | dict(zip(_KEYS, key, strict=True))
                     row |= {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
-                    row |= {"ttft_s": side.ttft_s} | {name: getattr(side.request, name) for name in _READ}
+                    row["ttft_s"] = side.ttft_s
                     row["is_good"] = all((row[clock] or 0.0) <= most for clock, most in limits.items())
                     rows.append(row)
-    columns = [*_KEYS, "dataset", "id", "prompt_tokens", "ttft_s", *_READ, "is_good"]
+    columns = [*_KEYS, "dataset", "id", "prompt_tokens", "ttft_s", "tpot_s", "sent_at", "end_s", "retries", "is_good"]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(_CLOCKS, float))
 
 
@@ -82,8 +80,8 @@ def _busy_s(group: pd.DataFrame) -> float:
 def data(results: Results) -> pd.DataFrame:
     """A row for each request, as `requests`, with the coefficients a, b, c of its setting's fit (`ttft_fit`)."""
     frame: Any = in_order(requests(results))
-    alone = {key: group[group["load"] == "1 at once"] for key, group in frame.groupby(_KEYS, sort=False)}
-    fits = {key: ttft_fit(group) for key, group in alone.items()}  # under load, requests wait for others
+    # under load, requests wait for others
+    fits = {key: ttft_fit(group[group["load"] == "1 at once"]) for key, group in frame.groupby(_KEYS, sort=False)}
     fit = [fits[tuple(row)] for row in frame[_KEYS].to_numpy()]
     return frame.assign(**{name: [one[number] for one in fit] for number, name in enumerate("abc")})
 
