@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import moved
 from lazyllm.engine.inputs import NOTHING, Look
-from lazyllm.engine.masks import Reach
+from lazyllm.engine.masks import Reach, SortedReach
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
@@ -37,8 +37,7 @@ Seen = Callable[[slice, slice], Tensor | None]
 class Probe:
     """What one generation's tokens attend to while they run, which of their scores to record, and those recorded.
 
-    cache: stores the K and V of the tokens that run.
-    decodes: whether the run attends to tokens stored by earlier runs.
+    cache: stores the K and V of the tokens that run. decodes: whether they attend to tokens stored by earlier runs.
     reach: which stored tokens the running layer attends to.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     home: the device that all scores are moved to.
@@ -51,12 +50,36 @@ class Probe:
         self.decodes = False
         self.stop_at: int | None = None
         self._home = home
-        self._look = NOTHING
-        self._found: list[Tensor] = []
+        self.watch(NOTHING)
+
+    def begin(
+        self,
+        cache: GroupCache,
+        positions: Tensor,
+        length: int,
+        look: Look = NOTHING,
+        chosen: Tensor | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Prepare for a run of tokens at `positions` [m] through a group's layers; `cache` has slots for them.
+
+        length: tokens of the whole text; all positions are below it. look: the scores to record.
+        chosen: [s] bool, which stored tokens the run attends to, up to their own positions; None for all. A layer with
+            a sliding window attends to those in the window.
+        ranks: [m] for each token, the number of chosen tokens up to itself; None if the host does not know them.
+        """
+        self.cache, self.decodes, self._length = cache, cache.added < cache.length, length
+        self.watch(look)
+        kind = Reach if ranks is None else functools.partial(SortedReach, ranks=ranks)
+        self._reach_of = functools.cache(functools.partial(kind, cache, positions, chosen))
+
+    def enter_layer(self, window: int | None) -> None:
+        """Prepare for a layer of the group, with its sliding window."""
+        self.reach = self._reach_of(None if window is None or self._length <= window else window)
 
     def watch(self, look: Look) -> None:
         """Ask for the scores of these layers, and forget what was found before."""
-        self._look, self._found = look, []
+        self._look, self._found = look, list[Tensor]()
 
     def look(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
         """Record `attention_scores` of a layer, if they are asked for."""
@@ -101,7 +124,7 @@ class ObservedAttention:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.rows: Sequence[tuple[Probe, int]] = ()
-        self._config = model.config
+        self._model = model
         own = self._own = model.config._attn_implementation
         self._is_sdpa = own == "sdpa"
         self._is_eager = own is None or own == "eager"
@@ -131,7 +154,7 @@ class ObservedAttention:
         probe.look(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
         reach, in_prefill = probe.reach, not probe.decodes
         # in prefill, the model's own attention is causal; FlashAttention's also has windows, if positions have no gaps
-        is_own = (self._is_flash and reach.is_whole) or (not self._is_eager and reach.window is None)
+        is_own = (self._is_flash and probe.cache.is_whole) or (not self._is_eager and reach.window is None)
         if (in_prefill and is_own) or reach.is_everything:
             return self.attend(module, query, key, value, None, kwargs)
         return self.in_blocks(module, query, key, value, kwargs)
@@ -179,12 +202,8 @@ class ObservedAttention:
         # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
         # position_ids for borders between packed sequences
         of_flash = {key: value for key, value in kwargs.items() if key != "position_ids"}
-        ours = self._config._attn_implementation
-        self._config._attn_implementation = self._own
-        try:
+        with implementation(self._model, self._own):
             return own(module, query, key, value, mask, **of_flash)[0]
-        finally:
-            self._config._attn_implementation = ours
 
 
 @contextmanager

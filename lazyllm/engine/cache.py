@@ -233,17 +233,27 @@ class AuxCache:
         """Hold `states` [m, w] of the tokens at `positions` [m]."""
         m = positions.shape[0]
         self._own()
-        if self._states.shape[0] == 0:  # the first states fill the slots in order
-            self._states = self._brought_home(states)
+        old, home = self._states.shape[0], self._states.device
+        if old == 0:  # the first states fill the slots in order
+            if home != states.device:
+                # an accelerator copies to page-locked memory without making the host wait. The states are read only
+                # after a decoding step has read from the device which tokens to revive, and so has waited for this copy
+                held = torch.empty(states.shape, dtype=states.dtype, device=home, pin_memory=states.is_cuda)
+                states = held.copy_(states, non_blocking=True)
+            self._states = states
             self._slot_of[positions] = torch.arange(m, device=positions.device)
             self._free = torch.empty_like(positions)
             return
-        if m > self._num_free:
-            self._grow(m - self._num_free)
+        more = m - self._num_free
+        if more > 0:
+            self._states = torch.cat([self._states, self._states.new_empty(more, self._states.shape[1])])
+            new_slots = torch.arange(old, old + more, device=self._free.device)
+            unused = self._free.new_empty(old - self._num_free)
+            self._free = torch.cat([self._free[: self._num_free], new_slots, unused])
+            self._num_free = m
         self._num_free -= m
         slots = self._free[self._num_free : self._num_free + m].clone()
         self._slot_of[positions] = slots
-        home = self._states.device
         self._states[slots.to(home)] = states.to(home)
 
     def take(self, positions: Tensor) -> Tensor:
@@ -260,19 +270,3 @@ class AuxCache:
         if self._is_shared:
             self._states, self._slot_of, self._free = self._states.clone(), self._slot_of.clone(), self._free.clone()
             self._is_shared = False
-
-    def _brought_home(self, states: Tensor) -> Tensor:
-        home = self._states.device
-        if home == states.device:
-            return states
-        # an accelerator copies to page-locked memory without making the host wait. The states are read only after a
-        # decoding step has read from the device which tokens to revive, and so has waited for this copy
-        held = torch.empty(states.shape, dtype=states.dtype, device=home, pin_memory=states.is_cuda)
-        return held.copy_(states, non_blocking=True)
-
-    def _grow(self, more: int) -> None:
-        old = self._states.shape[0]
-        self._states = torch.cat([self._states, self._states.new_empty(more, self._states.shape[1])])
-        new_slots = torch.arange(old, old + more, device=self._free.device)
-        self._free = torch.cat([self._free[: self._num_free], new_slots, self._free.new_empty(old - self._num_free)])
-        self._num_free += more

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Decoder, GroupRun, open_decoder
+from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import windows_of
 from lazyllm.engine.inputs import Look
 from lazyllm.errors import UserError
@@ -71,7 +71,8 @@ def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
     for start, end in zip([0, *ends], ends, strict=False):
         positions = all_positions[start:end]
         cache.advance(positions, end)
-        batch = decoder.run(GroupRun(cache, decoder.batch(token_ids[start:end], positions), end, Look(layers)))
+        decoder.probe.begin(cache, positions, end, Look(layers))
+        batch = decoder.run(decoder.batch(token_ids[start:end], positions), layers)
         decoder.probe.take()  # raises RuntimeError if a layer did not call the installed attention function
         logits.append(decoder.last_logits([batch.hidden])[0])
     without = [layer + 1 for layer in layers if layer not in cache.stored_layers]

@@ -18,11 +18,9 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed
 from lazyllm.engine.attention import KeysReached, ObservedAttention, Probe, installed_attention
-from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved, products_of
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import NOTHING, Look
-from lazyllm.engine.masks import Reach, SortedReach
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
@@ -32,7 +30,7 @@ class Batch:
     """The tokens that a group computes in one step: hidden [1, m, w], positions [m] ascending, their cos and sin.
 
     is_newest: whether they come after all stored tokens; False if some are revived.
-    ranks: [m] for each token, the number of tokens in the step's set up to itself; None if the host does not know them.
+    ranks: as of `Probe.begin`.
     """
 
     hidden: Tensor
@@ -48,29 +46,6 @@ class Batch:
 
     def __len__(self) -> int:
         return self.positions.shape[0]
-
-
-@dataclass(frozen=True)
-class GroupRun:
-    """What `Decoder.run` computes: the layers of a group, over one batch.
-
-    cache: K and V of the layers, with room for the batch's (`GroupCache.advance`).
-    length: tokens of the whole text; all positions are below it.
-    look: the attention scores that the probe records.
-    chosen: [s] bool, which stored tokens the batch attends to, up to their own positions; None for all. A layer with a
-        sliding window attends to those in the window.
-    """
-
-    cache: GroupCache
-    batch: Batch
-    length: int
-    look: Look = NOTHING
-    chosen: Tensor | None = None
-
-    def reach(self, window: int | None) -> Reach:
-        """What the batch attends to in layers with this sliding window."""
-        of_window, ranks = (self.cache, self.batch.positions, self.chosen, window), self.batch.ranks
-        return Reach(*of_window) if ranks is None else SortedReach(*of_window, ranks)
 
 
 class Decoder:
@@ -128,37 +103,28 @@ class Decoder:
         )
         return moved(ropes, self.device)
 
-    def run(self, run: GroupRun) -> Batch:
-        """The batch after the group's layers; its K and V are then in `run.cache`."""
-        self.tokens_run += len(run.batch) * len(run.cache.layers) / len(self.layers)
-        return self.run_packed([(self.probe, run)], run.cache.layers)[0]
+    def run(self, batch: Batch, layers: range) -> Batch:
+        """The batch after these layers, for which `probe` is prepared (`Probe.begin`); its cache then holds K and V."""
+        self.tokens_run += len(batch) * len(layers) / len(self.layers)
+        return self.run_packed([self.probe], [batch], layers)[0]
 
-    def run_packed(self, rows: Sequence[tuple[Probe, GroupRun]], layers: range) -> list[Batch]:
+    def run_packed(self, probes: Sequence[Probe], batches: Sequence[Batch], layers: range) -> list[Batch]:
         """The batches of several generations after these layers, which run all tokens as one sequence [1, sum of m, w].
 
-        Each row attends to its own cache only, and its own probe records its scores.
-        layers: the first ones of each row's group, or next ones after those that ran.
+        Each row attends to its own probe's cache only, and its probe records its scores.
+        layers: the first ones of the group that each probe is prepared for, or next ones after those that ran.
         """
-        batches, sizes = [run.batch for _, run in rows], [len(run.batch) for _, run in rows]
-        hidden = _joined([batch.hidden for batch in batches])
-        position_ids = _joined([batch.positions[None] for batch in batches])
-        rope = tuple(map(_joined, zip(*(batch.rope for batch in batches), strict=True)))
-        self._attention.rows = [(probe, size) for (probe, _), size in zip(rows, sizes, strict=True)]
-        for probe, run in rows:
-            probe.cache, probe.decodes = run.cache, run.cache.added < run.cache.length
-            if layers.start == run.cache.layers.start:
-                probe.watch(run.look)
-        reaches: list[dict[int | None, Reach]] = [{} for _ in rows]
+        sizes = [len(batch) for batch in batches]
+        hidden = joined([batch.hidden for batch in batches])
+        position_ids = joined([batch.positions[None] for batch in batches])
+        rope = tuple(map(joined, zip(*(batch.rope for batch in batches), strict=True)))
+        self._attention.rows = [*zip(probes, sizes, strict=True)]
         device = self.device
-        packed = len(rows) > 1 and not self._is_spread
-        with products_of(hidden, self._largest_matrix, packed) if rows[0][0].decodes else nullcontext():
+        packed = len(batches) > 1 and not self._is_spread
+        with products_of(hidden, self._largest_matrix, packed) if probes[0].decodes else nullcontext():
             for layer in layers:
-                window = self.layout.windows[layer]
-                for (probe, run), made in zip(rows, reaches, strict=True):
-                    within = None if window is None or run.length <= window else window  # None: all lie in the window
-                    if within not in made:
-                        made[within] = run.reach(within)
-                    probe.reach = made[within]
+                for probe in probes:
+                    probe.enter_layer(self.layout.windows[layer])
                 if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
@@ -172,7 +138,7 @@ class Decoder:
                     use_cache=True,
                     position_embeddings=rope[of_layer : of_layer + 2],
                 )
-        parts = [moved(hidden, self.device)] if len(rows) == 1 else moved(hidden, self.device).split(sizes, dim=1)
+        parts = [moved(hidden, self.device)] if len(batches) == 1 else moved(hidden, self.device).split(sizes, dim=1)
         return [replace(batch, hidden=part, ranks=None) for batch, part in zip(batches, parts, strict=True)]
 
     def norm(self, hidden: Tensor) -> Tensor:
@@ -185,7 +151,7 @@ class Decoder:
 
     def last_logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """[r, v] logits of the last token of each of r rows [1, m, w]."""
-        last = _joined([of_row[:, -1:] for of_row in hidden])
+        last = joined([of_row[:, -1:] for of_row in hidden])
         with products_of(last, self._largest_matrix, not self._is_spread):
             return moved(self.head(self.norm(last)[0]), self.device)
 
@@ -255,8 +221,9 @@ def run_layers(decoder: Decoder, token_ids: Tensor, layers: int | None = None, l
     """
     n = token_ids.shape[0]
     positions = torch.arange(n, device=decoder.device)
-    unstored: Any = _Unstored(range(len(decoder.layers))[:layers], positions)
-    return decoder.run(GroupRun(unstored, decoder.batch(token_ids, positions), n, look)).hidden
+    unstored: Any = _Unstored(positions)
+    decoder.probe.begin(unstored, positions, n, look)
+    return decoder.run(decoder.batch(token_ids, positions), range(len(decoder.layers))[:layers]).hidden
 
 
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -274,7 +241,7 @@ def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor
     raise RuntimeError(f"layer {layer} did not call the installed attention function")
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """[1, m, ...] of several generations -> [1, sum of m, ...]."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
 
@@ -284,8 +251,7 @@ class _Unstored:
 
     is_ascending = is_whole = True
 
-    def __init__(self, layers: range, positions: Tensor) -> None:
-        self.layers = layers
+    def __init__(self, positions: Tensor) -> None:
         self.positions = positions
         self.added = self.length = positions.shape[0]  # as in a prefill: every token is new
 

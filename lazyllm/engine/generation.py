@@ -138,34 +138,36 @@ def start(
     return Conversation(model, prompt, method, chunk, turns)
 
 
+@dataclass
 class Answer:
     """An answer in the making.
 
     session: after its prefill. first_logits: [v] after the prompt. start: the clock before it. token_ids: the tokens so
-    far. is_done: whether none follows.
+    far. times: the clock after each. is_done: whether none follows.
     """
 
-    def __init__(self, session: Session, first_logits: Tensor, max_new_tokens: int, start: float) -> None:
-        self.session = session
-        self.token_ids: list[int] = []
-        self.is_done = False
-        self._first_logits = first_logits
-        self._max_new_tokens = max_new_tokens
-        self._clock = [start + session.scoring.uncounted_s]
+    session: Session
+    first_logits: Tensor
+    max_new_tokens: int
+    start: float
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    is_done: bool = False
 
     def add(self, token_id: int, ended: bool, now: float) -> None:
         """Note a token, and the clock after it."""
         self.token_ids.append(token_id)
-        self._clock.append(now)
-        self.is_done = ended or len(self.token_ids) == self._max_new_tokens
+        self.times.append(now)
+        self.is_done = ended or len(self.token_ids) == self.max_new_tokens
 
     def generation(self, prompt_tokens: int) -> Generation:
         """The finished answer. prompt_tokens: as of `Generation`. Raises UserError for a selection against its rule."""
-        session, clock = self.session, self._clock
+        session = self.session
         session.read_selections()
+        clock = [self.start + session.scoring.uncounted_s, *self.times]
         return Generation(
             token_ids=self.token_ids,
-            first_logits=self._first_logits,
+            first_logits=self.first_logits,
             ttft_s=clock[1] - clock[0],
             scoring_s=session.scoring.seconds,
             total_s=clock[-1] - clock[0],
@@ -395,11 +397,8 @@ def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
 
 def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The model's end tokens."""
-    config = getattr(model, "generation_config", None)
-    own = config.eos_token_id if config is not None else model.config.eos_token_id
-    if own is None:
-        return frozenset()
-    return frozenset([own] if isinstance(own, int) else own)
+    own = (getattr(model, "generation_config", None) or model.config).eos_token_id
+    return frozenset([own] if isinstance(own, int) else own or ())
 
 
 class Greedy:

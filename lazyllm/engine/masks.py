@@ -43,11 +43,6 @@ class Reach:
         """Whether the only query attends to all stored tokens."""
         return self._m == 1 and self._chosen is None and self.window is None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all tokens of the text are stored, in their order."""
-        return self._group.is_whole
-
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device
     ) -> Iterator[tuple[slice, slice, Tensor | None]]:

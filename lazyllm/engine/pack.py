@@ -10,7 +10,7 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.architecture import Layout
 from lazyllm.engine.checks import check_once
-from lazyllm.engine.decoder import Decoder, GroupRun, open_decoder, ropes_put_back
+from lazyllm.engine.decoder import Decoder, open_decoder, ropes_put_back
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.generation import (
     Answer,
@@ -95,14 +95,13 @@ def answers(model: PreTrainedModel, rows: Sequence[Row], most: int) -> Iterator[
 
     Raises as `generate`, and whatever a chooser raises.
     """
-    index_of = {row: index for index, row in enumerate(rows)}
     waiting = sorted(rows, key=lambda row: -len(row.prompt)) if most > 1 else [*rows]
     pack = Pack(model, most)
     while waiting or pack.answers:
         while waiting and len(pack.answers) < most:
             pack.join(waiting.pop(0))
         for row, generation in pack.run():
-            yield index_of[row], generation
+            yield rows.index(row), generation
 
 
 class Pack:
@@ -167,29 +166,23 @@ def step_together(decoder: Decoder, sessions: Sequence[Session], token_ids: Sequ
 
     decoder: the open one; each session has one `beside` it. Waits for the device at most once per boundary.
     """
-    batches = []
+    batches, probes = [], [session.decoder.probe for session in sessions]
     for session, token_id in zip(sessions, token_ids, strict=True):
         with ropes_put_back(decoder.model):  # a RoPE that grows with the text starts anew for each row
             batches.append(session.begin_step(torch.full((1,), token_id, device=decoder.device)))
-    runs: dict[int, GroupRun] = {}  # of each row
-    at = [0] * len(sessions)  # the group that each row is in: groups of two rows may end at different layers
-    stop = 0
+    at, stop = [0] * len(sessions), 0  # the group that each row is in: those of two rows may end at different layers
+    crossing: Sequence[int] = range(len(sessions))  # rows between two groups
     while stop < len(decoder.layers):
-        start = stop
-        for row, session in enumerate(sessions):
-            if session.groups[at[row]].layers.start == start:
-                runs[row] = session.enter(at[row], batches[row])
-            else:
-                runs[row] = replace(runs[row], batch=batches[row])
+        for row in crossing:
+            sessions[row].enter(at[row], batches[row])
         ends = [session.groups[index].layers.stop for session, index in zip(sessions, at, strict=True)]
-        stop = min(ends)
-        rows = [(session.decoder.probe, runs[row]) for row, session in enumerate(sessions)]
-        batches = decoder.run_packed(rows, range(start, stop))
-        leaving = [row for row, end in enumerate(ends) if end == stop]
-        questions = ((row, sessions[row].ask(at[row], batches[row])) for row in leaving)
+        start, stop = stop, min(ends)
+        batches = decoder.run_packed(probes, batches, range(start, stop))
+        crossing = [row for row, end in enumerate(ends) if end == stop]
+        questions = ((row, sessions[row].ask(at[row], batches[row])) for row in crossing)
         asked = {row: question for row, question in questions if question is not None}
         found = dict(zip(asked, positions_of([*asked.values()]), strict=True))
-        for row in leaving:
+        for row in crossing:
             batches[row] = sessions[row].cross_in_step(at[row], batches[row], found.get(row))
             at[row] += 1
     for session in sessions:

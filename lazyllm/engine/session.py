@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Batch, Decoder, GroupRun, check_lengths
+from lazyllm.engine.decoder import Batch, Decoder, check_lengths, joined
 from lazyllm.engine.inputs import NOTHING, Group, Look
 from lazyllm.errors import UserError
 
@@ -154,35 +154,27 @@ class Session:
     def begin_step(self, token_ids: Tensor) -> Batch:
         """The batch for the first group in a step with these tokens [m].
 
-        For each group in order, a step then runs what `enter` gives through the decoder, and `leave` gives the batch
-        for the next one; `end_step` ends it. So a step can also be run from outside, packed with those of other
+        For each group in order, a step then prepares its run (`enter`), runs it, and crosses to the next one: `ask`,
+        then `cross_in_step`; `end_step` ends it. So a step can also be run from outside, packed with those of other
         sessions (`lazyllm.engine.pack`), whose questions at a boundary are answered together.
         """
         self._selected.append({})
         start, self.length = self.length, self.length + token_ids.shape[0]
         return self.decoder.batch(token_ids, self._all_positions[start : self.length])
 
-    def enter(self, index: int, batch: Batch, is_whole: bool = True) -> GroupRun:
-        """The run of group `index` over a batch, which has its slots in the cache afterwards.
+    def enter(self, index: int, batch: Batch, is_whole: bool = True) -> None:
+        """Prepare the run of group `index` over a batch: the cache's slots, and the probe.
 
         is_whole: whether no other chunk of the batch follows; scores are recorded in its last chunk only.
         """
-        cache = self.caches[index]
+        cache, look = self.caches[index], self._look(index) if is_whole else NOTHING
         cache.advance(batch.positions, self.length, batch.is_newest)
-        return GroupRun(cache, batch, self.length, self._look(index) if is_whole else NOTHING, self.chosen(cache))
-
-    def leave(self, index: int, batch: Batch) -> Batch:
-        """The batch for group `index + 1`, of the one that group `index` has computed."""
-        if self._in_prefill:
-            self._num_computed[index] += len(batch)
-            return self.cross_in_prefill(index, batch)
-        question = self.ask(index, batch)
-        return self.cross_in_step(index, batch, None if question is None else self.read(question))
+        self.decoder.probe.begin(cache, batch.positions, self.length, look, self.chosen(cache), batch.ranks)
 
     def ask(self, index: int, batch: Batch) -> Tensor | None:
-        """The first half of `leave` in a decoding step, which never waits for the device.
+        """[p] bool, True at the positions that `cross_in_step` needs as numbers; None if it needs none.
 
-        [p] bool, True at the positions that `cross_in_step` needs as numbers; None if it needs none.
+        batch: computed by group `index` in a decoding step. Never waits for the device.
         """
         self._num_computed[index] = self._num_computed[index] + len(batch) - 1  # `computed` holds earlier tensors
         return None
@@ -251,11 +243,18 @@ class Session:
 
     def _run_groups(self, batch: Batch) -> Tensor:
         """Run a step's batch through all groups: the logits [v] of its last token."""
-        for index in range(len(self.groups)):
-            chunks = self._chunks(index, batch)
-            done = [self.decoder.run(self.enter(index, chunk, is_whole=False)).hidden for chunk in chunks[:-1]]
-            last = self.decoder.run(self.enter(index, chunks[-1]))
-            batch = self.leave(index, replace(batch, hidden=torch.cat([*done, last.hidden], dim=1)) if done else last)
+        for index, group in enumerate(self.groups):
+            chunks, done = self._chunks(index, batch), list[Batch]()
+            for chunk in chunks:
+                self.enter(index, chunk, is_whole=chunk is chunks[-1])
+                done.append(self.decoder.run(chunk, group.layers))
+            batch = done[0] if len(done) == 1 else replace(batch, hidden=joined([part.hidden for part in done]))
+            if self._in_prefill:
+                self._num_computed[index] += len(batch)
+                batch = self.cross_in_prefill(index, batch)
+            else:
+                question = self.ask(index, batch)
+                batch = self.cross_in_step(index, batch, None if question is None else self.read(question))
         self.end_step()
         return self.decoder.last_logits([batch.hidden])[0]
 

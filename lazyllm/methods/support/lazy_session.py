@@ -126,7 +126,15 @@ class LazySession(Session):
             self._num_candidates = self._prompt_end  # including the newest token
         self._num_present = self.length + m
         self._present = self._everything[: self._num_present]
-        return super().begin_step(token_ids)
+        batch = super().begin_step(token_ids)
+        if self._starts_turn:
+            assert self._rope is not None
+            between = self.length - m - self._rope[0].shape[1]  # generated tokens: their cos and sin are never used
+            self._rope = tuple(
+                torch.cat([old, old.new_zeros(1, between, old.shape[2]), new], dim=1)
+                for old, new in zip(self._rope, batch.rope, strict=True)
+            )
+        return batch
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
         if index == 0:
@@ -146,8 +154,6 @@ class LazySession(Session):
     def ask(self, index: int, batch: Batch) -> Tensor | None:
         """Select the step's set at this boundary; [p] bool, its tokens that the next group has not computed."""
         super().ask(index, batch)
-        if index == 0 and self._starts_turn:
-            self._note_rope(batch)
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
             return None
@@ -234,12 +240,3 @@ class LazySession(Session):
         inside = self.groups[index].layers
         keep_all = (layer for layer, ratio in self._schedule.keep.items() if ratio == 1 and layer - 1 in inside)
         self._selected[-1] |= dict.fromkeys(keep_all, self._present)
-
-    def _note_rope(self, batch: Batch) -> None:
-        """Keep cos and sin of a turn's first tokens; those of generated tokens before them are never used."""
-        assert self._rope is not None
-        between = self.length - len(batch) - self._rope[0].shape[1]
-        self._rope = tuple(
-            torch.cat([old, old.new_zeros(1, between, old.shape[2]), new], dim=1)
-            for old, new in zip(self._rope, batch.rope, strict=True)
-        )
