@@ -80,7 +80,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     options, tokens = settings.options, ANSWER_TOKENS["hub" if settings.options.lengths is None else "made"]
     if options.lengths is None:
         rows, source, sha256 = _HUB.rows(settings, "*.parquet")
-        others = _QUESTIONS.keys() - {_kind(dataset)}
+        others = _QUESTIONS.keys() - {dataset.name.removeprefix("graphwalks_")}
         mine = [(where, row) for where, row in rows if row.get("problem_type") not in others], source, sha256
         expected = "prompt, answer_nodes and problem_type"
         return loaded(dataset, mine, partial(_example, dataset), settings.on_error, expected, tokens)
@@ -106,10 +106,6 @@ SUITE = Suite(
     length=lambda settings: max(settings.options.lengths or [0]) or None,
     shorter="give smaller graphwalks.lengths",
 )
-
-
-def _kind(dataset: Dataset) -> str:
-    return dataset.name.removeprefix("graphwalks_")
 
 
 def _example(dataset: Dataset, row: Any, number: int) -> Example:
@@ -143,7 +139,7 @@ def _made(dataset: Dataset, settings: DataSettings, answer_tokens: int) -> Itera
 
 def make_example(dataset: Dataset, identity: str, nodes: int, length: int) -> Example:
     """A random graph of at least 3 nodes, each with edges to two others, and a question about it, by `identity`."""
-    rng, kind = random.Random(identity), _kind(dataset)
+    rng, kind = random.Random(identity), dataset.name.removeprefix("graphwalks_")
     names = [f"{value:08x}" for value in rng.sample(range(16**8), nodes)]
     steps = [(place, step) for place in range(nodes) for step in sorted(rng.sample(range(1, nodes), 2))]
     edges = [(names[place], names[(place + step) % nodes]) for place, step in steps]
@@ -159,7 +155,6 @@ def make_example(dataset: Dataset, identity: str, nodes: int, length: int) -> Ex
         needed = [source in before for source, _ in edges]
     lines = [f"{source} -> {target}\n" for source, target in edges]
     context, width = "".join(lines), len(lines[0])
-    starts = [width * place for place, hit in enumerate(needed) if hit]
     asked = "\n" + _QUESTIONS[kind].format(node=node, depth=depth) + f" Leave out {node} itself." + _FORM
     prompt, gold = _INSTRUCTION + context + asked, sorted(answer)
     return Example(
@@ -170,7 +165,7 @@ def make_example(dataset: Dataset, identity: str, nodes: int, length: int) -> Ex
         answers=(f"Final Answer: [{', '.join(gold)}]",),
         length=length,
         instruction=_INSTRUCTION,
-        evidence=tuple((start, start + width) for start in starts),
+        evidence=tuple((place * width, (place + 1) * width) for place, hit in enumerate(needed) if hit),
         groups=(f"length={length}",),
         official=dict(prompt=prompt, answer_nodes=gold, prompt_chars=len(prompt), problem_type=kind),
     )

@@ -76,11 +76,6 @@ class Case:
         return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
 
 
-def generate_case(model: PreTrainedModel, case: Case, method: Method) -> Generation:
-    """The case's first answer by the method."""
-    return generate(model, case.prompt.as_input(), method, **case.answering)
-
-
 def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Generation]:
     """The case's answers, turn by turn. Every turn follows the method's own answers, as in a real conversation."""
     with start(model, case.prompt.as_input(), method, turns=case.turns_of(method)) as conversation:
@@ -249,7 +244,7 @@ class Bench:
 
     def trace(self, case: Case) -> Trace:
         """Generate once more, and keep what records leave out. Raises RuntimeError or FloatingPointError."""
-        out = generate_case(self.model, case, case.method)
+        out = generate(self.model, case.prompt.as_input(), case.method, **case.answering)
         importance = importance_of_layers(self.model, case.prompt.token_ids)
         group_starts, computed = compact_counts(out.computed)
         return Trace(
@@ -267,8 +262,11 @@ class Bench:
         devices = devices_of(self.model)
         reset_peak(*devices)
         run = _Run(method, case.turns_of(method), [], [])
-        answers = converse if case.prompt.turns else lambda *args: [generate_case(*args)]
-        for out in answers(self.model, case, method):
+        if case.prompt.turns:
+            answers = converse(self.model, case, method)
+        else:
+            answers = [generate(self.model, case.prompt.as_input(), method, **case.answering)]
+        for out in answers:
             run.outs.append(out)
             run.peaks.append(read_peak(*devices))
         return run
