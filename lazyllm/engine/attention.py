@@ -207,7 +207,7 @@ class ObservedAttention:
 
 
 @contextmanager
-def implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
+def implementation(model: PreTrainedModel, name: str | None) -> Iterator[None]:
     """Let the model take another attention function of transformers; its own one on exit."""
     own = model.config._attn_implementation
     model.config._attn_implementation = name

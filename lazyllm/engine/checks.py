@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import windows_of
-from lazyllm.engine.inputs import Look
+from lazyllm.engine.inputs import Group, Look
+from lazyllm.engine.session import Session
 from lazyllm.errors import UserError
 
 CHECKED_STEPS = 2  # decoding steps
@@ -63,19 +63,13 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
 
 def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """[1 + CHECKED_STEPS, v] logits of the prompt's last token and of the decoding steps."""
-    n, layers = token_ids.shape[0], range(len(decoder.layers))
-    all_positions = torch.arange(n, device=token_ids.device)
-    cache = GroupCache(layers, n, n, decoder.device)
+    n, layers = token_ids.shape[0] - CHECKED_STEPS, range(len(decoder.layers))
+    session = Session(decoder, [Group(layers, n, Look(layers), look_in_steps=True)], n, CHECKED_STEPS)
     logits = []
-    ends = range(n - CHECKED_STEPS, n + 1)
-    for start, end in zip([0, *ends], ends, strict=False):
-        positions = all_positions[start:end]
-        cache.advance(positions, end)
-        decoder.probe.begin(cache, positions, end, Look(layers))
-        batch = decoder.run(decoder.batch(token_ids[start:end], positions), layers)
+    for tokens in token_ids.split([n, *[1] * CHECKED_STEPS]):
+        logits.append(session.step_on(tokens) if logits else session.prefill(tokens))
         decoder.probe.take()  # raises RuntimeError if a layer did not call the installed attention function
-        logits.append(decoder.last_logits([batch.hidden])[0])
-    without = [layer + 1 for layer in layers if layer not in cache.stored_layers]
+    without = [layer + 1 for layer in layers if layer not in session.caches[0].stored_layers]
     if without:
         raise RuntimeError(f"layers {without} store no K and V of their own")
     return torch.stack(logits)
