@@ -204,8 +204,6 @@ def _caption(
 
 def _physics(runs: Sequence[StoredRun]) -> str:
     """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
-    if all("server" in run.identity for run in runs):  # they tell neither
-        return ""
     kernels = ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels))
     text = f"\nAttention kernel of the baseline, by profiler: {kernels}." if kernels else ""
     for device in dict.fromkeys(run.device for run in runs if len(run.examples.dropna(subset="prefill_mfu"))):
