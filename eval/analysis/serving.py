@@ -109,8 +109,7 @@ def plot(frame: Any) -> MplFigure:
             a, b, c = group[["a", "b", "c"]].iloc[0]
             n = np.linspace(group["prompt_tokens"].min(), group["prompt_tokens"].max())
             known = "" if np.isnan(a) else f": {1e9 * a:.3g} (n/1000)² + {1e6 * b:.3g} n/1000 + {1e3 * c:.3g} ms"
-            fit = 1000 * (a * n**2 + b * n + c)
-            axes.plot(n, fit, **look | {"marker": ""}, label=f"{label}, {load}{known}")
+            axes.plot(n, 1000 * (a * n**2 + b * n + c), **look | {"marker": ""}, label=f"{label}, {load}{known}")
         axes.set(title=model, xlabel="prompt tokens", ylabel="TTFT, ms", ylim=(0, None))
         legend_beside(axes)
     return figure
