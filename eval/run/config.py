@@ -47,6 +47,7 @@ DEFAULT_LABEL = "comparison"  # of an experiment without a label
 # method, and `model` is the model's name.
 SERVER = "server"
 SERVER_SETTINGS = ("name", "url", "kind", "extra_body", "label")
+SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
@@ -453,7 +454,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         "tracker.mode": ("online", "offline", "disabled"),
         "model.paper": (None, "llama2", "xgen"),
         "only": (None, *plain.compare),
-        "model.kind": (None, "vllm", "sglang", "llama.cpp", "transformers", "plain"),
+        "model.kind": (None, *SERVER_KINDS),
         "model.api": ("completions", "chat"),
         "model.cache": ("cold", "warm"),
     }

@@ -18,7 +18,7 @@ from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import parse_shard, spread_over
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.config import SERVER, SERVER_SETTINGS, RunConfig, prompt_limit
+from eval.run.config import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, prompt_limit
 from eval.run.identity import SERVED_CODE, code_sha256, versions
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
@@ -320,6 +320,8 @@ def _check_servers(config: RunConfig, methods: list[dict[str, Any]]) -> None:
             )
         if unknown:
             raise UserError(f"method server has no setting {min(unknown)!r}; it has {', '.join(SERVER_SETTINGS)}")
+        kind = settings.get("kind")
+        require(kind in (None, *SERVER_KINDS), "method.kind", kind, " or ".join(SERVER_KINDS))
     for url in (model.url, *(settings["url"] for settings in methods if "url" in settings)):
         parts = urlsplit(url or "")
         if parts.username is not None:
