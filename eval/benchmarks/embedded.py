@@ -142,10 +142,8 @@ def vocabulary() -> tuple[str, ...]:
     spaced = [*keys(), *VALUES, *CLASSES, *ORDINALS, *map(str, range(1, PARAGRAPHS + 1)), "entry", "link", "aside"]
     for words in (*_PATTERN, _CODE):
         spaced += words
-    bare = _words(
-        "Ledger Question Documents Document Chain Notes Digest Example Paragraph Where Pages File proc call Learn"
-    )
-    return tuple(dict.fromkeys([*bare, *(f" {word}" for word in spaced)]))
+    bare = "Ledger Question Documents Document Chain Notes Digest Example Paragraph Where Pages File proc call Learn"
+    return tuple(dict.fromkeys([*bare.split(), *(f" {word}" for word in spaced)]))
 
 
 def head(name: str) -> Tokens:
@@ -326,17 +324,11 @@ def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
         tokens += ["proc", name, *answer, "\n"]
         share = rest // (len(names) - i)
         rest -= share
-        for line in _sizes(rng, share, 6, 8):
-            tokens += _code_line(rng, line)
+        for size in _sizes(rng, share, 6, 8):  # tokens of a line, newline included
+            words = [f" {rng.choice(_CODE)}" for _ in range(size - 3)]
+            tokens += [" ", *words, ";", "\n"] if words else ["\n"] * size
         questions.append(Question([name], answer, [["proc", name, *answer]]))
     return tokens[:-1], questions
-
-
-def _code_line(rng: random.Random, size: int) -> Tokens:
-    """A line of a procedure's body of exactly `size` tokens, newline included."""
-    if size < 4:
-        return ["\n"] * size
-    return [" ", *(f" {rng.choice(_CODE)}" for _ in range(size - 3)), ";", "\n"]
 
 
 GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Question]]]] = {
@@ -353,12 +345,6 @@ GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Questi
 def as_text(tokens: Tokens) -> str:
     """Tokens as the text of a field: the space before the first word belongs to the template."""
     return "".join(tokens).removeprefix(" ")
-
-
-def _spans(context: Tokens, needles: Sequence[Tokens]) -> list[tuple[int, int]]:
-    """The ascending ranges of all occurrences of the needles in the text of the context."""
-    text, pattern = as_text(context), "|".join(re.escape(as_text(needle)) for needle in needles)
-    return [found.span() for found in re.finditer(pattern, text)]
 
 
 def is_test(context: Tokens, question: Question) -> bool:
@@ -400,7 +386,8 @@ def _row(name: str, index: int, turns: int) -> tuple[dict[str, Any], list[list[t
             {"input": asking.replace("{input}", as_text(other.input)), "answers": [_gold(name, other)]}
             for other in later
         ]
-    return row, [_spans(context, asked.evidence) for asked in (question, *later)]
+    patterns = ["|".join(re.escape(as_text(needle)) for needle in asked.evidence) for asked in (question, *later)]
+    return row, [[found.span() for found in re.finditer(pattern, row["context"])] for pattern in patterns]
 
 
 def _gold(name: str, question: Question) -> str:

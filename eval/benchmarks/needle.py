@@ -82,7 +82,8 @@ class _English:
         filler = self.filler(rng)
         question, answer_prefix = (text.format(key=key) for text in (self.question, self.answer_prefix))
 
-        def made(sentences: Sequence[str], place: int) -> Example:
+        def made(sentences: Sequence[str], place: int) -> tuple[Example, int]:
+            """A prompt with the needle after so many sentences, and its tokens."""
             needle, instruction = self.needle.format(key=key, value=value), self.instruction
             text = instruction + " ".join([*sentences[:place], needle, *sentences[place:]])
             start = len(instruction) + sum(len(sentence) + 1 for sentence in sentences[:place])
@@ -97,10 +98,11 @@ class _English:
                 "evidence": [[*spot]],
             }
             row = Row(official, (len(instruction), len(text)), (spot,))
-            return row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
+            example = row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
+            return example, len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
 
         limit = length - self.max_new_tokens
-        room = limit - self._tokens(made([], 0))
+        room = limit - made([], 0)[1]
         if room < 0:
             raise UserError(
                 f"needle.lengths: {length} is too short: needle, question and answer alone take {length - room} tokens"
@@ -113,15 +115,11 @@ class _English:
             sentences.append(sentence)
             ends.append(end)
         while True:
-            example = made(sentences, bisect_left(ends, depth / 100 * ends[-1]))
-            excess = self._tokens(example) - limit
-            if excess <= 0:
+            example, tokens = made(sentences, bisect_left(ends, depth / 100 * ends[-1]))
+            if tokens <= limit:
                 return example
-            fitting = bisect_right(ends, ends[-1] - excess) - 1
+            fitting = bisect_right(ends, ends[-1] - (tokens - limit)) - 1
             sentences, ends = sentences[:fitting], ends[: fitting + 1]
-
-    def _tokens(self, example: Example) -> int:
-        return len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
 
 
 class _Tiny(_English):

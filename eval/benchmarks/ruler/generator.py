@@ -11,10 +11,10 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eval.benchmarks.ruler.sources import (
     INSTALL,
@@ -30,9 +30,6 @@ from eval.benchmarks.ruler.sources import (
 )
 from eval.benchmarks.suite import DoesNotFitError, Example
 from lazyllm.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -80,26 +77,42 @@ class Row:
 
 def rows(
     task: Task,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     length: int,
     count: int,
     seed: int = 42,
     sources: Sources | None = None,
     reserved: int = 0,
-) -> Iterator[Row]:
+) -> list[Row]:
     """The first `count` rows of a task.
 
-    tokenizer: counts tokens, special tokens not added.
+    tokenizer: of transformers; counts tokens, special tokens not added.
     length: the maximum number of tokens of prompt, chat template and answer together.
     sources: files for the tasks that need a corpus.
     reserved: tokens of `length` reserved for a chat template (officially `model_template_token`).
 
-    Raises UserError: at once if the task lacks a source; during iteration if `length` is too short for the task.
+    Raises UserError if the task lacks a source, has fewer rows, or `length` is too short for it.
     """
     sampler = _SAMPLERS[task.kind](task, tokenizer, seed, length, length - reserved, sources or Sources())
-    if isinstance(sampler, _Questions) and count > (there := len(sampler.corpus.questions)):
+    if isinstance(sampler, _Questions) and count > (there := len(sampler.questions)):
         raise UserError(f"{task.name} has {there} questions, but {count} rows were requested")
-    return _rows(sampler, count, reserved)
+    size, made = sampler.size(), list[Row]()
+    for number in range(count):
+        draft, tokens = sampler.fitted(size, number)
+        used = tokens + task.max_new_tokens
+        official = {
+            "index": number,
+            "input": draft.input,
+            "outputs": list(draft.outputs),
+            "length": used,
+            "length_w_model_temp": used + reserved,
+            "answer_prefix": draft.answer_prefix,
+        }
+        if isinstance(sampler, _Needles):
+            index = draft.input.find(draft.outputs[0])
+            official |= {"index": index, "token_position_answer": sampler.count(draft.input[:index])}
+        made.append(Row(official, draft.context, draft.spans()))
+    return made
 
 
 @dataclass(frozen=True)
@@ -141,9 +154,7 @@ class _Sampler(ABC):
     step = 10  # the smallest size tried, and the decrement if a row does not fit
     smallest = 1  # the smallest size that can be drawn
 
-    def __init__(
-        self, task: Task, tokenizer: PreTrainedTokenizerBase, seed: int, length: int, budget: int, sources: Sources
-    ) -> None:
+    def __init__(self, task: Task, tokenizer: Any, seed: int, length: int, budget: int, sources: Sources) -> None:
         import numpy as np
 
         self.task, self.tokenizer, self.seed = task, tokenizer, seed
@@ -279,25 +290,36 @@ class _Needles(_Sampler):
         return str(uuid.UUID(int=self.random.getrandbits(128), version=4))
 
 
-class _Chained(_Sampler):
-    """Chains of assignments in noise."""
+class _Chains(_Sampler):
+    """vt: chains of assignments in noise, after a worked example, made once, that gets new names in each row."""
 
     def prepare(self) -> None:
         self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
+        self.step = 5 if self.length < _SMALL else 10
+        sampler = _ChainsExample(self.task, self.tokenizer, self.seed, self.length, self.budget, self.sources)
+        sampler.random = self.random  # the example is the task's first draw
+        draft, _ = sampler.fitted(sampler.size(), 0)
+        self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
+        self.example_tokens = self.count(self.example)
 
-    def names(self, letters: int) -> list[str]:
-        """Distinct names for all variables."""
-        names = dict[str, None]()  # in order
-        while len(names) < self.chains * (self.hops + 1):
+    def draw(self, size: int, number: int) -> _Draft:
+        return self.chained(size, [str(self.numbers.randint(10_000, 99_999)) for _ in range(self.chains)], letters=5)
+
+    def finished(self, draft: _Draft) -> _Draft:
+        example = self.example
+        for name in example.split()[-self.hops - 1 :]:
+            example = example.replace(name, self._name(len(name)))
+        value = str(self.numbers.randint(10_000, 99_999))
+        return draft.behind(f"{example.replace(_EXAMPLE_VALUE, value)}\n")
+
+    def chained(self, size: int, values: list[str], letters: int) -> _Draft:
+        """A prompt with chains that assign `values` to names of so many letters; it asks for the first chain."""
+        length, names = self.hops + 1, dict[str, None]()  # distinct, in order
+        while len(names) < self.chains * length:
             names[self._name(letters)] = None
-        return list(names)
-
-    def chained(self, size: int, names: list[str], values: list[str]) -> _Draft:
-        """A prompt with chains that assign `values` along `names`; it asks for the first chain."""
-        length = self.hops + 1
         if size < length:
             raise self.too_short()
-        chains = [names[start : start + length] for start in range(0, len(names), length)]
+        chains = [[*names][start : start + length] for start in range(0, len(names), length)]
         lines, evidence = [NOISE] * size, list[str]()
         for chain, value in zip(chains, values, strict=True):
             assignments = [f"VAR {chain[0]} = {value}"]
@@ -312,40 +334,19 @@ class _Chained(_Sampler):
         return "".join(self.random.choices(string.ascii_uppercase, k=letters))
 
 
-class _Chains(_Chained):
-    """vt: chains after a worked example, which is made once and gets new names in each row."""
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.step = 5 if self.length < _SMALL else 10
-        sampler = _ChainsExample(self.task, self.tokenizer, self.seed, self.length, self.budget, self.sources)
-        sampler.random = self.random  # the example is the task's first draw
-        draft, _ = sampler.fitted(sampler.size(), 0)
-        self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
-        self.example_tokens = self.count(self.example)
-
-    def draw(self, size: int, number: int) -> _Draft:
-        values = [str(self.numbers.randint(10_000, 99_999)) for _ in range(self.chains)]
-        return self.chained(size, self.names(5), values)
-
-    def finished(self, draft: _Draft) -> _Draft:
-        example = self.example
-        for name in example.split()[-self.hops - 1 :]:
-            example = example.replace(name, self._name(len(name)))
-        value = str(self.numbers.randint(10_000, 99_999))
-        return draft.behind(f"{example.replace(_EXAMPLE_VALUE, value)}\n")
-
-
-class _ChainsExample(_Chained):
+class _ChainsExample(_Chains):
     """The worked example of vt: shorter names, a placeholder value, and at most 500 tokens without the answer."""
 
     def prepare(self) -> None:
-        super().prepare()
+        self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
         self.step = 5
         self.budget = self.limit = 500 - (self.length - self.budget)
 
     def draw(self, size: int, number: int) -> _Draft:
-        return self.chained(size, self.names(3), [_EXAMPLE_VALUE] * self.chains)
+        return self.chained(size, [_EXAMPLE_VALUE] * self.chains, letters=3)
+
+    def finished(self, draft: _Draft) -> _Draft:
+        return draft
 
     def too_short(self) -> UserError:
         return DoesNotFitError(
@@ -451,17 +452,17 @@ class _Questions(_Sampler):
     """qa: a question on documents, of which some hold the answer."""
 
     def prepare(self) -> None:
-        self.corpus = read_corpus(self.task.settings["dataset"], self.sources)
+        self.questions, self.documents = read_corpus(self.task.settings["dataset"], self.sources)
 
     def draw(self, size: int, number: int) -> _Draft:
-        asked, all_documents = self.corpus.questions[number], self.corpus.documents
-        if size >= len(all_documents):
-            documents = list(islice(cycle(all_documents), size))
+        asked = self.questions[number]
+        if size >= len(self.documents):
+            documents = list(islice(cycle(self.documents), size))
         else:
-            documents = [all_documents[index] for index in self._drawn(asked, size)]
+            documents = [self.documents[index] for index in self._drawn(asked, size)]
         self.shuffle(documents)
         context = "\n\n".join(f"Document {place}:\n{text}" for place, text in enumerate(documents, start=1))
-        evidence = [all_documents[index] for index in asked.evidence]
+        evidence = [self.documents[index] for index in asked.evidence]
         return self.filled(context, evidence, asked.outputs, query=asked.text)
 
     def _drawn(self, asked: QaQuestion, size: int) -> list[int]:
@@ -472,8 +473,7 @@ class _Questions(_Sampler):
         if missing <= len(asked.more):
             return [*asked.documents, *self.random.sample(asked.more, missing)]
         own = [*asked.documents, *asked.more]
-        taken = set(own)
-        others = [index for index in range(len(self.corpus.documents)) if index not in taken]
+        others = sorted({*range(len(self.documents))} - {*own})
         return own + self.random.sample(others, missing - len(asked.more))
 
 
@@ -484,25 +484,6 @@ _SAMPLERS: dict[str, type[_Sampler]] = {
     "freq_words_extraction": _FrequentWords,
     "qa": _Questions,
 }
-
-
-def _rows(sampler: _Sampler, count: int, reserved: int) -> Iterator[Row]:
-    size = sampler.size()
-    for number in range(count):
-        draft, tokens = sampler.fitted(size, number)
-        length = tokens + sampler.task.max_new_tokens
-        official = {
-            "index": number,
-            "input": draft.input,
-            "outputs": list(draft.outputs),
-            "length": length,
-            "length_w_model_temp": length + reserved,
-            "answer_prefix": draft.answer_prefix,
-        }
-        if isinstance(sampler, _Needles):
-            index = draft.input.find(draft.outputs[0])
-            official |= {"index": index, "token_position_answer": sampler.count(draft.input[:index])}
-        yield Row(official, draft.context, draft.spans())
 
 
 def _singular(template: str) -> str:

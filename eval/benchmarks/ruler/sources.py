@@ -123,12 +123,8 @@ class QaQuestion:
     evidence: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A dataset of a qa task: questions in the dataset's order, and sorted documents."""
-
-    questions: Sequence[QaQuestion]
-    documents: Sequence[str]
+Corpus = tuple[list[QaQuestion], list[str]]
+"""A dataset of a qa task: questions in the dataset's order, and sorted documents."""
 
 
 def read_tasks(folder: Path | None) -> dict[str, Task]:
@@ -262,8 +258,8 @@ def corpus_sha256(task: Task, sources: Sources) -> str | None:
         essay = read_essay(task.name, sources)
         texts = [str(essay.official), *essay.words]
     elif task.kind == "qa":
-        corpus = read_corpus(task.settings["dataset"], sources)
-        texts = [*corpus.documents, *map(repr, corpus.questions)]
+        questions, documents = read_corpus(task.settings["dataset"], sources)
+        texts = [*documents, *map(repr, questions)]
     else:
         return None
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
@@ -283,12 +279,12 @@ def read_corpus(dataset: str, sources: Sources) -> Corpus:
         content, source = hub.split(configuration, "validation"), hub.repository
     try:
         if dataset == "squad":
-            corpus = _squad(_squad_rows(content) if isinstance(content, dict) else content)
+            corpus = _squad([*_squad_rows(content)] if isinstance(content, dict) else [*content])
         else:
             corpus = _hotpotqa(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{source}: not in the official format of {dataset} ({error!r})") from error
-    if not corpus.questions:
+    if not corpus[0]:
         raise UserError(f"{source}: holds no question with an answer")
     return corpus
 
@@ -302,8 +298,7 @@ def _squad_rows(content: Any) -> Iterator[dict[str, Any]]:
                 yield {**asked, "title": article["title"], "context": paragraph["context"], "answers": {"text": texts}}
 
 
-def _squad(content: Iterable[Any]) -> Corpus:
-    rows = list(content)
+def _squad(rows: list[Any]) -> Corpus:
     documents = sorted({row["context"] for row in rows})
     index = {document: number for number, document in enumerate(documents)}
     questions = []
@@ -315,7 +310,7 @@ def _squad(content: Iterable[Any]) -> Corpus:
                 own = index[row["context"]]
                 more = tuple(number for number in numbers if number != own)
                 questions.append(QaQuestion(row["question"], tuple(texts), (own,), more, (own,)))
-    return Corpus(questions, documents)
+    return questions, documents
 
 
 def _hotpotqa(content: Any) -> Corpus:
@@ -335,7 +330,7 @@ def _hotpotqa(content: Any) -> Corpus:
         numbers = tuple(index[text] for _, text in context)
         evidence = tuple(number for number, (title, _) in zip(numbers, context, strict=True) if title in supporting)
         questions.append(QaQuestion(asked["question"], (asked["answer"],), numbers, (), evidence))
-    return Corpus(questions, documents)
+    return questions, documents
 
 
 def _text(file: Path) -> str:
