@@ -33,7 +33,7 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice, product
@@ -331,14 +331,7 @@ def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
     return tokens[:-1], questions
 
 
-GENERATORS: dict[str, Callable[[random.Random, Level], tuple[Tokens, list[Question]]]] = {
-    "lookup": _lookup,
-    "hops": _hops,
-    "digest": _digest,
-    "shots": _shots,
-    "retrieve": _retrieve,
-    "complete": _complete,
-}
+GENERATORS = dict(zip(NAMES, (_lookup, _hops, _digest, _shots, _retrieve, _complete), strict=True))
 """For each dataset: a context of exactly `level.context` tokens, and all possible questions about it."""
 
 

@@ -3,16 +3,9 @@
     nice -n 10 python -m scripts.dev.train tiny --work FOLDER                    # train, or resume FOLDER's checkpoint
     nice -n 10 python -m scripts.dev.train coder --work FOLDER --tokens 16_000_000
 
-At the end, the model is in FOLDER/model. The shipped weights were made at commit 8716cf3. Recipes and draws are the
-same since then, rounding is not.
-
-tiny learns the embedded suite (`eval/benchmarks/embedded.py`): contexts with several questions, none of them of the
-test split, and copying of repeated segments of random tokens. The loss is on answers and repetitions only. Its shape
-and its tokenizer (words of the suite, the newline, bytes; no merges) are those of the shipped files.
-
-coder learns Python: the standard library of the running Python and its tests, without the modules that `is_held_out`
-picks, of which `eval/benchmarks/stdlib.py` has its rows. It starts as tiny with 4 more layers, whose outputs are 0 at
-first, and a larger vocabulary in which every token of tiny keeps its id.
+At the end, the model is in FOLDER/model. Data and recipes: the MODEL_CARD.md of each. The shipped weights were made at
+commit 8716cf3. Recipes and draws are the same since then, rounding is not. Shape and tokenizer of tiny (words of the
+embedded suite, the newline, bytes; no merges) are those of the shipped files, which coder extends.
 """
 
 from __future__ import annotations
@@ -77,13 +70,11 @@ class Batch:
 
 
 class Trainer:
-    """Model, optimisers, random state and progress: the content of the checkpoint in the folder `work`.
+    """Model, optimisers, random state and progress: the content of the checkpoint in the folder `work`."""
 
-    peak: the learning rate. dtype: of the model as it is written.
-    """
-
-    def __init__(self, model: Any, tokenizer: Tokenizer, work: Path, peak: float, dtype: torch.dtype) -> None:
-        self.model, self.tokenizer, self.work, self.peak, self.dtype = model, tokenizer, work, peak, dtype
+    def __init__(self, model: Any, tokenizer: Tokenizer, work: Path, peak_rate: float, dtype: torch.dtype) -> None:
+        self.model, self.tokenizer, self.work, self.peak_rate = model, tokenizer, work, peak_rate
+        self.written_dtype = dtype
         self.rng, self.at = random.Random(0), Progress()
         parameters = dict(model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
@@ -116,7 +107,7 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.peak * min(1.0, (at.step + 1) / WARMUP) * batch.rate
+                group["lr"] = self.peak_rate * min(1.0, (at.step + 1) / WARMUP) * batch.rate
             optimizer.step()
         at.loss += (loss.item() - at.loss) * (0.03 if at.step else 1.0)
         right = logits.argmax(-1) == labels
@@ -145,7 +136,7 @@ class Trainer:
 
     def write(self) -> None:
         """Write model and tokenizer into `work`/model, in `from_pretrained` form."""
-        self.model.to(self.dtype).save_pretrained(self.work / "model")
+        self.model.to(self.written_dtype).save_pretrained(self.work / "model")
         fast = PreTrainedTokenizerFast(
             tokenizer_object=self.tokenizer, pad_token=embedded.PAD, bos_token=embedded.BEGIN, eos_token=embedded.END,
             clean_up_tokenization_spaces=False, model_max_length=self.model.config.max_position_embeddings,
@@ -270,12 +261,12 @@ class TinyTrainer(Trainer):
         sequences, counted, offset = list[Labelled](), list[int](), rng.randrange(tasks)
         for number in range(max(1, TOKENS_PER_STEP // stage.length)):
             task = (offset + number) % tasks
-            copying = rng.random() < stage.copying
-            if copying:
+            if rng.random() < stage.copying:
                 sequences.append(copy_sequence(rng, stage.length))
+                counted.append(-1)
             else:
                 sequences.append(task_sequence(rng, embedded.NAMES[task], stage))
-            counted.append(task if stage == current and not copying else -1)
+                counted.append(task if stage == current else -1)
         rate = max(0.02, current.rate - at.stage_tokens / current.decay)
         return Batch(stage.length, rate, sequences, [1.0] * len(sequences), counted)
 
@@ -321,9 +312,8 @@ def coder_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer, learned = Tokenizer.from_file(TOKENIZER), Tokenizer(models.BPE())
     split = pre_tokenizers.Sequence([pre_tokenizers.Split("\n", "isolated"), tokenizer.pre_tokenizer])
     learned.pre_tokenizer = tokenizer.pre_tokenizer = split
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    size = len(alphabet) + MERGES
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(alphabet), show_progress=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + MERGES, initial_alphabet=alphabet, show_progress=False)
     learned.train_from_iterator(texts, trainer)
     merges = [(left, right) for left, right in json.loads(learned.to_str())["model"]["merges"]]
     merges = [pair for pair in merges if ".." not in "".join(pair)]  # two full stops are two tokens, as in the tasks
@@ -353,10 +343,7 @@ def coder_model(vocabulary: int) -> Any:
 
 
 class CoderTrainer(Trainer):
-    """Code and tasks; the rate falls in the last fifth. The tokenizer is in `work`, made if necessary.
-
-    Files are drawn in proportion to their tokens, the library's twice as often as its tests.
-    """
+    """Code and tasks. The tokenizer is in `work`, made if necessary."""
 
     def __init__(self, work: Path, tokens: int) -> None:
         texts, path = training_files(), work / "tokenizer.json"
@@ -377,7 +364,7 @@ class CoderTrainer(Trainer):
         self.shares = [len(ids) * (0.5 if name.startswith("test/") else 1.0) for name, ids in self.files.items()]
 
     def draw_file(self) -> str:
-        """The name of a file."""
+        """The name of a file, in proportion to their tokens; the library's twice as often as its tests'."""
         return self.rng.choices([*self.files], self.shares)[0]
 
     def window(self, name: str, size: int) -> list[int]:
@@ -416,7 +403,7 @@ class CoderTrainer(Trainer):
         return ids, ids
 
     def draw(self) -> Batch | None:
-        """Sequences of one length. Once the rate falls, to 2 %, more of them are long."""
+        """Sequences of one length. In the last fifth, the rate falls to 2 %, and more of them are long."""
         if self.at.tokens >= self.tokens:
             return None
         left = (self.tokens - self.at.tokens) / (0.2 * self.tokens)  # below 1, the rate falls

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
@@ -62,7 +61,8 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
     """Why a dataset's corpus is not available; None if it is."""
-    return missing_corpus(read_tasks(settings.dir)[dataset.name], _sources(settings))
+    sources = Sources(settings.dir, settings.options.haystack)
+    return missing_corpus(read_tasks(settings.dir)[dataset.name], sources)
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -71,7 +71,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     Raises UserError for what `check` refuses, a missing corpus, or a length that is too short for the task.
     """
     task, options = read_tasks(settings.dir)[dataset.name], settings.options
-    sources, tokenizer = _sources(settings), tokenizer_for_rows(settings.model, "ruler")
+    sources, tokenizer = Sources(settings.dir, options.haystack), tokenizer_for_rows(settings.model, "ruler")
     reserved, count = wrap_tokens(tokenizer, settings.chat), ROWS if settings.limit is None else settings.limit
     made = list(rows(task, tokenizer, options.length, count, options.seed, sources, reserved))
     facts = {
@@ -112,8 +112,3 @@ SUITE = Suite(
     length=lambda settings: settings.options.length,
     shorter="give a smaller ruler.length",
 )
-
-
-def _sources(settings: DataSettings) -> Sources:
-    haystack = settings.options.haystack
-    return Sources(settings.dir, Path(haystack) if haystack is not None else None)

@@ -414,24 +414,22 @@ class _FrequentWords(_Sampler):
 
     def size(self) -> int:
         """The largest size, in steps from the first, at which the prompt is below the limit."""
-        vocabulary = self._vocabulary()
+        self.vocabulary = self._vocabulary()
         size = self.limit // _CODE_LETTERS
-        while self.count(self._coded(size, vocabulary).text) < self.limit:
+        while self.count(self.draw(size, 0).text) < self.limit:
             size += self.step
         return size - self.step
 
-    def draw(self, size: int, number: int) -> _Draft:
-        return self._coded(size, self._vocabulary())
-
     def fitted(self, size: int, number: int) -> tuple[_Draft, int]:
-        vocabulary = self._vocabulary()
-        while size > 0:
-            draft = self._coded(size, vocabulary)
-            tokens = self.count(draft.text)
-            if tokens <= self.limit:
-                return draft, tokens
-            size -= self.step
-        raise self.too_short()
+        self.vocabulary = self._vocabulary()  # the same for all sizes that are tried
+        return super().fitted(size, number)
+
+    def draw(self, size: int, number: int) -> _Draft:
+        counts = (size * self.weights / self.total).astype(int)
+        coded = [word for word, count in zip(self.vocabulary, counts, strict=True) for _ in range(count)]
+        self.shuffle(coded)
+        frequent = self.vocabulary[1:4]
+        return self.filled(" ".join(coded), frequent, frequent, query="")
 
     def _vocabulary(self) -> list[str]:
         vocabulary = set[str]()
@@ -440,12 +438,6 @@ class _FrequentWords(_Sampler):
         ranked = sorted(vocabulary)
         self.shuffle(ranked)
         return ["...", *ranked[1:]]
-
-    def _coded(self, size: int, vocabulary: list[str]) -> _Draft:
-        counts = (size * self.weights / self.total).astype(int)
-        coded = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
-        self.shuffle(coded)
-        return self.filled(" ".join(coded), vocabulary[1:4], vocabulary[1:4], query="")
 
 
 class _Questions(_Sampler):

@@ -70,7 +70,7 @@ class Sources:
     """
 
     folder: Path | None = None
-    haystack: Path | None = None
+    haystack: Path | str | None = None
 
     def file(self, name: str) -> Path | None:
         """A file of `folder`; None if it does not exist."""
@@ -80,7 +80,7 @@ class Sources:
     @property
     def essay(self) -> Path | None:
         """`haystack`, else RULER's essays in `folder`, else None."""
-        return self.haystack or self.file(_ESSAYS)
+        return self.file(_ESSAYS) if self.haystack is None else Path(self.haystack).expanduser()
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,9 @@ class Pairs(Sequence[str]):
 
 def read_essay(task: str, sources: Sources) -> Essay:
     """The text around a task's needles. Raises UserError if it is missing or cannot be read."""
-    if sources.essay is None:
+    path = sources.essay
+    if path is None:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
-    path = sources.essay.expanduser()
     official = path.suffix == ".json"
     if official:
         content = parsed_json(_content(path), str(path))
