@@ -72,9 +72,8 @@ class Batch:
 class Trainer:
     """Model, optimisers, random state and progress: the content of the checkpoint in the folder `work`."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, work: Path, peak_rate: float, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, work: Path, peak_rate: float) -> None:
         self.model, self.tokenizer, self.work, self.peak_rate = model, tokenizer, work, peak_rate
-        self.written_dtype = dtype
         self.rng, self.at = random.Random(0), Progress()
         parameters = dict(model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
@@ -135,8 +134,8 @@ class Trainer:
                 file.with_suffix(".part").replace(file)
 
     def write(self) -> None:
-        """Write model and tokenizer into `work`/model, in `from_pretrained` form."""
-        self.model.to(self.written_dtype).save_pretrained(self.work / "model")
+        """Write model, in the shipped one's type, and tokenizer into `work`/model, in `from_pretrained` form."""
+        self.model.to(self.model.config.dtype).save_pretrained(self.work / "model")
         fast = PreTrainedTokenizerFast(
             tokenizer_object=self.tokenizer, pad_token=embedded.PAD, bos_token=embedded.BEGIN, eos_token=embedded.END,
             clean_up_tokenization_spaces=False, model_max_length=self.model.config.max_position_embeddings,
@@ -243,7 +242,7 @@ class TinyTrainer(Trainer):
     def __init__(self, work: Path) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(TINY))
-        super().__init__(model, Tokenizer.from_file(TOKENIZER), work, 3e-3, torch.float32)
+        super().__init__(model, Tokenizer.from_file(TOKENIZER), work, 3e-3)
         self.at.accuracy = [0.0] * len(embedded.NAMES)
 
     def draw(self) -> Batch | None:
@@ -328,8 +327,7 @@ def coder_model(vocabulary: int) -> Any:
     """tiny with four more layers whose outputs are zero, and a larger vocabulary."""
     torch.manual_seed(0)
     tiny = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    config = LlamaConfig.from_pretrained(PRESETS["coder"].source, vocab_size=vocabulary, dtype="float32")
-    model: Any = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(PRESETS["coder"].source, vocab_size=vocabulary))
     old, new = tiny.model.embed_tokens.weight.data, model.model.embed_tokens.weight.data
     new.normal_().mul_(old.std(0)).add_(old.mean(0))
     new[: len(old)] = old
@@ -350,7 +348,7 @@ class CoderTrainer(Trainer):
         if not path.exists():
             coder_tokenizer([text for name, text in texts.items() if not name.startswith("test/")]).save(str(path))
         tokenizer = Tokenizer.from_file(str(path))
-        super().__init__(coder_model(tokenizer.get_vocab_size()), tokenizer, work, 2e-3, torch.float16)
+        super().__init__(coder_model(tokenizer.get_vocab_size()), tokenizer, work, 2e-3)
         self.tokens = tokens
         encoded = zip(texts, tokenizer.encode_batch([*texts.values()], add_special_tokens=False), strict=True)
         self.files = {name: code.ids for name, code in encoded if len(code.ids) > 100}
