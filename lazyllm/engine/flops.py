@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,11 +110,9 @@ def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | N
 
     if target < 1 or of_step(1) < target:
         return None
-    slow, fast = 10_000, 1
-    while slow - fast > 1:
-        middle = (slow + fast) // 2
-        slow, fast = (middle, fast) if of_step(middle) < target else (slow, middle)
-    return min((slow, fast), key=lambda step: abs(of_step(step) - target)) / 10_000
+    # the first step below the target, or the last one
+    slow = bisect_right(range(10_000), -target, lo=2, key=lambda step: -of_step(step))
+    return min((slow, slow - 1), key=lambda step: abs(of_step(step) - target)) / 10_000
 
 
 def first_layers_flops(config: Any, n: int, layers: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import cos, floor, pi
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lazyllm.engine.inputs import Group, Look
 from lazyllm.methods.support.bases import Boundary, Layerwise
@@ -45,6 +45,8 @@ class PyramidInfer(Layerwise):
     weight: float = 1.2
     first: int = 4
 
+    scoring_flops = Layerwise.look_flops
+
     def __post_init__(self) -> None:
         check_ratio("recent", self.recent)
         check_ratio("decay", self.decay)
@@ -72,9 +74,6 @@ class PyramidInfer(Layerwise):
             look = Look((layer,), self._recent(n), summed=(1, self.weight)) if after < m else Look()
             groups.append(Group(range(layer, layer + 1), m, look))
         return groups
-
-    def scoring_flops(self, config: Any, n: int) -> int:
-        return self.look_flops(config, n)
 
     def pruning_layers(self, num_layers: int) -> range:
         return range(1, num_layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from lazyllm.engine.inputs import Group, Look
 from lazyllm.methods.support.bases import Boundary, Layerwise, at_depth
@@ -56,6 +56,8 @@ class UniPrefill(Layerwise):
     first: int = 128
     last: int = 128
 
+    scoring_flops = Layerwise.look_flops
+
     def __post_init__(self) -> None:
         if self.layers is not None:
             if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
@@ -81,9 +83,6 @@ class UniPrefill(Layerwise):
                 n = min(n, blocks * self.block + self.first + self.last)
             start = end
         return groups
-
-    def scoring_flops(self, config: Any, n: int) -> int:
-        return self.look_flops(config, n)
 
     def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
         import torch

@@ -251,7 +251,7 @@ class Layerwise(Method):
         return None
 
     def look_flops(self, config: Any, n: int) -> int:
-        """FLOPs of the products of each `look`'s queries with the keys up to them, for a method that counts these."""
+        """FLOPs of the products of each `look`'s queries with the keys up to them: `scoring_flops` of some methods."""
         pairs = 0
         for group in self.groups(config.num_hidden_layers, n):
             queries = min(group.look.queries, group.prompt_tokens) if group.look.layers else 0
