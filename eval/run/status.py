@@ -31,10 +31,7 @@ _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, DONE: 0}
 
 @dataclass(frozen=True)
 class Status:
-    """One line. expected: the run's number of examples; None if unknown.
-
-    last: time of the last record, in UTC; None if there is none. why: what is missing or failed.
-    """
+    """A run's line. last: of the last record, in UTC. expected, last: None if unknown. why: what is missing or failed."""
 
     run: str
     model: str
@@ -65,33 +62,29 @@ def status(folders: Sequence[Path]) -> list[Status]:
 def _status(folder: Path) -> Status:
     try:
         run = StoredRun(folder, read_about(folder / "run.json"))
-        keys, planned, failures, why = set(run.keys), read_planned(folder), run.failures, list[str]()
+        keys, planned = set(run.keys), read_planned(folder)
         seconds = max((file.stat().st_mtime for file in files_of(folder, "records") if keys), default=None)
         last = None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         missing = len(set(planned or ()) - keys)
-        counts = Counter(failure.reason for failure in failures)
-        why += [f"{number} failed: {reason}" for reason, number in counts.most_common(3)]
-        states = [FAILED] if failures else []
+        failed = Counter(failure.reason for failure in run.failures)
+        findings = [(FAILED, f"{number} failed: {reason}") for reason, number in failed.most_common(3)]
         for file, events in read_jobs(folder).items():
-            state, reason = _state_of(file.stem.replace("jobs", "job"), events, last)
-            states.append(state)
-            why.append(reason)
-        if planned is not None and not missing and RUNNING not in states:
-            states, why = [DONE], []
-        elif not {RUNNING, UNCLEAR, FAILED} & {*states}:
+            findings.append(_state_after(events[-1], file.stem.replace("jobs", "job"), last))
+        state = next((state for state in (RUNNING, UNCLEAR, FAILED) if state in dict(findings)), INCOMPLETE)
+        if planned is not None and not missing and state != RUNNING:
+            state, findings = DONE, []
+        elif state == INCOMPLETE:
             lacks = "its number of examples is unknown" if planned is None else f"{counted(missing, 'example')} missing"
-            why.append(f"{lacks}; the same command goes on")
-        state = next((state for state in (RUNNING, UNCLEAR, FAILED, DONE) if state in states), INCOMPLETE)
+            findings.append((INCOMPLETE, f"{lacks}; the same command goes on"))
         done, expected = (len(keys), None) if planned is None else (len(planned) - missing, len(planned))
-        words = "; ".join(filter(None, why))
-        return Status(folder.name, run.model, run.label, run.seed, state, done, expected, len(failures), last, words)
+        why = "; ".join(reason for _, reason in findings if reason)
+        return Status(folder.name, run.model, run.label, run.seed, state, done, expected, failed.total(), last, why)
     except (ValueError, KeyError, TypeError) as error:  # a damaged run; the others are still listed
         return Status(folder.name, "", "", None, FAILED, 0, None, 0, None, str(error))
 
 
-def _state_of(job: str, events: Sequence[Mapping[str, Any]], last: str | None) -> tuple[str, str]:
-    """The state after the last job of a jobs file, and the reason. last: time of the last record."""
-    event = events[-1]
+def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[str, str]:
+    """The state after the last event of a job, and the reason. last: time of the last record."""
     if event["event"] == "end":
         error = event["error"] or ""
         if error.startswith(KeyboardInterrupt.__name__):  # Ctrl-C is not a failure
@@ -101,10 +94,9 @@ def _state_of(job: str, events: Sequence[Mapping[str, Any]], last: str | None) -
         return UNCLEAR, f"running or died on {event['host']} since {event['time']}, last record {last or 'never'}"
     try:
         os.kill(event["process"], 0)
-    except PermissionError:  # another user's
-        pass
-    except OSError:
-        return FAILED, f"{job} began at {event['time']} and died (killed, or out of memory)"
+    except OSError as error:
+        if not isinstance(error, PermissionError):  # another user's process lives
+            return FAILED, f"{job} began at {event['time']} and died (killed, or out of memory)"
     return RUNNING, ""
 
 
@@ -115,16 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)
     lines = status(options.runs)
+    states = Counter(line.state for line in lines)
     if options.json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:
         headings = ("run", "state", Column("examples", justify="right"), "last record", Column("", overflow="fold"))
         table = Table(*headings, box=None, pad_edge=False)
         for line in lines:
-            expected = "?" if line.expected is None else str(line.expected)
-            table.add_row(line.run, line.state, f"{line.done}/{expected}", line.last or "", line.why)
+            examples = f"{line.done}/{'?' if line.expected is None else line.expected}"
+            table.add_row(line.run, line.state, examples, line.last or "", line.why)
         (Console() if Console().is_terminal else Console(width=160)).print(table)
-        states = Counter(line.state for line in lines)
         print(f"{counted(len(lines), 'run')}:", ", ".join(f"{states[one]} {one}" for one in _EXIT if states[one]))
-    codes = {_EXIT[line.state] for line in lines}
-    return 1 if 1 in codes else max(codes)
+    return next(code for state, code in _EXIT.items() if states[state])
