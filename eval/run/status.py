@@ -31,7 +31,7 @@ _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, DONE: 0}
 
 @dataclass(frozen=True)
 class Status:
-    """A run's line. last: of the last record, in UTC. expected, last: None if unknown. why: what is missing or failed."""
+    """A run's line. last: of the last record, in UTC. expected, last: None if unknown. why: what is missing or fails"""
 
     run: str
     model: str

@@ -2,7 +2,6 @@
 
     lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{9: 0.5, 19: 0.5}'
     lazyllm-bench chat --once "entry zanur lantern copper. Question: entry zanur" --max-new-tokens 8
-    lazyllm-bench chat --schedule none --once - < question.txt          # without pruning, for comparison
 
 Answers go to standard output, their cost to standard error: TTFT, the share of all turns' prompt tokens that was
 computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the most). With a chat
@@ -12,12 +11,13 @@ runs. Without a template, each line is a prompt of its own. Answers are greedy. 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from lazyllm.errors import UserError, parser_of
 from lazyllm.methods import Method, make
@@ -57,7 +57,6 @@ class Chat:
             whole = render(tokenizer, messages, args) if tokenizer.chat_template else text
             ids = tokenizer(whole, add_special_tokens=not tokenizer.chat_template).input_ids
             session = start(self.model, ids, self.method)
-
         streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
         choose, most = Greedy(end_ids), self.max_new_tokens
         out = session.answer_by(choose, more, most, lambda token: streamer.put(torch.tensor([token])))
@@ -74,23 +73,37 @@ class Chat:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The command. Raises UserError."""
+    """The command. Raises UserError, before torch is imported if it can."""
     parser = parser_of("chat", __doc__)
     add = parser.add_argument
     add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
     add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
     add("--dtype", default="bfloat16")
     add("--device", default="auto")
-    add("--threads", type=int, help="CPU threads")
     add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or {layer: keep ratio, ...}")
     add("--method", help="another method, instead of a schedule: NAME, or 'NAME {parameter: value, ...}'")
     add("--max-new-tokens", type=int, default=256)
     add("--prompt-file", type=Path, help="text before the (first) question, UTF-8")
     add("--once", metavar="TEXT", help="answer TEXT and end; - reads it from standard input")
     options = parser.parse_args(arguments)
+    if options.max_new_tokens < 1:
+        raise UserError("--max-new-tokens is 1 or more")
+    name, _, text = (options.method or "lazy").partition(" ")
+    try:
+        settings = dict(yaml.safe_load(text or "{}")) if options.method else {"schedule": options.schedule}
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"--method {options.method}: expected NAME, or 'NAME {{parameter: value, ...}}'") from error
+    spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
     try:
         context = "" if options.prompt_file is None else options.prompt_file.read_text(encoding="utf-8") + "\n"
-        chat = load(options)
+        method = make(name, settings)
+        spec.check()
+        source_of(spec.name)  # refuses what is no model
+
+        from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
+
+        method.check(check_loading(spec))
+        chat = Chat(load_weights(spec), load_tokenizer_of(spec), method, options.max_new_tokens)
         if options.once is not None:
             chat.answer(context + (sys.stdin.read() if options.once == "-" else options.once))
             return
@@ -107,28 +120,3 @@ def main(arguments: Sequence[str]) -> None:
             print(f"error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
             print("\n(stopped)", file=sys.stderr)
-
-
-def load(options: argparse.Namespace) -> Chat:
-    """The model and method of the command line. Raises TypeError or ValueError, before torch loads if it can."""
-    import yaml
-
-    if options.max_new_tokens < 1:
-        raise UserError("--max-new-tokens is 1 or more")
-    name, _, text = (options.method or "lazy").partition(" ")
-    try:
-        settings = dict(yaml.safe_load(text or "{}")) if options.method else {"schedule": options.schedule}
-    except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--method {options.method}: expected NAME, or 'NAME {{parameter: value, ...}}'") from error
-    method = make(name, settings)
-    spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
-    spec.check()
-    source_of(spec.name)  # refuses what is no model
-
-    import torch
-
-    from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
-
-    torch.set_num_threads(options.threads or torch.get_num_threads())
-    method.check(check_loading(spec))
-    return Chat(load_weights(spec), load_tokenizer_of(spec), method, options.max_new_tokens)
