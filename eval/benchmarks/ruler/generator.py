@@ -38,6 +38,7 @@ _DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _EXAMPLE_VALUE = "12345"
 _CODE_LETTERS = 6
 _SMALL = 4096  # below this length, some tasks have smaller settings
+NO_FILES = Sources()
 _TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially there is no limit
 
 
@@ -76,13 +77,7 @@ class Row:
 
 
 def rows(
-    task: Task,
-    tokenizer: Any,
-    length: int,
-    count: int,
-    seed: int = 42,
-    sources: Sources | None = None,
-    reserved: int = 0,
+    task: Task, tokenizer: Any, length: int, count: int, seed: int = 42, sources: Sources = NO_FILES, reserved: int = 0
 ) -> list[Row]:
     """The first `count` rows of a task.
 
@@ -93,7 +88,7 @@ def rows(
 
     Raises UserError if the task lacks a source, has fewer rows, or `length` is too short for it.
     """
-    sampler = _SAMPLERS[task.kind](task, tokenizer, seed, length, length - reserved, sources or Sources())
+    sampler = _SAMPLERS[task.kind](task, tokenizer, seed, length, length - reserved, sources)
     if isinstance(sampler, _Questions) and count > (there := len(sampler.questions)):
         raise UserError(f"{task.name} has {there} questions, but {count} rows were requested")
     size, made = sampler.size(), list[Row]()
@@ -111,7 +106,10 @@ def rows(
         if isinstance(sampler, _Needles):
             index = draft.input.find(draft.outputs[0])
             official |= {"index": index, "token_position_answer": sampler.count(draft.input[:index])}
-        made.append(Row(official, draft.context, draft.spans()))
+        longest_first = sorted(draft.evidence, key=len, reverse=True)  # each stands between whitespace
+        pattern = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, longest_first))})(?!\S)")
+        evidence = tuple(match.span() for match in pattern.finditer(draft.input, *draft.context))
+        made.append(Row(official, draft.context, evidence))
     return made
 
 
@@ -137,12 +135,6 @@ class _Draft:
         """The same prompt with a worked example in front."""
         start, end = self.context
         return replace(self, input=example + self.input, context=(start + len(example), end + len(example)))
-
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """The [start, end) ranges of the evidence in `input`, each between whitespace."""
-        longest_first = sorted(self.evidence, key=len, reverse=True)
-        pattern = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, longest_first))})(?!\S)")
-        return tuple(found.span() for found in pattern.finditer(self.input, *self.context))
 
 
 class _Sampler(ABC):
@@ -241,8 +233,10 @@ class _Needles(_Sampler):
         self.words = Pairs(*words("adjective", "noun")) if "words" in (self.key, self.value) else []
         self.kind = self.value
         if self.queries * self.values == 1:
-            self.template, self.answer_prefix = _singular(self.template), _singular(self.answer_prefix)
             self.kind = self.kind[:-1]
+            for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
+                self.template = self.template.replace(plural, singular)
+                self.answer_prefix = self.answer_prefix.replace(plural, singular)
 
     def draw(self, size: int, number: int) -> _Draft:
         keys, values, needles = [], [], []
@@ -476,10 +470,3 @@ _SAMPLERS: dict[str, type[_Sampler]] = {
     "freq_words_extraction": _FrequentWords,
     "qa": _Questions,
 }
-
-
-def _singular(template: str) -> str:
-    """The template for one answer."""
-    for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
-        template = template.replace(plural, singular)
-    return template
