@@ -163,7 +163,7 @@ class PromptCompression(Select):
             spans = _spans(prompt)[first : last + 1]
             start, stop = spans[0, 0], spans[-1, 1]
             own = read_beside(spec, prompt.text[start:stop], special_tokens=False)
-            scorer = load_beside(spec, decoder.model, plain=True).model
+            scorer = load_beside(spec, decoder.model, plain=True)
             by_scorer = self_information_by(scorer, decoder, own.token_ids.to(scorer.device), self.window)
             info = carried_over(by_scorer, _spans(own), np.clip(spans - start, 0, stop - start))
         info = info[may_go - first]

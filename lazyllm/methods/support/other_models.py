@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,28 +21,20 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
 from lazyllm.spec import ModelSpec
 
-_LOADED: WeakSet[Any] = WeakSet()
+# {model: its layout, found before the clock starts; None for a plain one}
+_LOADED: WeakKeyDictionary[Any, Layout | None] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Another model. layout: found before the clock starts; None for a plain one."""
-
-    model: PreTrainedModel
-    layout: Layout | None
-
-
-def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) -> Beside:
+def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) -> PreTrainedModel:
     """The model of a spec, in the dtype and on the device of `model`. Cached for later prompts.
 
     plain: of any architecture, to be run by `model(...)`; else its layers are run one by one (`open_beside`).
     Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
     """
     home = home_of(model)
-    other = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)), plain)
-    parked: Any = other.model
-    if home_of(parked) != home:
-        parked.to(home)
+    other: Any = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)), plain)
+    if home_of(other) != home:  # parked
+        other.to(home)
     return other
 
 
@@ -56,7 +48,7 @@ def park() -> None:
 def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
     """A decoder of the model of a spec. Its tokens count in `decoder.tokens_run` too."""
     other = load_beside(spec, decoder.model)
-    with open_decoder(other.model, other.layout) as opened:
+    with open_decoder(other, _LOADED[other]) as opened:
         yield opened
         decoder.tokens_run += opened.tokens_run
 
@@ -103,7 +95,7 @@ def tokenizer_beside(spec: ModelSpec) -> Any:
 
 
 @lru_cache(maxsize=2)
-def _load(spec: ModelSpec, plain: bool) -> Beside:
+def _load(spec: ModelSpec, plain: bool) -> PreTrainedModel:
     model = load_weights(spec, plain)
-    _LOADED.add(model)
-    return Beside(model, None if plain else find_layout(model))
+    _LOADED[model] = None if plain else find_layout(model)
+    return model
