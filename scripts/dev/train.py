@@ -56,17 +56,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of one step, padded to `length`.
-
-    rate: share of the peak learning rate. weights: of each sequence's tokens in the loss. tasks: for each sequence, the
-    number of the task whose running accuracy counts the first tokens of its answers; -1 for none.
-    """
+    """The sequences of one step, padded to `length`."""
 
     length: int
-    rate: float
+    rate: float  # share of the peak learning rate
     sequences: list[Labelled]
-    weights: list[float]
-    tasks: list[int]
+    weights: list[float]  # of each sequence's tokens in the loss
+    tasks: list[int]  # of each sequence: the task whose accuracy counts the first tokens of its answers; -1 for none
 
 
 class Trainer:
@@ -124,7 +120,6 @@ class Trainer:
                 part.load_state_dict(saved)
             self.rng.setstate(state["rng"])
             self.at = state["at"]
-        batch: Batch | None = None
         while self.at.step != steps and (batch := self.draw()):
             self.update(batch)
             if self.at.step % SAVE_EVERY == 0:
@@ -148,23 +143,17 @@ ADVANCE, STAGE_TOKENS = 0.9, 400_000  # accuracy, and least tokens, of a stage t
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the curriculum.
+    """One step of the curriculum. facts, keys, values: as in `embedded.Level`."""
 
-    length: tokens of a sequence. facts, keys, values: as in `embedded.Level`. copying: share of copy sequences.
-    tokens: of the stage; 0: until ADVANCE is passed, after at least STAGE_TOKENS.
-    rate: share of the learning rate at its start. decay: tokens in which the full rate would fall to 0.
-    direct: whether digest has its easier form (`direct_digest`).
-    """
-
-    length: int
+    length: int  # tokens of a sequence
     facts: int
     keys: int = 256
     values: int = len(embedded.VALUES)
-    copying: float = 0.1
-    tokens: int = 0
-    rate: float = 1.0
-    decay: float = math.inf
-    direct: bool = False
+    copying: float = 0.1  # share of copy sequences
+    tokens: int = 0  # of the stage; 0: until ADVANCE is passed, after at least STAGE_TOKENS
+    rate: float = 1.0  # share of the peak learning rate at its start
+    decay: float = math.inf  # tokens in which the full rate would fall to 0
+    direct: bool = False  # whether digest has its easier form (`direct_digest`)
 
 
 STAGES = (
