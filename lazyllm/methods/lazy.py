@@ -77,16 +77,9 @@ class Lazy(Prune):
         from lazyllm.methods.support.lazy_session import LazySession
 
         layers, n = len(decoder.layers), len(prompt)
-        return LazySession(
-            decoder,
-            self.groups(layers, n),
-            n,
-            max_new_tokens,
-            Schedule.parse(self.schedule, layers),
-            self.prune_generated,
-            self.revive,
-            self.aux_device,
-        )
+        schedule = Schedule.parse(self.schedule, layers)
+        settings = self.prune_generated, self.revive, self.aux_device
+        return LazySession(decoder, self.groups(layers, n), n, max_new_tokens, schedule, *settings)
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> dict[int, float] | None:
