@@ -98,8 +98,6 @@ def publish(results: Results, report: Block) -> str:
 
     from eval.analysis.registry import draw_all
 
-    if not wandb.login(prompt=False):
-        raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
     report_made = made(report)
     try:
         place = {"project": report["project"], "entity": report["entity"], "name": report["title"]}
@@ -149,6 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("give --out FILE for the specification, or --publish")
     if options.publish and not options.entity:
         raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
+    if options.publish:
+        import wandb  # not at the top: slow to import
+
+        if not wandb.login(prompt=False):
+            raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
     results = Results.read(options.runs, options.where, options.newest)
     report = specification(results, options.title, options.project, options.entity)
     if options.out:
