@@ -282,6 +282,6 @@ def describe_servers(model: Any, method: Mapping[str, Any]) -> dict[str, Server]
         return {"baseline": baseline, "method": baseline}
     url = str(method.get("url") or model.url)
     kind = method.get("kind") or (model.kind if url.rstrip("/") == baseline.endpoint.url else None)
-    extra = {**model.extra_body, **method.get("extra_body", {})}
+    extra = {**model.extra_body, **(method.get("extra_body") or {})}
     own = replace(endpoint, url=url, name=method.get("model", model.name), kind=kind, extra_body=extra)
     return {"baseline": baseline, "method": describe(own)}

@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.url is not None:
         from eval.server import Endpoint, describe
 
-        server = describe(Endpoint(options.url.rstrip("/"), ""))
+        server = describe(Endpoint(options.url, ""))
         facts = {**vars(server), **vars(server.kind), "kind": server.kind.name}
         for name in ("kind", "version", "models", "positions", "token_ids", "cold", "sampling"):
             print(f"{name:<12}{facts[name]}")
