@@ -80,7 +80,7 @@ def _run(
     plan, config = prepare(run), run.config
     with open_store(plan.folder, plan.identity, plan.about, plan.file_part) as store:
         _check_prompts(plan.cases, store)
-        store.write(PLANNED, planned_text(_all_keys(plan, store)))
+        write_whole(plan.folder / PLANNED, planned_text(_all_keys(plan, store)))
         group = config.tracker.group or (config.label if config.label != DEFAULT_LABEL else None)
         facts = facts_of(_stored(plan, store), plan.file_part)
         with open_tracker(config.tracker, plan.folder, group=group, **facts) as tracker:
@@ -92,9 +92,9 @@ def _run(
                 table = run_table(results, ", ".join(filter(None, plan.names)), control)
                 beside = {"difference": difference(results), "control": control and difference(control)}
                 about = {key: told for key, told in beside.items() if told} | plan.about
-                store.write("summary.json", run_json(table, about | {"identity": plan.identity}))
-                store.write("summary.csv", table.to_csv())
-                store.write("summary.md", table.to_markdown())
+                write_whole(plan.folder / "summary.json", run_json(table, about | {"identity": plan.identity}))
+                write_whole(plan.folder / "summary.csv", table.to_csv())
+                write_whole(plan.folder / "summary.md", table.to_markdown())
                 log.info("records, summary.json, .csv and .md are in %s", plan.folder)
                 pictures: list[Path] = []
                 if config.tracker.name != "none":
@@ -261,7 +261,7 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
         for case in untraced:
             if case.key in store.records:
                 try:
-                    store.write(traces[case.key], subject.trace(case).to_json())
+                    write_whole(store.folder / traces[case.key], subject.trace(case).to_json())
                 except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
                     log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
 

@@ -101,10 +101,6 @@ class RunStore:
         """Record the begin or end of a job. Raises UserError."""
         _append_line(self._files["jobs"], json.dumps(event))
 
-    def write(self, name: str, text: str) -> None:
-        """Write a file into the folder, completely or not at all. Raises UserError."""
-        write_whole(self.folder / name, text)
-
 
 @contextmanager
 def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], part: str = "") -> Iterator[RunStore]:
