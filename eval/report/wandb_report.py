@@ -22,15 +22,7 @@ from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 
 _TABLES = ("table1_paper", "table2_paper", "verdicts", "field")
-# {column of a run's summary by task: heading}
-_COLUMNS = {
-    "score": "score (0 to 100)", "ttft_speedup": "TTFT speedup", "generation_speedup": "generation speedup",
-    "pct_prompt_tokens_computed": "% of prompt tokens computed", "kv_bytes": "KV cache (bytes)",
-    "aux_bytes": "Aux Cache (bytes)",
-}  # fmt: skip
-_RUNNING = {"running/score": "score so far", "running/ttft_speedup": "TTFT speedup so far"}
-_WIDTH, _HEIGHT = 24, 8  # in W&B's grid: of a whole line, and of a panel
-
+_COLUMNS = ("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
 Block = dict[str, Any]  # "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
 
 
@@ -38,40 +30,34 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
     """The report. The same runs give the same one."""
     from eval.analysis.registry import FIGURES, TABLES  # not at the top: matplotlib is slow to import
 
-    runs = {"entity": entity, "project": project} if entity else {}
-    prints = [run.about["fingerprint"] for run in results.runs]
+    wide = dict(kind="Layout", w=24, h=16)  # a line of W&B's grid; other panels take the next free place
+    own = {"entity": entity, "project": project} if entity else {}
+    runs = results.runs
+    prints = [run.about["fingerprint"] for run in runs]
 
-    def panels(*shown: Block, only: str = f"Config('fingerprint') in {prints}") -> Block:
-        return _block("PanelGrid", runsets=[_block("Runset", name="runs", filters=only, **runs)], panels=list(shown))
+    def panels(shown: list[Block], only: str = f"Config('fingerprint') in {prints}") -> Block:
+        return dict(kind="PanelGrid", runsets=[dict(kind="Runset", name="runs", filters=only, **own)], panels=shown)
 
-    def section(title: str, *shown: Block) -> list[Block]:
-        return [_block("H1", text=title), panels(*shown)]
-
-    there = {DATASETS[name].task for run in results.runs for name in run.datasets}
-    speed, score = (_block("SummaryMetric", name=f"all/{column}") for column in ("ttft_speedup", "score"))
-    blocks = [_block("P", text=_introduction(results)), _block("TableOfContents")]
-    blocks += [_block("MarkdownBlock", text=TABLES[name](results).to_markdown("#")) for name in _TABLES]
-    blocks.append(_block("H1", text="Figures"))
+    examples = len({key for run in runs for key in run.keys})
+    facts = {"model": [run.model for run in runs], "device": [run.identity["device"] for run in runs]}
+    facts["commit"] = [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs]
+    about = "; ".join(f"{name}: {', '.join(sorted(set(values)))}" for name, values in facts.items())
+    text = f"Runs: {len(prints)}; examples: {examples}; {about}. Speedups are over each example's paired baseline."
+    blocks = [dict(kind="P", text=text), dict(kind="TableOfContents")]
+    blocks += [dict(kind="MarkdownBlock", text=TABLES[name](results).to_markdown("#")) for name in _TABLES]
+    blocks.append(dict(kind="H1", text="Figures"))
     for name, figure in FIGURES.items():
         if not figure.data(results).empty:
-            picture = {"title": figure.title, "media_keys": [f"figures/{name}"], "layout": _place(0, 2)}
-            blocks.append(panels(_block("MediaBrowser", **picture), only=f"Config('report') = '{report_id(results)}'"))
-    against = _block("ScatterPlot", x=speed, y=score, layout=_place(0, 2))
-    blocks += section("Score against speed, mean over tasks", against)
+            picture = dict(kind="MediaBrowser", title=figure.title, media_keys=[f"figures/{name}"], layout=wide)
+            blocks.append(panels([picture], only=f"Config('report') = '{report_id(results)}'"))
+    there = {DATASETS[name].task for run in runs for name in run.datasets}
     for task in [*(task for task in TASKS if task in there), "all"]:
-        bars = [
-            _block("BarPlot", title=f"{task}: {heading}", metrics=[f"{task}/{column}"], layout=_place(number))
-            for number, (column, heading) in enumerate(_COLUMNS.items())
-        ]
-        blocks += section(task, *bars)
-    curves = [
-        _block("LinePlot", title=heading, x="examples", y=[key], title_x="examples", layout=_place(number))
-        for number, (key, heading) in enumerate(_RUNNING.items())
-    ]
-    blocks += section("Run by run", *curves, _block("RunComparer", diff_only="split", layout=_place(2, 2)))
-    examples = _block("WeavePanelSummaryTable", table_name="per_example", layout=_place(0, 2))
-    blocks += section("Examples", examples)
-    return _block("Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks)
+        bars = [dict(kind="BarPlot", metrics=[f"{task}/{column}"]) for column in _COLUMNS]
+        blocks += [dict(kind="H1", text=task), panels(bars)]
+    curves = [dict(kind="LinePlot", x="examples", y=[f"running/{name}"]) for name in ("score", "ttft_speedup")]
+    rows = dict(kind="WeavePanelSummaryTable", table_name="per_example", layout=wide)
+    blocks += [dict(kind="H1", text="Run by run"), panels([*curves, rows])]
+    return dict(kind="Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks)
 
 
 def report_id(results: Results) -> str:
@@ -100,37 +86,14 @@ def publish(results: Results, report: Block) -> str:
 
     report_made = made(report)
     try:
-        place = {"project": report["project"], "entity": report["entity"], "name": report["title"]}
-        facts = {"report": report_id(results)}
-        with TemporaryDirectory() as folder, wandb.init(**place, job_type="report", config=facts) as run:
+        place = {"project": report["project"], "entity": report["entity"], "config": {"report": report_id(results)}}
+        with TemporaryDirectory() as folder, wandb.init(**place, name=report["title"], job_type="report") as run:
             for file in draw_all(results, Path(folder)):
                 run.log({f"figures/{file.stem}": wandb.Image(str(file))})
         report_made.save()
     except Exception as error:  # no network, no such project, no permission: many types
         raise UserError(f"W&B refused the report ({type(error).__name__}: {error})") from error
     return report_made.url
-
-
-def _block(kind: str, **arguments: Any) -> Block:
-    return {"kind": kind, **arguments}
-
-
-def _place(number: int, size: int = 1) -> Block:
-    """The place of a grid's panel, two in a line. size: 2 for a whole line."""
-    x, y = number % 2 * _WIDTH // 2, number // 2 * _HEIGHT
-    return _block("Layout", x=x, y=y, w=size * _WIDTH // 2, h=size * _HEIGHT)
-
-
-def _introduction(results: Results) -> str:
-    runs = results.runs
-    examples = len({key for run in runs for key in run.keys})
-    facts = {
-        "model": [run.model for run in runs],
-        "device": [run.identity["device"] for run in runs],
-        "commit": [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs],
-    }
-    listed = "; ".join(f"{name}: {', '.join(sorted(set(values)))}" for name, values in facts.items())
-    return f"Runs: {len(runs)}; examples: {examples}; {listed}. Speedups are over the paired baseline of each example."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
