@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,8 +54,7 @@ class Rows:
 class Cost:
     """The cost of one run, its paired baseline and warm-ups included.
 
-    prompt_tokens, answer_tokens: sums over examples and their turns. longest: tokens of the longest prompt, with all
-    turns. memory: bytes of each part, at the longest prompt. seconds: 0 without a device.
+    Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without a device.
     """
 
     run: str
@@ -91,30 +90,25 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
     from eval.store.runs import label_of, settings_in
 
     model = Model.of(run.spec)
-    parameters = parameters_of(run, model.config)
-    methods: dict[str, Method] = {name: build_method(settings) for name, settings in parameters.items()}
-    sides = [(methods, later_turns(run.method))]
+    methods = {name: build_method(settings) for name, settings in parameters_of(run, model.config).items()}
+    sides: list[tuple[Mapping[str, Method], str]] = [(methods, later_turns(run.method))]
     if run.paired:
         sides.append((dict.fromkeys(methods, Baseline()), "continue"))
+    every = [method for by_dataset, _ in sides for method in by_dataset.values()]
+    longest, most = max(row.length for row in rows), max(row.new_tokens for row in rows)
+    memory = None if device is None else 1e9 * device.gigabytes
+    together = rows_of_answers(run.config.answers.rows, run.spec, every, longest, most, memory)
     first = rows[0]
     warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
-    together = rows_of_answers(
-        run.config.answers.rows,
-        run.spec,
-        [method for by_dataset, _ in sides for method in by_dataset.values()],
-        max(row.length for row in rows),
-        max(row.new_tokens for row in rows),
-        None if device is None else 1e9 * device.gigabytes,
-    )
     works, seconds, peaks = [Work(0, 0), Work(0, 0)], 0.0, []
     for side, (by_dataset, turns) in enumerate(sides):
         for row in (*rows, warm_up):
+            method = by_dataset[row.dataset]
             new_tokens = 1 if side == 1 and run.paired == "ttft" and row is not warm_up else row.new_tokens
-            for work in model.conversation(by_dataset[row.dataset], row.messages, new_tokens, turns, together):
+            for work in model.conversation(method, row.messages, new_tokens, turns, together):
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * seconds_on(device, work) if device is not None else 0
-        peaks += [model.memory(by_dataset[row.dataset], row.length, row.new_tokens, together) for row in rows]
-    memory = max(peaks, key=lambda parts: sum(parts.values()))
+            peaks.append(model.memory(method, row.length, row.new_tokens, together))
     return Cost(
         run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(run.method))}",
         examples=sum(row.count for row in rows),
@@ -123,7 +117,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
         answer_tokens=sum(row.count * len(row.messages) * row.new_tokens for row in rows),
         method=works[0],
         baseline=works[1],
-        memory=memory,
+        memory=max(peaks, key=lambda parts: sum(parts.values())),
         seconds=seconds,
     )
 
@@ -141,26 +135,18 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
         for job in jobs:
             read_config(job.spec)  # what is not in the caches is told before torch is imported
     except HubError as error:
-        raise UserError(
-            f"{error.reason}. A plan counts the run's own prompts: lazyllm-bench fetch gets them"
-        ) from error
+        raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
     from eval.run.prepare import within_reach
 
-    known: dict[str, list[Rows]] = {}  # by settings: the runs of a sweep share their prompts
-    planned, controls = list[Cost](), dict[str, list[Resolved]]()
-    for job in jobs:
-        key = repr(replace(job.config, method={}, compare={}, only=None))
-        for run in within_reach(job).values():
-            rows = known[key] = known.get(key) or rows_of(run)
-            planned.append(cost(run, rows, device))
-            if run.config.control:
-                controls.setdefault(key, []).append(run)
-    for key, runs in controls.items():  # the baseline beside itself runs once for all methods
-        if all(run.method["name"] != "baseline" for run in runs):
-            planned.append(cost(runs[0].changed(method={"name": "baseline"}), known[key], device))
-    if not planned:
+    runs = [run for job in jobs for run in within_reach(job).values()]
+    if not runs:
         raise UserError("no run reaches its speedup on this model: give a lower one")
-    return planned
+    keyed = [(repr(replace(run.config, method={}, compare={}, only=None)), run) for run in runs]  # by their prompts
+    baselines = {key for key, run in keyed if run.method["name"] == "baseline"}
+    controls = {key: run for key, run in keyed if run.config.control and key not in baselines}
+    keyed += [(key, run.changed(method={"name": "baseline"})) for key, run in controls.items()]  # one for all methods
+    rows = {key: rows_of(run) for key, run in dict(keyed).items()}
+    return [cost(run, rows[key], device) for key, run in keyed]
 
 
 def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
@@ -181,11 +167,8 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     ]
     largest = max(planned, key=lambda one: one.peak)
     parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
-    lines = [
-        *markdown_lines(headings, rows, 1),
-        "",
-        f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more",
-    ]
+    lines = [*markdown_lines(headings, rows, 1), ""]
+    lines.append(f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more")
     runs = counted(len(planned), "run")
     if device is None:
         return "\n".join([*lines, f"{runs}; for hours, give --gpu {', '.join(ACCELERATORS)}"])

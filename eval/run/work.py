@@ -12,10 +12,9 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Method
 from lazyllm.spec import ModelSpec
 
-_BYTES = {"float64": 8, "float32": 4}  # of a number; 2 in all other dtypes
+_BYTES = {"float64": 8, "float32": 4, "int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}  # of a number; else 2
 ROWS = 8  # the most answers that decode together, unless the settings give a number
 USABLE = 0.9  # share of a device's memory
-_QUANTISED_BYTES = {"int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Model:
-    """A model's shapes (a transformers config), and the bytes of its weights."""
+    """A model's shapes (a transformers config), and bytes of its weights, of an activation, of K and V of one token."""
 
     spec: ModelSpec
     config: Any
     weights: int
+    size: int
+    kv_bytes: int  # in one layer
 
     @classmethod
     @cache
@@ -50,16 +51,11 @@ class Model:
         config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        size, linear = _BYTES.get(spec.dtype, 2), LayerShape.of(config).linear_flops // 2 * config.num_hidden_layers
-        others = sum(parameter.numel() for parameter in model.parameters()) - linear
-        weights = int(others * size + linear * _QUANTISED_BYTES.get(spec.quantise or "", size))
-        return cls(spec, config, weights)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of K and V of one token in one layer."""
-        shape = LayerShape.of(self.config)
-        return 2 * shape.kv_heads * shape.head_dim * _BYTES.get(self.spec.dtype, 2)
+        shape, size = LayerShape.of(config), int(_BYTES.get(spec.dtype, 2))
+        linear = shape.linear_flops // 2 * config.num_hidden_layers
+        others = model.num_parameters() - linear
+        weights = int(others * size + linear * _BYTES.get(spec.quantise or spec.dtype, 2))
+        return cls(spec, config, weights, size, 2 * shape.kv_heads * shape.head_dim * size)
 
     def prefill(self, method: Method, n: int) -> Work:
         """The work on n prompt tokens up to the first new token, that of other models included."""
@@ -100,22 +96,17 @@ class Model:
         return works
 
     def memory(self, method: Method, n: int, new_tokens: int, rows: int = 1) -> dict[str, int]:
-        """Bytes of each part at the peak of a generation; "working" is one layer of the prefill besides its input.
-
-        rows: answers that decode together.
-        """
-        shape, layers, size = LayerShape.of(self.config), self.config.num_hidden_layers, _BYTES.get(self.spec.dtype, 2)
+        """Bytes of each part at the peak of `rows` answers; "working" is one layer of a prefill besides its input."""
+        shape, layers = LayerShape.of(self.config), self.config.num_hidden_layers
         tokens = method.tokens_per_layer(layers, n)
         scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
-        working = max(3 * tokens[0] * (shape.width + shape.mlp_width), scores)
         others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
-        held = [other.weights + n * other.config.num_hidden_layers * other.kv_bytes for other in others]
         return {
             "weights": self.weights,
-            "other models": sum(held),
+            "other models": sum(one.weights + n * one.config.num_hidden_layers * one.kv_bytes for one in others),
             "K and V": rows * (sum(tokens) + layers * new_tokens) * self.kv_bytes,
-            "Aux Cache": rows * method.hidden_stored(layers, n) * shape.width * size,
-            "working": working * size,
+            "Aux Cache": rows * method.hidden_stored(layers, n) * shape.width * self.size,
+            "working": self.size * max(3 * tokens[0] * (shape.width + shape.mlp_width), scores),
         }
 
 
@@ -134,10 +125,7 @@ def rows_of_answers(
         return asked
     if alone or memory is None:
         return 1
-    model = Model.of(spec)
-    fits = [
-        rows
-        for rows in range(1, ROWS + 1)
-        if all(sum(model.memory(method, n, new_tokens, rows).values()) <= USABLE * memory for method in methods)
-    ]
-    return max(fits, default=1)
+    model, rows = Model.of(spec), ROWS
+    while rows > 1 and any(sum(model.memory(one, n, new_tokens, rows).values()) > USABLE * memory for one in methods):
+        rows -= 1
+    return rows
