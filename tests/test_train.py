@@ -32,11 +32,6 @@ def tiny_tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
-@pytest.fixture(scope="module")
-def coder_tokenizer():
-    return train.coder_tokenizer([*TEXTS.values()])
-
-
 @pytest.fixture
 def coder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> train.CoderTrainer:
     monkeypatch.setattr(train, "training_files", lambda: TEXTS)
@@ -55,10 +50,10 @@ def test_shipped_tiny_is_small(tiny_tokenizer) -> None:
     assert len(train.IDS) == len(tiny_tokenizer)
 
 
-def test_first_coder_model_has_tinys_logits(coder_tokenizer) -> None:
+def test_first_coder_model_has_tinys_logits() -> None:
     from transformers import AutoModelForCausalLM
 
-    model = train.coder_model(coder_tokenizer.get_vocab_size()).double()
+    model = train.coder_model().double()
     tiny = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64)
     ids = torch.randint(3, 923, (2, 300), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -113,8 +108,8 @@ def test_coder_sequence_has_its_length_and_labels(coder: train.CoderTrainer, kin
     assert set(labels) != {IGNORE}
 
 
-def test_cross_sequence_ends_in_a_file_behind_files_of_its_package(coder, coder_tokenizer) -> None:
-    text = coder_tokenizer.decode(coder.cross(1024))
+def test_cross_sequence_ends_in_a_file_behind_files_of_its_package(coder) -> None:
+    text = coder.tokenizer.decode(coder.cross(1024))
     assert {"json", "email"} - {line.split("/")[0][2:] for line in text.split("\n") if line.startswith("# ")}
     assert text.count("# ") > 1
 

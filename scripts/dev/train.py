@@ -3,9 +3,8 @@
     nice -n 10 python -m scripts.dev.train tiny --work FOLDER                    # train, or resume FOLDER's checkpoint
     nice -n 10 python -m scripts.dev.train coder --work FOLDER --tokens 16_000_000
 
-At the end, the model is in FOLDER/model. Data and recipes: the MODEL_CARD.md of each. The shipped weights were made at
-commit 8716cf3. Recipes and draws are the same since then, rounding is not. Shape and tokenizer of tiny (words of the
-embedded suite, the newline, bytes; no merges) are those of the shipped files, which coder extends.
+At the end, the model is in FOLDER/model. Data and recipes: the MODEL_CARD.md of each. Shapes and tokenizers are the
+shipped models'. Their weights were made at commit 8716cf3: recipes and draws are the same since then, rounding is not.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eval.benchmarks import embedded
 from lazyllm.presets import PRESETS
 
 IGNORE = -100  # the label of a token without a loss
 SPECIALS, PAD, BEGIN = 3, 0, 1  # the number of special tokens, and ids of two
-TINY = PRESETS["tiny"].source  # folder
-TOKENIZER = f"{TINY}/tokenizer.json"
-_VOCABULARY = Tokenizer.from_file(TOKENIZER).get_vocab()
+TINY, CODER = PRESETS["tiny"].source, PRESETS["coder"].source  # folders
+_VOCABULARY = Tokenizer.from_file(f"{TINY}/tokenizer.json").get_vocab()
 IDS = {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in _VOCABULARY.items()}
 """{text of a token of tiny: id}, "\\n" for the newline, " amber" for a word."""
 
@@ -66,10 +64,14 @@ class Batch:
 
 
 class Trainer:
-    """Model, optimisers, random state and progress: the content of the checkpoint in the folder `work`."""
+    """Model, optimisers, random state and progress: the content of the checkpoint in the folder `work`.
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, work: Path, peak_rate: float) -> None:
-        self.model, self.tokenizer, self.work, self.peak_rate = model, tokenizer, work, peak_rate
+    shipped: the folder of the shipped model, whose tokenizer is used.
+    """
+
+    def __init__(self, model: Any, shipped: str, work: Path, peak_rate: float) -> None:
+        self.model, self.work, self.peak_rate = model, work, peak_rate
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(shipped)
         self.rng, self.at = random.Random(0), Progress()
         parameters = dict(model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
@@ -131,11 +133,7 @@ class Trainer:
     def write(self) -> None:
         """Write model, in the shipped one's type, and tokenizer into `work`/model, in `from_pretrained` form."""
         self.model.to(self.model.config.dtype).save_pretrained(self.work / "model")
-        fast = PreTrainedTokenizerFast(
-            tokenizer_object=self.tokenizer, pad_token=embedded.PAD, bos_token=embedded.BEGIN, eos_token=embedded.END,
-            clean_up_tokenization_spaces=False, model_max_length=self.model.config.max_position_embeddings,
-        )  # fmt: skip
-        fast.save_pretrained(self.work / "model")
+        self.tokenizer.save_pretrained(self.work / "model")
 
 
 ADVANCE, STAGE_TOKENS = 0.9, 400_000  # accuracy, and least tokens, of a stage that ends by its accuracy
@@ -231,7 +229,7 @@ class TinyTrainer(Trainer):
     def __init__(self, work: Path) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(TINY))
-        super().__init__(model, Tokenizer.from_file(TOKENIZER), work, 3e-3)
+        super().__init__(model, TINY, work, 3e-3)
         self.at.accuracy = [0.0] * len(embedded.NAMES)
 
     def draw(self) -> Batch | None:
@@ -261,7 +259,6 @@ class TinyTrainer(Trainer):
 
 # Folders of the library that are left out: tests, tables of characters, other packages
 NO_CODE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "ensurepip", "__pycache__"}
-MERGES = 2100  # including those that make a token of tiny
 LENGTHS = (512, 1024, 2048, 4096)
 SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: short sequences cost less per token
 LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while the rate falls
@@ -295,28 +292,11 @@ def training_files() -> dict[str, str]:
     return {name: text for name, text in texts.items() if len(text) < 400_000 or not name.startswith("test/")}
 
 
-def coder_tokenizer(texts: list[str]) -> Tokenizer:
-    """tiny's tokenizer with merges learned on these texts: tiny's tokens keep their ids."""
-    tokenizer, learned = Tokenizer.from_file(TOKENIZER), Tokenizer(models.BPE())
-    split = pre_tokenizers.Sequence([pre_tokenizers.Split("\n", "isolated"), tokenizer.pre_tokenizer])
-    learned.pre_tokenizer = tokenizer.pre_tokenizer = split
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=len(alphabet) + MERGES, initial_alphabet=alphabet, show_progress=False)
-    learned.train_from_iterator(texts, trainer)
-    merges = [(left, right) for left, right in json.loads(learned.to_str())["model"]["merges"]]
-    merges = [pair for pair in merges if ".." not in "".join(pair)]  # two full stops are two tokens, as in the tasks
-    vocabulary = tokenizer.get_vocab()
-    for pair in merges:
-        vocabulary.setdefault("".join(pair), len(vocabulary))
-    tokenizer.model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)  # a word of tiny is one token
-    return tokenizer
-
-
-def coder_model(vocabulary: int) -> Any:
+def coder_model() -> Any:
     """tiny with four more layers whose outputs are zero, and a larger vocabulary."""
     torch.manual_seed(0)
     tiny = LlamaForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(PRESETS["coder"].source, vocab_size=vocabulary))
+    model: Any = LlamaForCausalLM(LlamaConfig.from_pretrained(CODER))
     old, new = tiny.model.embed_tokens.weight.data, model.model.embed_tokens.weight.data
     new.normal_().mul_(old.std(0)).add_(old.mean(0))
     new[: len(old)] = old
@@ -330,17 +310,13 @@ def coder_model(vocabulary: int) -> Any:
 
 
 class CoderTrainer(Trainer):
-    """Code and tasks. The tokenizer is in `work`, made if necessary."""
+    """Code and tasks."""
 
     def __init__(self, work: Path, tokens: int) -> None:
-        texts, path = training_files(), work / "tokenizer.json"
-        if not path.exists():
-            coder_tokenizer([text for name, text in texts.items() if not name.startswith("test/")]).save(str(path))
-        tokenizer = Tokenizer.from_file(str(path))
-        super().__init__(coder_model(tokenizer.get_vocab_size()), tokenizer, work, 2e-3)
-        self.tokens = tokens
-        encoded = zip(texts, tokenizer.encode_batch([*texts.values()], add_special_tokens=False), strict=True)
-        self.files = {name: code.ids for name, code in encoded if len(code.ids) > 100}
+        super().__init__(coder_model(), CODER, work, 2e-3)
+        self.tokens, texts = tokens, training_files()
+        encoded = self.tokenizer([*texts.values()], add_special_tokens=False, verbose=False).input_ids
+        self.files = {name: ids for name, ids in zip(texts, encoded, strict=True) if len(ids) > 100}
         self.related = dict[str, list[str]]()  # the others of a file's package, and those of modules that it imports
         for name in self.files:
             package, others = name.rpartition("/")[0], [other for other in self.files if other != name]
@@ -357,7 +333,7 @@ class CoderTrainer(Trainer):
     def window(self, name: str, size: int) -> list[int]:
         """A header with the path, then tokens of the file from the start of a line; at most `size` tokens together."""
         ids, newline = self.files[name], IDS["\n"]
-        header = self.tokenizer.encode(f"# {name}\n", add_special_tokens=False).ids
+        header = self.tokenizer(f"# {name}\n", add_special_tokens=False).input_ids
         room = max(1, size - len(header))
         start = self.rng.randrange(max(1, len(ids) - room + 1))
         while start and ids[start - 1] != newline:
