@@ -55,10 +55,9 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
     if gpu is None:
         return NOT_NEEDED, "no NVIDIA GPU: runs use the CPU, which is enough for model=tiny"
     has = int(gpu[2].split()[0]) * 2**20 / 1e9
-    says = f"{gpu[0]}, {has:.0f} GB"
-    return (
-        (OK, says) if has >= weights_gb else (MISSING, f"{says}: less than {weights_gb:.0f}: try model.quantise=int8")
-    )
+    if has < weights_gb:
+        return MISSING, f"{gpu[0]}, {has:.0f} GB: less than {weights_gb:.0f}: try model.quantise=int8"
+    return OK, f"{gpu[0]}, {has:.0f} GB"
 
 
 def check_attention(gpu: list[str] | None, fits: bool) -> State:
