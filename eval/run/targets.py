@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import MISSING
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -24,13 +23,9 @@ from lazyllm.errors import UserError
 from lazyllm.methods import by_name, settings_of
 from lazyllm.methods.support.schedule import Schedule
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 # Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are truncated to it)
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 
-_TABLE1 = Path(__file__).parents[1] / "analysis" / "published" / "table1.csv"
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
@@ -114,18 +109,14 @@ def solved(
     return settings | {str(kind.dial): solution}
 
 
-@cache
-def _paper() -> pd.DataFrame:
-    import pandas as pd
-
-    return pd.read_csv(_TABLE1).set_index(["task", "method"])
-
-
 def table1_speedup(task: str, method: str, column: str) -> float:
     """The TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
-    if (task, method) not in _paper().index:
+    from eval.analysis.paper_tables import paper_values  # not at the top: pandas is slow to import
+
+    speedup = paper_values().get((column, task, method, "ttft_speedup"))
+    if speedup is None:
         raise UserError(f"Table 1 has no speedup of method {method!r}: give a speedup such as 2.0x instead of table1")
-    return float(_paper().loc[(task, method), f"{column}_ttft_speedup"])
+    return speedup
 
 
 PREFIX = "tuned/"
