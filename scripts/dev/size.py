@@ -11,15 +11,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# What the house measures now, with servers, packed answers and the suites of 0.3.0; the aim is 24,100 and 22,500. Lower
-# these with every cut
-LIMITS = {"code": 24_950, "tests": 22_500}
-
+# What the house may measure with servers, packed answers and the suites of 0.3.0. Lower these with every cut
+LIMITS = {"code": 24_250, "tests": 22_500}
 ROOT = Path(__file__).parents[2]
 
 
-def lines_by_room() -> dict[str, Counter[str]]:
-    """{"code" or "tests": {room: lines}}; a room is a folder of `lazyllm` or `eval`, or what stands outside both."""
+def main() -> int:
+    """Print the lines of each room, a folder of `lazyllm` or `eval` or what stands outside both; 1 above a limit."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     lines: dict[str, Counter[str]] = {kind: Counter() for kind in LIMITS}
     for name in listed.stdout.split():
@@ -28,18 +26,11 @@ def lines_by_room() -> dict[str, Counter[str]]:
             kind = "tests" if folders[:1] == ["tests"] else "code"
             room = "/".join(folders[kind == "tests" :][: 1 if "scripts" in folders else 2]) or "top"
             lines[kind][room] += (ROOT / name).read_bytes().count(b"\n")
-    return lines
-
-
-def main() -> int:
-    """Print the table; exit code 1 above a limit."""
-    lines = lines_by_room()
-    print(f"{'room':<24}{'code':>8}{'tests':>8}")
-    for room in sorted({*lines["code"], *lines["tests"]}):
-        print(f"{room:<24}{lines['code'][room]:>8,}{lines['tests'][room]:>8,}")
     totals = {kind: counts.total() for kind, counts in lines.items()}
-    for heading, numbers in (("in all", totals), ("at most", LIMITS)):
-        print(f"{heading:<24}{numbers['code']:>8,}{numbers['tests']:>8,}")
+    rows = {room: {kind: lines[kind][room] for kind in lines} for room in sorted({*lines["code"], *lines["tests"]})}
+    print(f"{'room':<24}{'code':>8}{'tests':>8}")
+    for room, numbers in (rows | {"in all": totals, "at most": LIMITS}).items():
+        print(f"{room:<24}{numbers['code']:>8,}{numbers['tests']:>8,}")
     too_many = [f"{totals[kind] - limit:,} of {kind}" for kind, limit in LIMITS.items() if totals[kind] > limit]
     if too_many:
         print(f"too many lines: {', '.join(too_many)}; take some out, or raise LIMITS in size.py", file=sys.stderr)
