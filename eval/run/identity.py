@@ -61,17 +61,15 @@ def _meaning(node: Any) -> Any:
     `ast.dump` and `ast.unparse` differ between versions of Python. Here empty fields are left out, as new versions add
     some.
     """
-    if isinstance(node, ast.AST):
-        filled = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
-        return [type(node).__name__, *([name, _meaning(value)] for name, value in filled)]
-    if isinstance(node, list):
-        return [_meaning(item) for item in node if not _is_text(item)]
+    match node:
+        case ast.Expr(value=ast.Constant(value=str())):  # only a text, like a docstring
+            return None
+        case ast.AST():
+            filled = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+            return [type(node).__name__, *([name, _meaning(value)] for name, value in filled)]
+        case list():
+            return [meaning for item in node if (meaning := _meaning(item)) is not None]
     return repr(node)
-
-
-def _is_text(node: Any) -> bool:
-    """Whether a statement is only a text, like a docstring."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -27,7 +27,6 @@ class GroupCache:
     The model's attention layers get it as `past_key_values`: `update` stores their new K and V and returns those to
     attend to.
 
-    layers: indices (from 0) of the group's layers.
     capacity: slots made at the first step; grows if more are needed.
     max_positions: the maximum length of the whole text.
 
@@ -38,8 +37,7 @@ class GroupCache:
         assigned in advance, so a step of the text's next token alone writes nothing here. Other runs move them back.
     """
 
-    def __init__(self, layers: range, capacity: int, max_positions: int, device: torch.device) -> None:
-        self.layers = layers
+    def __init__(self, capacity: int, max_positions: int, device: torch.device) -> None:
         self.length = 0
         self.added = 0
         self._capacity = capacity

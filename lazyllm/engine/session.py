@@ -72,7 +72,7 @@ class Session:
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
-            GroupCache(group.layers, group.prompt_tokens + max_new_tokens, self.max_positions, decoder.device)
+            GroupCache(group.prompt_tokens + max_new_tokens, self.max_positions, decoder.device)
             for group in groups
         ]
         self._cross = cross

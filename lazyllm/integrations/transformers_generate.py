@@ -277,7 +277,8 @@ class GenerateWith:
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer takes one row, got {rows}: call generate for each row")
         padding = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-        pad_id = _padding_token(generation_config)
+        given = (generation_config.pad_token_id, generation_config.eos_token_id)  # in transformers' order
+        pad_id = next((int(torch.as_tensor(token).flatten()[0]) for token in given if token is not None), None)
         if not mask_given and rows > 1 and pad_id is not None and (input_ids[:, -1] == pad_id).any():
             raise ValueError(
                 "rows end with the padding token and there is no attention_mask: pad on the left, "
@@ -317,7 +318,9 @@ class GenerateWith:
         generations = [done[index] for index in range(rows)]
         if streamer is not None:
             streamer.end()
-        sequences = _sequences(input_ids, generations, pad_id)
+        ids = [torch.tensor(generation.token_ids) for generation in generations]
+        padded = pad_sequence(ids, batch_first=True, padding_value=pad_id or 0)  # all end together without a pad_id
+        sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
         if not wanted:
             return sequences
         steps = sequences.shape[1] - width
@@ -448,14 +451,6 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
     return padding
 
 
-def _padding_token(config: GenerationConfig) -> int | None:
-    """The padding token; the first end token if none is set, as in transformers."""
-    for token in (config.pad_token_id, config.eos_token_id):
-        if token is not None:
-            return int(torch.as_tensor(token).flatten()[0])
-    return None
-
-
 def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
     """The processor or criterion for one row, made of one for the whole batch."""
     if input_ids.shape[0] == 1 and left == 0:
@@ -484,13 +479,6 @@ def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
         case _:
             pass
     return processor
-
-
-def _sequences(input_ids: Tensor, generations: Sequence[Generation], pad_id: int | None) -> Tensor:
-    """[b, n + longest]: prompts, answers, and padding after the shorter ones."""
-    answers = [torch.tensor(generation.token_ids) for generation in generations]
-    padded = pad_sequence(answers, batch_first=True, padding_value=pad_id or 0)  # equally long without a padding token
-    return torch.cat([input_ids, padded.to(input_ids)], dim=1)
 
 
 def _by_step(

@@ -71,7 +71,7 @@ def test_group_cache_against_lists(seed: int) -> None:
     """A part of a prompt, then steps with the newest token alone or after earlier ones, compared with a plain list."""
     rng = random.Random(seed)
     prompt_tokens, steps = rng.randint(1, 200), 60
-    cache = GroupCache(range(3, 5), capacity=4, max_positions=prompt_tokens + steps, device=CPU)
+    cache = GroupCache(capacity=4, max_positions=prompt_tokens + steps, device=CPU)
     stored: list[int] = []
     rows: dict[int, list[torch.Tensor]] = {3: [], 4: []}
     for step in range(steps + 1):
@@ -129,7 +129,7 @@ def test_hidden_states_go_to_their_home_and_indices_stay() -> None:
 
 
 def test_group_cache_forgets_for_good() -> None:
-    cache = GroupCache(range(2), capacity=9, max_positions=12, device=CPU)
+    cache = GroupCache(capacity=9, max_positions=12, device=CPU)
     key = torch.randn(1, 2, 6, 3)
     cache.advance(torch.arange(6), 6)
     for layer in range(2):
