@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,7 +35,6 @@ from eval.run.identity import code_sha256
 from eval.run.job import job, start
 from eval.run.resolved import Resolved, check_early, resolve
 from eval.run.targets import FILE, as_yaml
-from eval.store.aggregate import drawn_means, on_common_examples, rows_of
 from eval.store.folder import InUseError, check_same, fingerprint
 from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
@@ -67,16 +65,15 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     """The composed config, checked as far as possible without a model. Raises UserError."""
     plain, default = to_run_config(config), TuneConfig()
     assert isinstance(plain, TuneConfig)
-    target, timeout, method = plain.target_speedup, plain.timeout_s, plain.method
     refused = ("compare", "only", "shard", "half", "trace")
     expected = {
         **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in refused},
         "timing.paired": (plain.timing.paired is True, "true, as the finalists of a search are paired"),
-        "method.name": (by_name(method["name"]).dial == "schedule", "lazy, or another with a schedule to find"),
-        "method.schedule": (method.get("schedule", "paper") == "paper", "no such key: the search finds it"),
-        "timeout_s": (timeout is None or timeout > 0, "more than 0 seconds, or null"),
+        "method.name": (by_name(plain.method["name"]).dial == "schedule", "method=lazy, or one with a schedule"),
+        "method.schedule": (plain.method.get("schedule", "paper") == "paper", "no such key: the search finds it"),
+        "timeout_s": (plain.timeout_s is None or plain.timeout_s > 0, "more than 0 seconds, or null"),
         **{key: (getattr(plain, key) >= 1, "1 or more") for key in ("trials", "layers")},
-        "target_speedup": (target is not None and target > 1, "more than 1, such as target_speedup=2"),
+        "target_speedup": ((plain.target_speedup or 0) > 1, "more than 1, such as target_speedup=2"),
     }
     for key, (holds, instead) in expected.items():
         require(holds, key, OmegaConf.select(config, key), instead)
@@ -167,6 +164,7 @@ def tune(config: TuneConfig) -> Path:
     check_early(trials)
     from eval.run.loop import loaded_once, run  # not at the top, as all heavy imports: arguments are checked first
     from eval.run.prepare import prepare
+    from eval.store.aggregate import rows_of
 
     plan, lengths = prepare(trials), dict[str, Counter[int]]()
     for case in plan.cases:
@@ -216,10 +214,9 @@ def open_study(folder: Path, identity: dict[str, Any], config: TuneConfig) -> op
         folder.mkdir(parents=True, exist_ok=True)
         # the kernel frees this lock if its process is killed; Optuna's own lock expires after half a minute
         lock: Any = FileLock(folder / "journal.lock")
-        with lock:
-            journal.touch()
-            with journal.open("r+b") as opened:  # Optuna cannot read a line that a full disk left incomplete
-                opened.truncate(opened.read().rfind(b"\n") + 1)
+        with lock, journal.open("a+b") as opened:  # Optuna cannot read a line that a full disk left incomplete
+            opened.seek(0)
+            opened.truncate(opened.read().rfind(b"\n") + 1)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal), lock))
         study = optuna.create_study(storage=storage, study_name="schedules", direction="maximize", load_if_exists=True)
         now = json.loads(json.dumps(identity, default=str))
@@ -283,8 +280,11 @@ def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:
 
 def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.Study, folder: Path) -> None:
     """Compare the best schedule and the reference on the other half; write the files. Raises UserError if it failed."""
+    import pandas as pd
+
     from eval.analysis.columns import with_ends
     from eval.run.loop import compare
+    from eval.store.aggregate import drawn_means, on_common_examples
 
     tried = tried_in(study)
     order = ranked(tried, space)
