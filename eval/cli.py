@@ -42,7 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Call a verb; returns the exit code: the verb's, or a `UserError`'s with one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = _call(arguments)
+        verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+        if verb in ("-h", "--help"):
+            print(usage())
+            return 0
+        if verb not in VERBS:
+            print(f"error: no such verb: {verb}\n\n{usage()}", file=sys.stderr)
+            return 2
+        code = import_module(VERBS[verb][0]).main(rest) or 0
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -51,17 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's last flush is silent
         return 1
-
-
-def _call(arguments: Sequence[str]) -> int:
-    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if verb in ("-h", "--help"):
-        print(usage())
-        return 0
-    if verb not in VERBS:
-        print(f"error: no such verb: {verb}\n\n{usage()}", file=sys.stderr)
-        return 2
-    return import_module(VERBS[verb][0]).main(rest) or 0
 
 
 if __name__ == "__main__":

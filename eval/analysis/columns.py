@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,9 +14,7 @@ import pandas as pd
 from eval.store.aggregate import rows_of
 from eval.store.results import Results
 from lazyllm.errors import UserError
-
-if TYPE_CHECKING:
-    from lazyllm.methods import Method
+from lazyllm.methods import Method, by_name
 
 BASELINE = "baseline"
 STUDIED = "lazy"  # the paper's own method
@@ -82,8 +80,6 @@ def target_of(settings: str) -> float | None:
 @cache
 def kind_of(name: str) -> type[Method] | None:
     """The method's class; None if its package is not installed."""
-    from lazyllm.methods import by_name  # not at the top: torch is slow to import
-
     try:
         return by_name(name)
     except UserError:
