@@ -140,11 +140,6 @@ def mechanism_frame(trace: Trace) -> pd.DataFrame:
     )
 
 
-def plot_mechanism(trace: Trace) -> MplFigure:
-    """The picture of one trace."""
-    return plot(mechanism_frame(trace))
-
-
 def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of a LazyLLM run, with columns `model` and `label`."""
     runs = as_published(results).where(lambda run: run.method == STUDIED)

@@ -251,10 +251,7 @@ def draw_methods(axes: Any, rows: Any, styles: Mapping[str, MethodStyle], x: str
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write the figure as `stem` with each suffix (svg, pdf or png). Equal pictures have equal bytes.
-
-    Returns the paths.
-    """
+    """Write the figure as `stem` with each suffix (svg, pdf or png): the paths. Equal pictures have equal bytes."""
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in suffixes]
     with mpl.rc_context(_FILES):
         for path in paths:

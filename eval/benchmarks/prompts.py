@@ -81,11 +81,6 @@ class BuiltPrompt:
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
     turns: tuple[Message, ...] = ()
 
-    @property
-    def conversation_tokens(self) -> int:
-        """Tokens of all messages, without the answers."""
-        return len(self.token_ids) + sum(len(turn.token_ids) for turn in self.turns)
-
     def as_input(self) -> lazyllm.Prompt:
         """The prompt for `lazyllm.generate`."""
         import torch

@@ -242,7 +242,8 @@ def _cases(
             method.check_prompt(prompt.as_input())
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
-        if longest is not None and (tokens := prompt.conversation_tokens) + new_tokens > longest:
+        tokens = sum(len(message.token_ids) for message in (prompt, *prompt.turns))
+        if longest is not None and tokens + new_tokens > longest:
             fits = longest - new_tokens - tokens + min(prompt.tokens_before_truncation, limit)
             of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
             raise UserError(

@@ -37,11 +37,7 @@ class Reach:
         self._made: tuple[tuple[Any, ...], Tensor | None] = (), None
         self._m = positions.shape[0]
         self._s = group.length
-
-    @property
-    def is_everything(self) -> bool:
-        """Whether the only query attends to all stored tokens."""
-        return self._m == 1 and self._chosen is None and self.window is None
+        self.is_everything = self._m == 1 and chosen is None and window is None  # one query attends to all tokens
 
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING
 from typing import Any
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.methods import by_name, code_of, known, settings_of
 
 
@@ -34,6 +33,6 @@ def _shown(default: Any) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the list; returns the exit code."""
-    argparse.ArgumentParser(prog="lazyllm-bench methods", description=__doc__).parse_args(arguments)
+    parser_of("methods", __doc__).parse_args(arguments)
     print("\n".join(lines()))
     return 0

@@ -96,7 +96,7 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     if not spec.is_dummy:
         check_quantised(spec.source, config, spec.device_map)
         if Path(spec.source).is_dir():
-            check_files(Path(spec.source), spec.source, _weights_file(config))
+            check_files(Path(spec.source), spec.source, getattr(config, "transformers_weights", None))
     return config
 
 
@@ -180,17 +180,14 @@ def as_device(name: str) -> torch.device:
     return device
 
 
-def _weights_file(config: PreTrainedConfig) -> str | None:
-    return getattr(config, "transformers_weights", None)
-
-
 def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
     """The folder of the checkpoint's files, fetched from the hub if necessary, and checked. Raises UserError."""
-    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, _weights_file(config) or "model.safetensors"])
+    weights = getattr(config, "transformers_weights", None)
+    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or "model.safetensors"])
     if str(folder) != spec.source:  # a local folder has been checked already
-        if not any((folder / name).is_file() for name in ("model.safetensors", INDEX)) and not _weights_file(config):
+        if not any((folder / name).is_file() for name in ("model.safetensors", INDEX)) and not weights:
             folder = converted(spec.source, folder, spec.revision) or folder
-        check_files(folder, spec.source, _weights_file(config))
+        check_files(folder, spec.source, weights)
     return folder
 
 

@@ -11,8 +11,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# What the house may measure with servers, packed answers and the suites of 0.3.0. Lower these with every cut
-LIMITS = {"code": 24_250, "tests": 22_500}
+# The aim of 0.3.0, with servers, packed answers and its suites. Lower these with every cut
+LIMITS = {"code": 24_100, "tests": 22_500}
 ROOT = Path(__file__).parents[2]
 
 

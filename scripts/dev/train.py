@@ -16,6 +16,7 @@ import math
 import random
 import re
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,10 @@ class Batch:
 class Trainer:
     """Model, optimisers, random state and progress: the content of the checkpoint in the folder `work`.
 
-    shipped: the folder of the shipped model, whose tokenizer is used.
+    shipped: the folder of the shipped model, whose tokenizer is used. draw: the next batch; None after the last.
     """
+
+    draw: Callable[[], Batch | None]
 
     def __init__(self, model: Any, shipped: str, work: Path, peak_rate: float) -> None:
         self.model, self.work, self.peak_rate = model, work, peak_rate
@@ -80,10 +83,6 @@ class Trainer:
             torch.optim.Muon(matrices, lr=1.0, weight_decay=0.0, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-
-    def draw(self) -> Batch | None:
-        """The next batch; None if the training is over."""
-        raise NotImplementedError
 
     def update(self, batch: Batch) -> None:
         """One step: the loss on the labels, the gradient clipped to norm 1, the running means."""

@@ -21,7 +21,7 @@ from eval.analysis.mechanism import (
     counts_per_layer,
     layer_groups,
     mechanism_frame,
-    plot_mechanism,
+    plot,
     token_states,
 )
 from eval.store.record import Trace, compact_counts
@@ -152,7 +152,7 @@ def test_mechanism_figure_shows_every_cell(tmp_path: Path) -> None:
 
 
 def test_mechanism_figure_writes_any_token() -> None:
-    picture = plot_mechanism(replace(small_trace(), generated=["$x_1$", "\n\t", "F"]))
+    picture = plot(mechanism_frame(replace(small_trace(), generated=["$x_1$", "\n\t", "F"])))
     written = texts(picture)
     for text in ("A", "$B$", "C↵", "$x_1$", "↵⇥"):
         assert text in written

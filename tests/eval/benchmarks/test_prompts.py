@@ -111,7 +111,6 @@ def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
     assert list(wrapped.turns[1].token_ids) == [2, 1, *encode("[INST]\nAsk: why[/INST] Because")]
     assert list(bare.turns[0].token_ids) == encode("Why, you?")  # a word that is not in the answer's last line
     assert list(bare.turns[1].token_ids) == encode("A\nAsk: why Because")[len(encode("A")) :]
-    assert wrapped.conversation_tokens == sum(map(len, (wrapped.token_ids, *(t.token_ids for t in wrapped.turns))))
 
 
 def test_short_prompt_is_rendered_and_wrapped():
