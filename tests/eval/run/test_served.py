@@ -27,7 +27,6 @@ from eval.run.resolved import Resolved
 from eval.store.folder import read_failures, read_run
 from eval.store.record import Record
 from eval.store.results import Results, find_runs
-from lazyllm import Generation
 from lazyllm.errors import UserError
 from lazyllm.integrations import transformers_generate
 from lazyllm.models.tokenizers import load_tokenizer
@@ -329,12 +328,13 @@ def endpoint() -> Iterator[str]:
 def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_path: Path, monkeypatch) -> None:
     engine: list[float] = []
 
-    def sequences(input_ids: Any, generations: list[Generation], *others: Any) -> Any:
-        engine.extend(out.ttft_s for out in generations)
-        return of_generations(input_ids, generations, *others)
+    def answers(*arguments: Any) -> Any:
+        for index, out in of_pack(*arguments):
+            engine.append(out.ttft_s)
+            yield index, out
 
-    of_generations = transformers_generate._sequences
-    monkeypatch.setattr(transformers_generate, "_sequences", sequences)
+    of_pack = transformers_generate.answers
+    monkeypatch.setattr(transformers_generate, "answers", answers)
     shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "timing.warmup=0")
     loop.run(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
     names = ("model.name=tiny/baseline", "method=server", "method.name=tiny")

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.benchmarks import embedded, stdlib
 from eval.benchmarks.datasets import DATASETS, load_rows
 from lazyllm.presets import PRESETS
-from scripts.dev import train
 
 CODER = Path(PRESETS["coder"].source)
 
@@ -37,11 +36,11 @@ def test_tokenizer_is_lossless(tokenizer, text: str) -> None:
 
 
 def test_embedded_tasks_have_tinys_tokens(tokenizer) -> None:
-    tiny = train.tiny_tokenizer()
+    tiny = AutoTokenizer.from_pretrained(PRESETS["tiny"].source)
     for name in embedded.NAMES:
         for row in (example.official for example in load_rows(DATASETS[name]).examples[:3]):
             text = embedded.TEMPLATES[name].format(**row)
-            assert tokenizer(text).input_ids == tiny.encode(text).ids
+            assert tokenizer(text).input_ids == tiny(text).input_ids
 
 
 @pytest.mark.slow
