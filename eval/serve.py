@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
+from copy import copy
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -21,23 +23,6 @@ from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.job import job
 from eval.run.resolved import Resolved, build_method, resolve
 from lazyllm.errors import UserError, require
-from lazyllm.methods import Method
-
-
-class Served:
-    """A model whose `generate` runs a method; all else is the model's. Calls come from one thread."""
-
-    def __init__(self, model: Any, method: Method) -> None:
-        self._model, self._method = model, method
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def generate(self, **call: Any) -> Any:
-        from lazyllm import using
-
-        with using(self._model, self._method):
-            return self._model.generate(**call)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
     require(own["port"].isdigit(), "port", own["port"], "a number")
     names = re.findall(r"[^\s,\[\]]+", own["methods"])
-    runs = [_run_of([*others, f"method={name}"]) for name in names] or [_run_of(others)]
+    methods = [[f"method={name}"] for name in names] or [[]]
+    register_schema()  # the dataset, which none is needed for, is one that is made here
+    runs = [resolve(to_run_config(compose_config(["dataset=lookup", *others, *method]))) for method in methods]
+    if any(run.is_served or run.config.compare for run in runs):
+        raise UserError("serve takes a model and methods of this process: model=NAME method=NAME, or methods=[...]")
     missing = [package for package in ("fastapi", "uvicorn", "openai") if find_spec(package) is None]
     if missing:
         raise UserError(f"serve needs {missing[0]}: pip install --editable '.[serve]' in the repository's folder")
@@ -66,15 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run_of(arguments: list[str]) -> Resolved:
-    """The run of the arguments; its dataset, which none is needed for, is one that is made here. Raises UserError."""
-    register_schema()
-    run = resolve(to_run_config(compose_config(["dataset=lookup", *arguments])))
-    if run.is_served or run.config.compare:
-        raise UserError("serve takes a model and methods of this process: model=NAME method=NAME, or methods=[...]")
-    return run
-
-
 def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     """The ASGI app that serves the methods of the runs, of one model, and the names that it lists. Raises UserError."""
     from fastapi import FastAPI, HTTPException
@@ -84,6 +64,7 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     from transformers.cli.serving.utils import GenerateManager, GenerationState
 
     from eval.run.prepare import parameters_of
+    from lazyllm import using
     from lazyllm.methods import Baseline
     from lazyllm.models.load import load_tokenizer_of, load_weights
 
@@ -91,8 +72,9 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     model, tokenizer = load_weights(spec), load_tokenizer_of(spec)
     positions = model.config.max_position_embeddings
     methods = {run.method["name"]: build_method(next(iter(parameters_of(run, model.config).values()))) for run in runs}
-    served = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
-    models = {f"{name}/{key}".rstrip("/"): Served(model, method) for key, method in served.items()}
+    methods = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
+    stack = ExitStack()
+    models = {f"{name}/{key}".rstrip("/"): stack.enter_context(using(copy(model), it)) for key, it in methods.items()}
 
     class FittingPrompts(GenerateManager):
         """Refuses a prompt that is too long before the stream, and its status, begins."""
@@ -107,6 +89,7 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     manager: Any = ModelManager()  # has the models that are served, and loads no other
     manager.load_model_and_processor = lambda key, **_: (models[key.removesuffix("@main")], tokenizer)
     app, state, one_at_a_time = FastAPI(), GenerationState(), FittingPrompts()
+    app.state.methods = stack  # must be kept: a context that is collected takes its method off the model
     state.get_manager = lambda *_, **__: one_at_a_time  # all models share the thread that generates
 
     def add(path: str, handler: Any) -> None:

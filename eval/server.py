@@ -278,10 +278,8 @@ def describe_servers(model: Any, method: Mapping[str, Any]) -> dict[str, Server]
     """
     endpoint = Endpoint(**{item.name: getattr(model, item.name) for item in fields(Endpoint)})
     baseline = describe(endpoint)
-    if method["name"] == "baseline":
-        return {"baseline": baseline, "method": baseline}
-    url = str(method.get("url") or model.url)
+    url, name = method.get("url") or model.url, method.get("model", model.name)
     kind = method.get("kind") or (model.kind if url.rstrip("/") == baseline.endpoint.url else None)
     extra = {**model.extra_body, **(method.get("extra_body") or {})}
-    own = replace(endpoint, url=url, name=method.get("model", model.name), kind=kind, extra_body=extra)
-    return {"baseline": baseline, "method": describe(own)}
+    own = replace(endpoint, url=url, name=name, kind=kind, extra_body=extra)
+    return {"baseline": baseline, "method": baseline if own == endpoint else describe(own)}

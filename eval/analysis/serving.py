@@ -16,6 +16,8 @@ from eval.store.results import Results
 
 _CLOCKS = {"ttft_s": "TTFT", "tpot_s": "TPOT"}
 _KEYS = [*SETTING, "load"]
+_OF_REQUEST = [*_KEYS, "dataset", "id", "prompt_tokens", *_CLOCKS, "sent_at", "end_s", "retries", "is_good"]
+_FIT = ("fit_a", "fit_b", "fit_c")  # the coefficients of `ttft_fit`
 _QUANTILES = {f"{clock}_p{n}": (clock, n) for clock in _CLOCKS for n in (50, 90, 99)}
 _COLUMNS = (
     MODEL,
@@ -36,9 +38,9 @@ def serving(results: Results) -> Table:
         row = dict(zip(_KEYS, key, strict=True)) | {"examples": len(group)}
         row |= {name: group[clock].quantile(n / 100) for name, (clock, n) in _QUANTILES.items()}
         row |= {"pct_good": 100 * group["is_good"].mean(), "goodput_per_s": group["is_good"].sum() / _busy_s(group)}
-        rows.append(row | {"retries": group["retries"].sum()})
-    columns = [*_KEYS, "examples", *_QUANTILES, "pct_good", "goodput_per_s", "retries"]
-    table = in_order(pd.DataFrame(rows, columns=columns))
+        rows.append(row | dict(zip(_FIT, ttft_fit(group), strict=True)))
+    columns = [*_KEYS, "examples", *_QUANTILES, "pct_good", "goodput_per_s", *_FIT]
+    table = pd.DataFrame(rows, columns=columns)
     caption = (
         "TTFT: from just before the request to the first event with a token. TPOT: (last - first) / (tokens - 1), as "
         "an event may hold several tokens; - if the server does not count them. Percentiles over requests. Good: "
@@ -49,8 +51,7 @@ def serving(results: Results) -> Table:
 
 
 def requests(results: Results) -> pd.DataFrame:
-    """A row for each request to a server: the columns of `SETTING`, load, dataset, id, prompt_tokens, ttft_s, tpot_s,
-    sent_at, end_s, retries, is_good. The baselines of several runs are one setting."""
+    """A row for each request to a server (`_OF_REQUEST`). The baselines of several runs are one setting."""
     rows = []
     for run in results.runs:
         load = run.about["config"].get("load", {})
@@ -61,13 +62,9 @@ def requests(results: Results) -> pd.DataFrame:
             for side, setting in ((record.method, own), (record.baseline, theirs)):
                 if side is not None and side.request is not None:
                     key = run.model, DATASETS[record.dataset].suite, *setting, many
-                    row: dict[str, Any] = vars(side.request) | dict(zip(_KEYS, key, strict=True))
-                    row |= {"dataset": record.dataset, "id": record.id, "prompt_tokens": record.prompt_tokens}
-                    row["ttft_s"] = side.ttft_s
-                    row["is_good"] = all((row[clock] or 0.0) <= most for clock, most in limits.items())
-                    rows.append(row)
-    columns = [*_KEYS, "dataset", "id", "prompt_tokens", "ttft_s", "tpot_s", "sent_at", "end_s", "retries", "is_good"]
-    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(_CLOCKS, float))
+                    row = vars(side) | vars(side.request) | vars(record) | dict(zip(_KEYS, key, strict=True))
+                    rows.append(row | {"is_good": all((row[clock] or 0) <= most for clock, most in limits.items())})
+    return in_order(pd.DataFrame(rows, columns=_OF_REQUEST).astype(dict.fromkeys(_CLOCKS, float)))
 
 
 def _busy_s(group: pd.DataFrame) -> float:
@@ -77,19 +74,11 @@ def _busy_s(group: pd.DataFrame) -> float:
     return float((until - np.maximum(ordered["sent_at"], until.shift(fill_value=-np.inf))).sum())
 
 
-def data(results: Results) -> pd.DataFrame:
-    """A row for each request, as `requests`, with the coefficients a, b, c of its setting's fit (`ttft_fit`)."""
-    frame: Any = in_order(requests(results))
-    # under load, requests wait for others
-    fits = {key: ttft_fit(group[group["load"] == "1 at once"]) for key, group in frame.groupby(_KEYS, sort=False)}
-    fit = [fits[tuple(row)] for row in frame[_KEYS].to_numpy()]
-    return frame.assign(**{name: [one[number] for one in fit] for number, name in enumerate("abc")})
-
-
 def ttft_fit(group: pd.DataFrame) -> tuple[float, float, float]:
-    """a, b, c of TTFT = a n^2 + b n + c seconds by least squares; NaN for fewer than three prompt lengths n."""
+    """a, b, c of TTFT = a n^2 + b n + c seconds by least squares; NaN for fewer than three prompt lengths n, or if
+    requests may have waited for others."""
     lengths = group["prompt_tokens"].to_numpy(dtype=float)
-    if len(set(lengths)) < 3:
+    if len(set(lengths)) < 3 or (group["load"] != "1 at once").any():
         return float("nan"), float("nan"), float("nan")
     scale = lengths.max()  # else the squares swamp the rest
     a, b, c = np.polyfit(lengths / scale, group["ttft_s"], 2)
@@ -106,7 +95,7 @@ def plot(frame: Any) -> MplFigure:
         for number, ((label, load), group) in enumerate(settings):
             look = look_of(number, len(settings))
             axes.plot(group["prompt_tokens"], 1000 * group["ttft_s"], **look | {"linestyle": "none"}, alpha=0.5)
-            a, b, c = group[["a", "b", "c"]].iloc[0]
+            a, b, c = ttft_fit(group)
             n = np.linspace(group["prompt_tokens"].min(), group["prompt_tokens"].max())
             known = "" if np.isnan(a) else f": {1e9 * a:.3g} (n/1000)² + {1e6 * b:.3g} n/1000 + {1e3 * c:.3g} ms"
             axes.plot(n, 1000 * (a * n**2 + b * n + c), **look | {"marker": ""}, label=f"{label}, {load}{known}")
@@ -122,6 +111,6 @@ FIGURE = Figure(
         "A point for each request, and TTFT = a n² + b n + c fitted by least squares for each server that got one "
         "request at a time: attention, the other layers, and the constant cost of a request."
     ),
-    data=data,
+    data=requests,
     plot=plot,
 )

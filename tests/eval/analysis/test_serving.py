@@ -58,9 +58,10 @@ def test_unknown_time_per_token_is_missing_and_breaks_no_limit() -> None:
 def test_fit_finds_the_coefficients() -> None:
     n = np.array([100, 3000, 20_000, 100_000])
     a, b, c = 2e-10, 3e-5, 0.02
-    group = pd.DataFrame({"prompt_tokens": n, "ttft_s": a * n**2 + b * n + c})
+    group = pd.DataFrame({"prompt_tokens": n, "ttft_s": a * n**2 + b * n + c, "load": "1 at once"})
     assert ttft_fit(group) == pytest.approx((a, b, c), rel=1e-6)
     assert np.isnan(ttft_fit(group[:2])).all()
+    assert np.isnan(ttft_fit(group.assign(load="2 at once"))).all()  # requests waited for others
 
 
 def test_figure_draws_each_setting_with_its_fit() -> None:
@@ -68,7 +69,7 @@ def test_figure_draws_each_setting_with_its_fit() -> None:
         replace(example("hops", str(n), n, ttft_s=1e-4 * n, request=request(n)), baseline=None) for n in (100, 200, 400)
     ]
     frame = FIGURE.data(Results([run_of(records)]))
-    assert frame["b"].to_numpy() == pytest.approx(1e-4)
-    assert any("FP8, 1 at once" in text for text in texts(drawn(FIGURE, frame)))
-    assert FIGURE.data(Results([run_of(records, rate=2)]))["b"].isna().all()  # requests waited for others
+    assert any("FP8, 1 at once: " in text and "100 n/1000" in text for text in texts(drawn(FIGURE, frame)))
+    frame = FIGURE.data(Results([run_of(records, rate=2)]))
+    assert any(text == "FP8, 2 per s" for text in texts(drawn(FIGURE, frame)))
     assert FIGURE.data(Results([stored([example("hops", "a")])])).empty
