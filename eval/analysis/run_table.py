@@ -217,10 +217,9 @@ def difference(results: Results) -> dict[str, Any] | None:
     """A method beside its baseline, as a mean over tasks; None without a paired baseline. results: of one run.
 
     score: the method's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
-    intervals (`_low`, `_high`), paired, NaN for few examples. examples, better, worse: all, and those that score higher
-    or lower. p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
-    changed: answers whose text or tokens differ; None if unknown.
-    With `timing.paired=ttft`, examples count once the baseline's own run has answered them.
+    intervals (`_low`, `_high`), paired, NaN for few examples. examples, better, worse: all with both answers, and those
+    that score higher or lower. p: of the exact two-sided binomial test of these two, which for right and wrong answers
+    is McNemar's. changed: answers whose text or tokens differ; None if unknown.
     """
     frame: Any = results.frame.dropna(subset=["baseline_ttft_s", "baseline_score"])
     if frame.empty:

@@ -62,7 +62,9 @@ def requests(results: Results) -> pd.DataFrame:
             for side, setting in ((record.method, own), (record.baseline, theirs)):
                 if side is not None and side.request is not None:
                     key = run.model, DATASETS[record.dataset].suite, *setting, many
-                    row = vars(side) | vars(side.request) | vars(record) | dict(zip(_KEYS, key, strict=True))
+                    row: dict[str, Any] = (
+                        vars(side) | vars(side.request) | vars(record) | dict(zip(_KEYS, key, strict=True))
+                    )
                     rows.append(row | {"is_good": all((row[clock] or 0) <= most for clock, most in limits.items())})
     return in_order(pd.DataFrame(rows, columns=_OF_REQUEST).astype(dict.fromkeys(_CLOCKS, float)))
 
@@ -74,7 +76,7 @@ def _busy_s(group: pd.DataFrame) -> float:
     return float((until - np.maximum(ordered["sent_at"], until.shift(fill_value=-np.inf))).sum())
 
 
-def ttft_fit(group: pd.DataFrame) -> tuple[float, float, float]:
+def ttft_fit(group: Any) -> tuple[float, float, float]:
     """a, b, c of TTFT = a n^2 + b n + c seconds by least squares; NaN for fewer than three prompt lengths n, or if
     requests may have waited for others."""
     lengths = group["prompt_tokens"].to_numpy(dtype=float)

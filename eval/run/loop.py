@@ -259,6 +259,7 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
         if todo:
             _measure(subject, todo, plan.run.config.timing.warmup, store, tracker)
         for case in untraced:
+            assert isinstance(subject, Bench)  # traces of servers are refused
             if case.key in store.records:
                 try:
                     write_whole(store.folder / traces[case.key], subject.trace(case).to_json())

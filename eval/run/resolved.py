@@ -334,6 +334,7 @@ def _check_servers(config: RunConfig, methods: list[dict[str, Any]]) -> None:
     require(not has_own, "model.chat", model.chat, "none: the server applies its own template")
     one = config.load.rate is None or config.load.concurrency == 1
     require(one, "load.concurrency", config.load.concurrency, "1 with load.rate")
+    require(config.trace == 0, "trace", config.trace, "0, as a server does not tell what its layers compute")
     if config.fidelity is not None:
         log.warning("fidelity=%s: a server does not tell the probabilities that it needs: null", config.fidelity)
 

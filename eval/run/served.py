@@ -20,7 +20,7 @@ from eval.benchmarks.chat_format import THOUGHT_END
 from eval.run.measure import WARMUP_TOKENS, Case, record_of, scored
 from eval.run.resolved import Resolved
 from eval.server import Answer, RequestError, Server
-from eval.store.record import Failure, Measurement, Record, Trace
+from eval.store.record import Failure, Measurement, Record
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Servers:
         """
         load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(cases)
         while block := list(islice(waiting, max(BLOCK, 4 * load.concurrency) if load.is_shared else 1)):
-            answers = dict[str, list[list[Answer] | RequestError]]()
+            answers = dict[str, list[list[Answer] | Failure]]()
             for side in rng.sample([*self.sides], len(self.sides)):
                 futures = []
                 with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
@@ -70,10 +70,7 @@ class Servers:
             for number, case in enumerate(block):
                 yield self._outcome(case, {side: given[number] for side, given in answers.items()})
 
-    def trace(self, case: Case) -> Trace:
-        raise RuntimeError("a server does not tell what its layers compute")
-
-    def _converse(self, side: str, case: Case) -> list[Answer] | RequestError:
+    def _converse(self, side: str, case: Case) -> list[Answer] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""
         is_first_only = side == "baseline" and self.run.paired == "ttft"
         # one server would take the other side's prompt from its cache
@@ -84,7 +81,8 @@ class Servers:
                 mark = random.Random(f"{self._secret}{case.key}{turn}{'' if apart else side}").randbytes(8).hex()
                 answers.append(self._timed(side, case, answers, 1 if is_first_only else case.max_new_tokens, mark))
         except RequestError as error:
-            return error
+            reason = f"{self.sides[side].endpoint.url}: {error}"
+            return Failure(*case.key, reason, f"RequestError: {reason}")
         return answers
 
     def _timed(self, side: str, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
@@ -149,12 +147,11 @@ class Servers:
             text = text.removeprefix(begin)
         return {"prompt": text}, len(ids)
 
-    def _outcome(self, case: Case, answers: dict[str, list[Answer] | RequestError]) -> Record | Failure:
+    def _outcome(self, case: Case, answers: dict[str, list[Answer] | Failure]) -> Record | Failure:
         measured, chat = dict[str, list[Measurement]](), self.run.chat
         for side, given in answers.items():
-            if isinstance(given, RequestError):
-                reason = f"{self.sides[side].endpoint.url}: {given}"
-                return Failure(*case.key, reason, f"RequestError: {reason}")
+            if isinstance(given, Failure):
+                return given
             measured[side], so_far = [], 0.0
             for turn, answer in enumerate(given):
                 thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s

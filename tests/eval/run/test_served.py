@@ -274,6 +274,7 @@ def test_load_is_on_one_side_at_a_time(tmp_path: Path, load: str, most: int) -> 
         (["model.tokenizer=null"], "model.tokenizer=null: expected FOLDER_OR_HUB_ID of the served model"),
         (["model.api=chat", "model.chat=llama2"], "model.chat=llama2: expected none"),
         (["model.api=text"], "model.api=text: expected completions or chat"),
+        (["trace=1"], "trace=1: expected 0"),
         (["method=server", "method.kind=tgi"], "method.kind=tgi: expected vllm or sglang"),
         (["load.rate=2", "load.concurrency=4"], "load.concurrency=4: expected 1 with load.rate"),
     ],
