@@ -22,15 +22,12 @@ from uuid import uuid4
 from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.job import job
 from eval.run.resolved import Resolved, build_method, resolve
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, parser_of, require
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb `serve`; ends by SIGTERM or Ctrl-C. Returns the exit code. Raises UserError."""
-    arguments = list(arguments or ())
-    if {"-h", "--help"} & {*arguments}:
-        print(__doc__)
-        return 0
+    _, arguments = parser_of("serve", __doc__).parse_known_args(arguments)
     own = {"port": "8000", "host": "127.0.0.1", "methods": ""}
     others = [word for word in arguments if word.partition("=")[0] not in own]
     own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}

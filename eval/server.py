@@ -36,10 +36,8 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer. Times are seconds since just before the POST.
-
-    text, reasoning: all of it. ttft_s, last_token_s: the first and the last event with a token; an end token is one.
-    """
+    """One answer. ttft_s, last_token_s: seconds from just before the POST to the first and to the last event with a
+    token; an end token is one."""
 
     text: str
     reasoning: str
@@ -50,10 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model of a server, as the settings `model.*` of the same names describe it.
-
-    url: with the path, such as http://127.0.0.1:8000/v1. timeout_s: the limit for a whole answer.
-    """
+    """A model of a server: the settings `model.*` of the same names."""
 
     url: str
     name: str
@@ -237,10 +232,7 @@ KINDS = {kind.name: kind for kind in _KINDS}
 
 @dataclass(frozen=True)
 class Server:
-    """An endpoint and what its server said: its version, the positions of prompt and answer, and the models it lists.
-
-    version, positions: None if it does not say.
-    """
+    """An endpoint and what its server said: its version, positions of prompt and answer, the models that it lists."""
 
     endpoint: Endpoint
     kind: Kind
