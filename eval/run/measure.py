@@ -105,16 +105,16 @@ class _Run:
 
     def tokens_computed(self, turn: int) -> float:
         """Prompt tokens run for a turn, mean over layers, scoring included."""
-        out = self.outs[turn]
-        before = sum(earlier.computed[-1].mean() for earlier in self.earlier(turn)[-1:])
+        out, earlier = self.outs[turn], self.earlier(turn)
+        before = earlier[-1].computed[-1].mean() if earlier else 0
         return float(out.computed[-1].mean() - before + out.scoring_tokens)
 
     def prefill_flops(self, config: Any, turn: int) -> int:
         """FLOPs of the prompt tokens that a turn computed up to its first token, and of scoring."""
-        out = self.outs[turn]
+        out, earlier = self.outs[turn], self.earlier(turn)
         flops = prefill_flops(config, out.computed[0].tolist())
-        for earlier in self.earlier(turn)[-1:]:
-            return flops - prefill_flops(config, earlier.computed[-1].tolist(), logits=0)
+        if earlier:
+            return flops - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
         return flops + self.method.scoring_flops(config, out.prompt_tokens)
 
 
