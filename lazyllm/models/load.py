@@ -214,9 +214,9 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
-        raise UserError(
-            f"{source} could not be loaded: {error}\nOnly safetensors are read (pickles can run code); no remote code."
-        ) from error
+        files = "Only safetensors are read (pickles can run code); no remote code."
+        hint = "" if isinstance(error, ImportError) else f"\n{files}"  # a package is absent, not a file
+        raise UserError(f"{source} could not be loaded: {error}{hint}") from error
     model, info = loaded
     if info["missing_keys"]:  # transformers warns and gives them random values
         missing = sorted(info["missing_keys"])
