@@ -128,9 +128,12 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     if len(twice):
         row = twice.iloc[0]
         both = sorted(set(twice[(twice[_KEY] == row[_KEY]).all(axis=1)]["folder"]))
+        facts = [as_text(run.identity).items() for run in runs if str(run.folder) in both]
+        differ = {key for one in facts for other in facts for key, _ in one - other}
+        choose = f", or choose by {' or '.join(sorted(differ))}: --where KEY=VALUE" if differ else ""
         raise UserError(
-            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one, "
-            "or choose by a setting in which they differ: --where KEY=VALUE"
+            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one"
+            + choose
         )
     return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True)[COLUMNS]
 

@@ -150,7 +150,8 @@ def test_paired_measurement_goes_before_unpaired(tmp_path: Path) -> None:
 def test_frame_refuses_example_measured_twice(tmp_path: Path) -> None:
     write_run(tmp_path / "a", [record(0), record(2)])
     write_run(tmp_path / "b", [record(1), record(0)], warmup=9)
-    with pytest.raises(UserError, match=r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; remove one"):
+    message = r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; remove one, or choose by warmup: --where"
+    with pytest.raises(UserError, match=message):
         as_frame(find_runs([tmp_path]))
 
 
