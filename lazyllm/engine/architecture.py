@@ -120,16 +120,16 @@ def _trace(model: PreTrainedModel, windows: Sequence[int | None], past: int) -> 
         embedded.append(torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device).view_as(output))
         return embedded[-1]
 
-    hooks = [inner.embed_tokens.register_forward_hook(note_embedded)]
-    for child_name, child in inner.named_children():
-        if child_name not in ("embed_tokens", "layers", "norm"):
-            hooks.append(child.register_forward_hook(_note_rope(child_name, made), with_kwargs=True))
     cache = DynamicCache()
     filler = torch.zeros(1, 1, past, 1, device=home_of(model), dtype=model.dtype)
     cache.update(filler, filler, 0)
     # position 0: a RoPE that grows with the length (dynamic NTK) resets itself
     token = torch.zeros(1, 1, dtype=torch.long, device=home_of(model))
     stand_ins = nn.ModuleList(_StandIn(index, layer, calls) for index, layer in enumerate(inner.layers))
+    hooks = [inner.embed_tokens.register_forward_hook(note_embedded)]
+    for child_name, child in inner.named_children():
+        if child_name not in ("embed_tokens", "layers", "norm"):
+            hooks.append(child.register_forward_hook(_note_rope(child_name, made), with_kwargs=True))
     try:
         with (
             implementation(model, "eager"),  # whose masks are complete

@@ -236,10 +236,11 @@ def test_full_memory_is_not_taken_for_an_unsupported_model(monkeypatch: pytest.M
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = _llama()
-    for place in ("lazyllm.engine.checks._logits_of_loop", "lazyllm.engine.architecture._trace"):
+    for place in ("lazyllm.engine.checks._logits_of_loop", "lazyllm.engine.architecture.DynamicCache"):
         monkeypatch.setattr(place, full)
         with pytest.raises(torch.OutOfMemoryError):
             check_same_as_model(model)
+        assert not any(module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
