@@ -62,7 +62,8 @@ def _files_of(source: str | Path, revision: str | None) -> Path:
 
 def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
     """Whether the tokenizer that `load_tokenizer` gives has a chat template, without transformers. Raises UserError."""
-    folder = _files_of(source, revision)
+    found = _files_of(source, revision)
+    folder = found.parent if found.is_file() else found
     file = folder / _CONFIG
     if any(folder.glob("chat_template.*")):
         return True
@@ -91,9 +92,9 @@ def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
 def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
     """A tokenizer made from a sentencepiece BPE model of Llama's kind, with the sentencepiece library's token ids.
 
-    It uses the settings of a `tokenizer_config.json` in the same folder; without one, it adds BOS and not EOS, as for
-    Llama 2. Raises UserError for other files, and for sentencepiece models of another kind than Llama's (BPE, bytes for
-    unknown characters, no normalisation but a space before the text).
+    It uses the `chat_template.jinja` and the settings of a `tokenizer_config.json` in the same folder; without settings
+    it adds BOS and not EOS, as for Llama 2. Raises UserError for other files, and for sentencepiece models of another
+    kind than Llama's (BPE, bytes for unknown characters, no normalisation but a space before the text).
     """
     from tokenizers import normalizers
     from transformers import LlamaTokenizer
@@ -116,6 +117,8 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
     if (config_file := model_file.parent / _CONFIG).is_file():
         config = read_json(config_file, str(config_file.parent))
         settings |= {key: config[key] for key in _CONFIG_KEYS if config.get(key) is not None}
+    if (template := model_file.parent / "chat_template.jinja").is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
     tokenizer = LlamaTokenizer(
         vocab={piece.piece: number for number, piece in enumerate(pieces)},
         merges=[(left, right) for _, _, left, right in merges],

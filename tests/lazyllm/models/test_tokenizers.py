@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from lazyllm.errors import UserError
-from lazyllm.models.tokenizers import load_tokenizer
+from lazyllm.models.tokenizers import has_chat_template, load_tokenizer
 from tests.eval.official import LLAMA2, llama2, needs, sentencepiece
 
 needs_llama2 = needs(LLAMA2)
@@ -65,6 +65,10 @@ def test_settings_beside_the_file_are_used(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer("Hello").input_ids == [15043]
     assert tokenizer.chat_template == "x"
+    (tmp_path / "chat_template.jinja").write_text("y")  # as in transformers, it goes before
+    for source in (tmp_path, tmp_path / "tokenizer.model"):
+        assert load_tokenizer(source).chat_template == "y"
+        assert has_chat_template(source)
 
 
 @pytest.mark.parametrize("source", ["./nowhere", "/nowhere/at/all", "a/b/c"])
