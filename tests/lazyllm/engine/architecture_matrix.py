@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import lazyllm
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.generation import Greedy
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import Method
 from tests.lazyllm.methods.method_matrix import LISTED, ROWS
@@ -92,6 +93,18 @@ def check(cell: Cell) -> None:
             assert ours == theirs
         for ours, theirs in zip(logits_of_steps(model, pruning, PROMPT, found.token_ids), expected.logits, strict=True):
             assert np.abs(ours - theirs).max() < tolerance
+
+
+class Recording(Greedy):
+    """Keeps the logits of each step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.logits: list[np.ndarray] = []
+
+    def pick(self, logits: torch.Tensor) -> torch.Tensor:
+        self.logits.append(logits.numpy().copy())
+        return super().pick(logits)
 
 
 def logits_of_steps(

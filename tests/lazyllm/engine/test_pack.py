@@ -18,24 +18,12 @@ from lazyllm.engine.pack import Pack, Row, answers
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.helpers import Waits, prompt_of, prompt_tensor
-from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
+from tests.lazyllm.engine.architecture_matrix import Recording, flash_stand_in, is_offered
 from tests.lazyllm.engine.test_counts import Held, Seen, small_llama
 from tests.lazyllm.methods.method_matrix import ROWS
 from tests.reference import VARIANTS, casts_in_float64, lazy_reference, random_model, random_variant
 
 TOLERANCE = 1e-9
-
-
-class Recording(Greedy):
-    """Keeps the logits of each step."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.logits: list[torch.Tensor] = []
-
-    def pick(self, logits: torch.Tensor) -> torch.Tensor:
-        self.logits.append(logits.clone())
-        return super().pick(logits)
 
 
 def requests_of(model: Any, draw: random.Random, count: int, methods: list[Method]) -> list[Row]:
@@ -68,7 +56,7 @@ def check(model: Any, requests: list[Row], rows: int) -> list[Generation]:
         assert len(packed.decode_step_s) == len(packed.token_ids) - 1
         assert torch.equal(packed.first_logits, alone.first_logits)
         for ours, theirs in zip(choose.logits, again.logits, strict=True):
-            assert (ours - theirs).abs().max() < TOLERANCE
+            assert np.abs(ours - theirs).max() < TOLERANCE
     return [found[index] for index in range(len(requests))]
 
 

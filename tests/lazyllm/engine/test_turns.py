@@ -12,17 +12,11 @@ import torch
 
 import lazyllm
 from lazyllm.engine.generation import Conversation
-from lazyllm.methods import (
-    Baseline,
-    FastKV,
-    GemFilter,
-    Lazy,
-    Method,
-    StaticPruning,
-)
+from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
 from lazyllm.methods.support import lazy_session
 from tests.field_oracles import on_the_rest
 from tests.helpers import slow
+from tests.lazyllm.engine.architecture_matrix import Recording
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     ARCHITECTURES,
@@ -44,21 +38,10 @@ def draw(rng: random.Random, most: int, least: int = 1) -> list[int]:
     return rng.choices(range(VOCAB), k=rng.randint(least, most))
 
 
-class Watched:
-    """Chooses greedily, and keeps the logits."""
-
-    def __init__(self) -> None:
-        self.logits: list[np.ndarray] = []
-
-    def __call__(self, logits: torch.Tensor) -> tuple[int, bool]:
-        self.logits.append(logits.numpy().copy())
-        return int(logits.argmax()), False
-
-
 def assert_same(
     session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: ReferenceOutput
 ) -> lazyllm.Generation:
-    watched = Watched()
+    watched = Recording()
     found = session.answer_by(watched, more_ids, steps)
     assert expected.margin > TOLERANCE, "something is decided by rounding"
     assert found.token_ids == expected.token_ids
@@ -208,7 +191,7 @@ def test_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
     prompt, question, other = draw(rng, 40) * 2, draw(rng, 9), draw(rng, 9)
 
     def alone(*turns: list[int]) -> tuple[list[np.ndarray], int, int]:
-        session, watched = lazyllm.start(model, prompt, method), Watched()
+        session, watched = lazyllm.start(model, prompt, method), Recording()
         for more in (None, *turns):
             session.answer_by(watched, more, 4)
         return watched.logits[4:], session.kv_bytes, session.aux_bytes
@@ -222,7 +205,7 @@ def test_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
         ("self", session, [question, other]),
         ("late", late, [question]),
     ):
-        watched = Watched()
+        watched = Recording()
         for more in turns:
             branch.answer_by(watched, more, 4)
         results[name] = (watched.logits, branch.kv_bytes, branch.aux_bytes)
