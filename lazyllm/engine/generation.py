@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Protocol
@@ -346,10 +346,11 @@ def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
     """`input_ids` as a Prompt. Raises ValueError unless it is one non-empty prompt of known tokens."""
-    if isinstance(input_ids, str):
-        raise ValueError("input_ids is a text: give token ids, for example tokenizer(text).input_ids")
+    if isinstance(input_ids, str | Mapping):
+        kind = "a text" if isinstance(input_ids, str) else "a tokenizer's whole output"
+        raise ValueError(f"input_ids is {kind}: give token ids, for example tokenizer(text).input_ids")
     whole = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
-    prompt = whole.token_ids
+    prompt = whole.token_ids.cpu()
     if prompt.numel() == 0:
         raise ValueError("input_ids holds no tokens: give at least one")
     if prompt.ndim == 2 and prompt.shape[0] == 1:
@@ -419,7 +420,7 @@ class Greedy:
     def pick(self, logits: Tensor) -> Tensor:
         if self._end_ids and self._chosen < self._min_new_tokens:
             logits = logits.clone()
-            logits[list(self._end_ids)] = float("-inf")
+            logits[[end_id for end_id in self._end_ids if 0 <= end_id < len(logits)]] = float("-inf")
         self._chosen += 1
         highest, token_id = logits.max(dim=0)
         return torch.stack([highest.double(), token_id.double()])

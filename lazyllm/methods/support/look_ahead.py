@@ -32,7 +32,8 @@ def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end
     counts = count = scores.new_ones(())
     ends = torch.zeros_like(logits, dtype=torch.bool)
     for end_id in end_ids:
-        ends[end_id] = True
+        if 0 <= end_id < len(ends):  # some configs write -1 for none
+            ends[end_id] = True
     for _ in range(queries - 1):
         token = logits.argmax(dim=0, keepdim=True)
         counts = counts * ~ends[token][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lazyllm
 from lazyllm.engine.architecture import check_structure
 from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.generation import Greedy
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from tests.reference import random_model, random_variant
@@ -48,6 +50,8 @@ def test_end_tokens(method) -> None:
     logits = held.first_logits.clone()
     logits[first] = float("-inf")
     assert held.token_ids[0] == int(logits.argmax())
+    for no_token in (-1, MODEL.config.vocab_size):  # configs may name them
+        assert lazyllm.generate(MODEL, PROMPT, method, 8, (no_token,), min_new_tokens=8).token_ids == free
 
 
 @pytest.mark.parametrize("end", [7, [7, 9]])
@@ -73,6 +77,7 @@ def test_prompts_in_every_form() -> None:
         ([-1], "the model knows 0 to 96"),
         ([0.5], "one prompt"),
         ("a text", r"a text: give token ids, for example tokenizer\(text\)"),
+        ({"input_ids": PROMPT}, "a tokenizer's whole output: give token ids"),
     ],
 )
 def test_generate_refuses_bad_prompts(prompt, message: str) -> None:
@@ -92,6 +97,20 @@ def test_generate_and_start_refuse_bad_settings() -> None:
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
     with pytest.raises(UserError, match="training mode"):
         lazyllm.generate(random_model("llama", 2, num_layers=2).train(), PROMPT, Baseline(), 3, ())
+
+
+def test_second_generation_is_refused_while_one_runs() -> None:
+    session, waiting = (lazyllm.start(MODEL, PROMPT, Lazy({1: 0.5})) for _ in range(2))
+    expected = waiting.answer(None, 3, ()).token_ids
+
+    def answer_twice(_: int) -> None:
+        for run in (map, ThreadPoolExecutor().map):  # in the same thread, and in another one
+            with pytest.raises(UserError, match="generating already"):
+                list(run(waiting.answer, [[4]], [3], [()]))
+
+    assert session.answer_by(Greedy(), None, 3, answer_twice).token_ids == expected
+    assert MODEL.config._attn_implementation == "sdpa"
+    assert waiting.answer([4], 3, ()).token_ids == session.answer([4], 3, ()).token_ids
 
 
 def test_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
