@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from lazyllm.engine.attention import KeysReached, ObservedAttention, Probe, inst
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved, products_of
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import NOTHING, Look
+from lazyllm.errors import UserError
+
+# The open models, by their configs: a config names its model's attention function, which is replaced
+_OPEN: set[int] = set()
+_LOCK = Lock()
 
 Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
 
@@ -160,12 +166,24 @@ class Decoder:
 def open_decoder(model: PreTrainedModel, layout: Layout | None = None) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    layout: the model's, if it has been found already. Raises UserError if the loop cannot reproduce the model, checked
-    without running its layers (`lazyllm.engine.checks.check_same_as_model` runs them).
+    layout: the model's, if it has been found already. Raises UserError if the model is open already (in another thread,
+    or in a callback), or if the loop cannot reproduce it, checked without running its layers
+    (`lazyllm.engine.checks.check_same_as_model` runs them).
     """
-    layout = layout or find_layout(model)
-    with ropes_put_back(model), installed_attention(model) as attention:
-        yield Decoder(model, attention, layout)
+    key = id(model.config)
+    with _LOCK:
+        if key in _OPEN:
+            raise UserError(
+                f"{type(model).__name__} is generating already, and runs one generation at a time: wait for it, load "
+                "the model once more, or decode several prompts together with lazyllm.generate_many"
+            )
+        _OPEN.add(key)
+    try:
+        layout = layout or find_layout(model)
+        with ropes_put_back(model), installed_attention(model) as attention:
+            yield Decoder(model, attention, layout)
+    finally:
+        _OPEN.remove(key)
 
 
 def check_lengths(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:

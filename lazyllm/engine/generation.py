@@ -281,9 +281,9 @@ class Conversation:
         turn = self._check_turn(more_ids, max_new_tokens)
         check_once(self._model)
         self._method.prepare(self._model)
-        try:
-            with open_decoder(self._model, self._layout) as decoder:
-                self._layout = decoder.layout
+        with open_decoder(self._model, self._layout) as decoder:
+            self._layout = decoder.layout
+            try:
                 start = read_clock(*decoder.devices)
                 session, logits = self._begin(decoder, turn, max_new_tokens)
                 answer = Answer(session, logits, max_new_tokens, start)
@@ -294,12 +294,12 @@ class Conversation:
                     if put is not None:
                         put(answer.token_ids[-1])
                 generation = answer.generation(self._prompt_tokens)
-        except BaseException as error:
-            session, self._session = self._session, None
-            self._is_closed = self._has_answered and self._continues
-            if session is not None and isinstance(error, Exception):
-                session.read_selections()  # one that breaks a rule may be the cause
-            raise
+            except BaseException as error:
+                session, self._session = self._session, None
+                self._is_closed = self._has_answered and self._continues
+                if session is not None and isinstance(error, Exception):
+                    session.read_selections()  # one that breaks a rule may be the cause
+                raise
         self._has_answered = True
         self.token_ids += [*([] if turn is None else turn.tolist()), *generation.token_ids]
         return generation
