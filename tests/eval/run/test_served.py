@@ -367,6 +367,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
         ({"prompt": "lamp " * 5000}, 400, "4096"),
         ({"prompt": [1, 2]}, 400, "string"),
         ({"prompt": "lamp", "max_tokens": "x"}, 400, "'x'"),
+        ({"prompt": "lamp", "stop": 2}, 400, "list of texts"),
         ({"prompt": "lamp", "depth": 2}, 422, "depth"),
         ({"prompt": "lamp", "model": "other"}, 404, "other"),
     ],
