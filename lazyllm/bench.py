@@ -39,7 +39,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import LONG, device_name, git_commit, handicaps
@@ -357,15 +357,17 @@ def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
     """FLOPs of a second turn of m tokens after n and one of the answer, counted as in `prefill_flops`.
 
     A layer runs the tokens of the second turn's selection that it has not stored in the first; each attends to the
-    selection up to itself.
+    selection up to itself, in a layer with a sliding window to the last ones of it.
     """
     layers, shape = config.num_hidden_layers, LayerShape.of(config)
     flops = prefill_flops(config, [0] * layers)  # the logits
     for begin, end in pairwise([0, *(cut for cut in second if cut < layers), layers]):
         present = second[begin] if begin else range(n + m + 1)
         stored = set(first[begin]) if begin else set(range(n))
-        pairs = [place for place, position in enumerate(present, start=1) if position not in stored]
-        flops += (end - begin) * (len(pairs) * shape.linear_flops + sum(pairs) * shape.pair_flops)
+        places = [place for place, position in enumerate(present, start=1) if position not in stored]
+        for window in windows_of(config)[begin:end]:
+            pairs = sum(min(place, window or place) for place in places)
+            flops += len(places) * shape.linear_flops + pairs * shape.pair_flops
     return flops
 
 

@@ -16,7 +16,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.methods import METHODS, Baseline, Lazy
 from lazyllm.methods.support.schedule import keep_count
 from lazyllm.presets import fields_of
-from tests.reference import random_model
+from tests.reference import random_model, random_variant
 
 SHAPE = "--shape layers=4,width=64,vocab=50,mlp=64 --dtype float32 --device cpu --threads 1 --warmup 0"
 # steps of 3 and 5 s revive 10 and 30 tokens, one of 2 s nothing; the baseline's steps take 2, 4 and 1 s
@@ -67,6 +67,11 @@ def test_second_turn_flops_are_those_of_the_products_that_run() -> None:
     assert second.revived.sum() > 0
     attention = pairs * LayerShape.of(model.config).pair_flops
     assert turn_flops(model.config, first.selected[0], second.selected[0], 24, 9) == products + attention
+    # of a whole prompt, they are the second part of one prefill's, whatever the windows
+    windowed = random_variant("gemma3", 3).config
+    logits = prefill_flops(windowed, [0] * windowed.num_hidden_layers)
+    whole, part = (prefill_flops(windowed, [n] * windowed.num_hidden_layers) for n in (34, 24))
+    assert turn_flops(windowed, {}, {}, 24, 9) == whole - part + logits
 
 
 def test_generations_in_turns_are_those_alone() -> None:
