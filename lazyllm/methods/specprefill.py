@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -186,9 +185,12 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
         token_ids, selected, scoring = prompt.token_ids, torch.arange(len(prompt)), Scoring()
     else:
         assert prompt.encode is not None
-        kept = prompt.encode(LEFT_OUT.join(prompt.text[start:stop] for start, stop in pieces))
-        token_ids = torch.tensor([*kept, *prompt.token_ids[len(prompt) - prompt.later :].tolist()])
-        selected = tokens_in(prompt.spans, pieces)
+        left = prompt.encode(LEFT_OUT.join(prompt.text[start:stop] for start, stop in pieces))
+        token_ids = torch.tensor([*left, *prompt.token_ids[len(prompt) - prompt.later :].tolist()])
+        letters = {letter for start, stop in pieces for letter in range(start, stop)}
+        ranges = [range(start, stop) for start, stop in prompt.spans]  # tokens without characters stay
+        kept = [token for token, own in enumerate(ranges) if not own or not letters.isdisjoint(own)]
+        selected = torch.tensor(kept, dtype=torch.long)
         scoring = Scoring(time.perf_counter() - began, tokens=whole(decoder.tokens_run - run_before))
     length = len(token_ids)
     groups = [Group(range(len(decoder.layers)), length)]
@@ -211,12 +213,3 @@ def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | No
         start, stop = read.spans[places[number]]
         pieces.append((pieces.pop()[0] if number == before + 1 else start, stop))
     return pieces
-
-
-def tokens_in(spans: Sequence[tuple[int, int]], pieces: Ranges) -> Tensor:
-    """The positions of the tokens that overlap a piece, and of tokens without characters."""
-    import torch
-
-    letters = {letter for start, stop in pieces for letter in range(start, stop)}
-    kept = [p for p, (start, stop) in enumerate(spans) if start == stop or not letters.isdisjoint(range(start, stop))]
-    return torch.tensor(kept, dtype=torch.long)

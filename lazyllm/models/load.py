@@ -113,18 +113,15 @@ def devices_in_use(spec: ModelSpec) -> tuple[torch.device, ...]:
     if isinstance(spec.device_map, str):
         return tuple(accelerators) or (first,)
     names = dict.fromkeys(place for place in spec.device_map.values() if place not in ("cpu", "disk"))
+    named = {str(name): device for device in accelerators for name in (device.index, device)}
+    for name in names:
+        if str(name) not in named:
+            raise UserError(
+                f"device_map names {name!r}, but torch sees {', '.join(map(str, accelerators)) or 'no accelerator'}: "
+                "give an accelerator's number, 'cpu' or 'disk'"
+            )
     # layers whose weights are on the host or on disk run on the map's first accelerator, or on the CPU
-    return tuple(_numbered(name, accelerators) for name in names) or (torch.device("cpu"),)
-
-
-def _numbered(name: int | str, accelerators: list[torch.device]) -> torch.device:
-    for device in accelerators:
-        if str(name) in (str(device.index), str(device)):
-            return device
-    raise UserError(
-        f"device_map names {name!r}, but torch sees {', '.join(map(str, accelerators)) or 'no accelerator'}: "
-        "give an accelerator's number, 'cpu' or 'disk'"
-    )
+    return tuple(named[str(name)] for name in names) or (torch.device("cpu"),)
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
