@@ -128,7 +128,11 @@ class Pack:
             self._layout = decoder.layout
             start = read_clock(*decoder.devices)
             session = method.start(decoder, row.prompt, row.max_new_tokens)
-            logits = session.prefill(row.prompt.token_ids.to(decoder.device))
+            try:
+                logits = session.prefill(row.prompt.token_ids.to(decoder.device))
+            except Exception:
+                session.read_selections()  # as in `run`
+                raise
             self.answers[row] = answer = Answer(session, logits, row.max_new_tokens, start)
             picked, now = choose.pick(logits).tolist(), read_clock(*decoder.devices)
             answer.add(*choose.read(picked), now)

@@ -129,8 +129,11 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_generate_refuses_selection_that_breaks_rule(method: Any, rule: str) -> None:
-    with pytest.raises(UserError, match=f"^{re.escape(rule)}"):
+    message = f"^{re.escape(rule)}"
+    with pytest.raises(UserError, match=message):
         lazyllm.generate(MODEL, PROMPT, method, 3, ())
+    with pytest.raises(UserError, match=message):
+        list(lazyllm.generate_many(MODEL, [PROMPT], method, 3, ()))
 
 
 def test_generate_takes_selections_within_the_rules() -> None:
