@@ -71,6 +71,7 @@ class Probe:
         self.cache, self.decodes, self._length = cache, cache.added < cache.length, length
         self.watch(look)
         kind = Reach if ranks is None else functools.partial(SortedReach, ranks=ranks)
+        # one for all layers of the same window, as it holds their mask
         self._reach_of = functools.cache(functools.partial(kind, cache, positions, chosen))
 
     def enter_layer(self, window: int | None) -> None:
@@ -112,9 +113,12 @@ class KeysReached(Exception):  # noqa: N818 - not an error
 class ObservedAttention:
     """An attention function for transformers: the model's own, with masks of its own, watched by probes.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work. Queries that need a mask run in blocks.
-    In decoding, `attend_to_chosen` runs all masked blocks, and all steps in place of SDPA: it calls SDPA's kernels, but
-    they read K and V once, not once for every query head that shares them.
+    The model's own attention (SDPA, FlashAttention, eager) does the work, with three exceptions:
+    - queries that need a mask run in blocks (`in_blocks`): in prefill those of a layer with a window, and all of eager
+      attention, which is causal by its mask only; in decoding all but a single query that attends to all tokens
+    - `attend_to_chosen` runs these blocks in decoding, and FlashAttention's, which takes no masks
+    - it also runs all decoding in place of SDPA, by the same kernels: they then read K and V once, not once for every
+      query head that shares them
 
     rows: for each generation whose tokens are in the run, its probe and the number of its tokens, in order. Each
         stores its K and V, and attends to them, apart from the others.
@@ -153,9 +157,9 @@ class ObservedAttention:
             raise KeysReached(query, key)
         probe.look(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
         reach, in_prefill = probe.reach, not probe.decodes
-        # in prefill, the model's own attention is causal; FlashAttention's also has windows, if positions have no gaps
-        is_own = (self._is_flash and probe.cache.is_whole) or (not self._is_eager and reach.window is None)
-        if (in_prefill and is_own) or reach.is_everything:
+        # without a mask, prefill is causal; FlashAttention's also has windows, which count slots: there may be no gaps
+        needs_none = (self._is_flash and probe.cache.is_whole) or (not self._is_eager and reach.window is None)
+        if (in_prefill and needs_none) or reach.is_everything:
             return self.attend(module, query, key, value, None, kwargs)
         return self.in_blocks(module, query, key, value, kwargs)
 
@@ -163,7 +167,7 @@ class ObservedAttention:
         """[1, m, h, d] attention of blocks of queries, each with its mask."""
         reach, decodes = self._probe.reach, self._probe.decodes
         heads, share = query.shape[1], query.shape[1] // key.shape[1]
-        if decodes or not (self._is_eager or self._is_sdpa):
+        if self._masks_are_ours:
             form = functools.partial(part_mask, share=share, dtype=query.dtype)
         else:
             form = (
@@ -185,13 +189,16 @@ class ObservedAttention:
         assert out is not None  # there is a block
         return out
 
+    @property
+    def _masks_are_ours(self) -> bool:
+        """Whether `attend_to_chosen` runs masked blocks, by `part_mask`; else the model's own attention does."""
+        return self._probe.decodes or not (self._is_eager or self._is_sdpa)
+
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
         """[1, m, h, d] attention with one mask, in the form that `in_blocks` chose; None as in the model's own."""
-        decodes = self._probe.decodes
-        needs_ours = decodes or not (self._is_eager or self._is_sdpa)
-        if (decodes and self._is_sdpa) or (mask is not None and needs_ours):
+        if (self._probe.decodes and self._is_sdpa) or (mask is not None and self._masks_are_ours):
             return attend_to_chosen(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
         if self._is_eager:  # every modelling file of transformers defines its own
             own = sys.modules[type(module).__module__].eager_attention_forward

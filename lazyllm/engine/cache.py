@@ -33,8 +33,10 @@ class GroupCache:
     Before each run, `advance` gives its tokens their slots. After one, `retain` and `retain_by_head` forget tokens.
     length: stored tokens, those of the run included. added: tokens of the run.
     is_ascending: whether slots are in the order of positions: no run added a token before a stored one.
-    slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored. Slots of future tokens are
-        assigned in advance, so a step of the text's next token alone writes nothing here. Other runs move them back.
+    slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored.
+
+    Future tokens have slots in advance, as if each came alone after the last one stored. So the usual step, of the
+    text's next token alone, writes no index; a run that adds other tokens assigns the later slots anew.
     """
 
     def __init__(self, capacity: int, max_positions: int, device: torch.device) -> None:
@@ -46,7 +48,8 @@ class GroupCache:
         self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
         self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._absent: Tensor | None = None
-        self._is_shared = False  # K and V, with the cache that this is a fork of: copy before adding
+        # K and V, with the cache that this is a fork of: copy before adding. That one adds beyond the slots read here
+        self._is_shared = False
         self._all = torch.arange(max_positions, device=device)  # positions, or slots
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
@@ -100,11 +103,11 @@ class GroupCache:
         """
         self.added = positions.shape[0]
         start, self.length = self.length, self.length + self.added
-        is_next = start > 0 and self.added == 1 and text_length == self._text_length + 1  # its slot is assigned
+        has_slot = start > 0 and self.added == 1 and text_length == self._text_length + 1  # the next token alone
         self._text_length = text_length
         if self.length > self._capacity:
             self._copy(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
-        if not is_next:
+        if not has_slot:
             self.is_ascending &= start == 0 or is_newest
             self._assign_slots(start, positions)
 

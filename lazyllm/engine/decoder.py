@@ -28,7 +28,8 @@ from lazyllm.errors import UserError
 _OPEN: set[int] = set()
 _LOCK = Lock()
 
-Rope = tuple[Tensor, ...]  # cos and sin, [1, m, d] each, for every kind of layer that has its own
+# (cos, sin, cos, sin, ...), [1, m, d] each: a pair for every kind of layer that has its own (`Layout.ropes`)
+Rope = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Decoder:
                 if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
-                of_layer = 2 * self.layout.rope_of[layer]
+                cos = 2 * self.layout.rope_of[layer]
                 run_layer = self.layers[layer]
                 hidden = run_layer(
                     hidden,
@@ -142,7 +143,7 @@ class Decoder:
                     position_ids=position_ids,
                     past_key_values=_Unstored,  # the attention function stores each row's K and V in its own cache
                     use_cache=True,
-                    position_embeddings=rope[of_layer : of_layer + 2],
+                    position_embeddings=rope[cos : cos + 2],
                 )
         parts = [moved(hidden, self.device)] if len(batches) == 1 else moved(hidden, self.device).split(sizes, dim=1)
         return [replace(batch, hidden=part, ranks=None) for batch, part in zip(batches, parts, strict=True)]

@@ -110,7 +110,7 @@ def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | N
 
     if target < 1 or of_step(1) < target:
         return None
-    # the first step below the target, or the last one
+    # the first step whose speedup is below the target, or the last one; negated, as bisect needs rising values
     slow = bisect_right(range(10_000), -target, lo=2, key=lambda step: -of_step(step))
     return min((slow, slow - 1), key=lambda step: abs(of_step(step) - target)) / 10_000
 

@@ -53,9 +53,10 @@ class Reach:
         for first in range(0, self._m, most):
             rows = slice(first, min(first + most, self._m))
             keys = self._in_reach(rows)
-            # in a whole text, blocks at equal distance from their keys have equal masks
-            alike = self._group.is_whole and self._chosen is None
-            where = rows.start - keys.start if alike else rows.start
+            # a mask serves the same block in the next layer; in a whole text, where slots are positions, also the next
+            # blocks at the same distance from their keys
+            is_shared = self._group.is_whole and self._chosen is None
+            where = rows.start - keys.start if is_shared else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
             if self._made[0] != key:
                 seen = self._seen_by_block(rows, keys)
@@ -71,8 +72,9 @@ class Reach:
             terms.append(self._chosen[None, keys])
         if rows.start < self._m - 1:  # the newest token alone attends to all before it
             terms.append(stored <= query)
-        is_exact = self._m == 1 and self._group.is_whole and keys == self._in_reach(rows)
-        if self.window is not None and not is_exact:
+        # of one query in a whole text, `_in_reach` is the window itself
+        is_cut = self._m == 1 and self._group.is_whole and keys == self._in_reach(rows)
+        if self.window is not None and not is_cut:
             terms.append(stored > query - self.window)
         if not terms:
             return None

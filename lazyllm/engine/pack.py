@@ -174,8 +174,9 @@ def step_together(decoder: Decoder, sessions: Sequence[Session], token_ids: Sequ
     for session, token_id in zip(sessions, token_ids, strict=True):
         with ropes_put_back(decoder.model):  # a RoPE that grows with the text starts anew for each row
             batches.append(session.begin_step(torch.full((1,), token_id, device=decoder.device)))
-    at, stop = [0] * len(sessions), 0  # the group that each row is in: those of two rows may end at different layers
-    crossing: Sequence[int] = range(len(sessions))  # rows between two groups
+    # the groups of two rows may end at different layers: all rows run together up to the next end of any row's group
+    at, stop = [0] * len(sessions), 0  # the group that each row is in; the layers that have run
+    crossing: Sequence[int] = range(len(sessions))  # rows at the start of a group
     while stop < len(decoder.layers):
         for row in crossing:
             sessions[row].enter(at[row], batches[row])

@@ -174,9 +174,10 @@ class Session:
     def ask(self, index: int, batch: Batch) -> Tensor | None:
         """[p] bool, True at the positions that `cross_in_step` needs as numbers; None if it needs none.
 
-        batch: computed by group `index` in a decoding step. Never waits for the device.
+        batch: computed by group `index` in a decoding step, and counted here: all but the last generated token are
+        prompt tokens. Never waits for the device.
         """
-        self._num_computed[index] = self._num_computed[index] + len(batch) - 1  # `computed` holds earlier tensors
+        self._num_computed[index] = self._num_computed[index] + len(batch) - 1  # not `+=`: `computed` holds this tensor
         return None
 
     def read(self, question: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class ASL(Layerwise):
         ranks.append(rank(by_token).argsort())  # each token's rank
         if at.layer < earliest:
             return None
-        variance = rank_variance(ranks[first - 1 - earliest :], kept - self.window)
+        variance = rank_variance(ranks[first - 1 - earliest :], kept - self.window)  # of the last `layers` layers
         start = at.notes.setdefault("start", variance)
         settled = bool((variance == 0) | (variance < self.threshold * start))
         return best_and_window(by_token, kept, at.m) if settled else None

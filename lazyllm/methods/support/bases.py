@@ -270,8 +270,8 @@ class Layerwise(Method):
                 session.caches[index].retain_by_head(held)
             kept = self.cut(at, scores)
             if kept is not None:
-                after = session.groups[index + 1 :] if not self.adaptive else ()
-                session.check_selection(self.label, kept, at.m, after[0].prompt_tokens if after else None)
+                declared = session.groups[index + 1].prompt_tokens if layer < layers and not self.adaptive else None
+                session.check_selection(self.label, kept, at.m, declared)
                 batch = batch[kept]
         if kept is not None or layer in self.pruning_layers(layers):
             session.selected[-1][layer] = batch.positions

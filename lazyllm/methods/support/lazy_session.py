@@ -30,6 +30,10 @@ class LazySession(Session):
     A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
     at the boundary, from the Aux Cache. So no token is computed twice in a layer.
 
+    In a decoding step, the first `_num_candidates` positions of the text are candidates at each boundary: the best go
+    on, and without a rank those in `_always`. All later tokens go on. Candidates are the tokens up to the last prompt's
+    end, or with `prune_generated` all but the newest. A later turn is one step of several new tokens, all candidates.
+
     schedule, prune_generated, revive, aux_device: as of `lazyllm.methods.Lazy`.
     """
 
@@ -59,11 +63,9 @@ class LazySession(Session):
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
         self._present = self._everything  # [length] bool: which positions are in this step's set
         self._num_present = 0
-        # boundaries choose among the first `_num_candidates` positions; those in `_always`, and later ones, go on
         self._num_candidates = 0
         self._prompt_end = self.prompt_tokens  # the position after this turn's last prompt token
         self._generated: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if any
-        self._always: Tensor | None = None  # [max_positions] bool: candidates that are never pruned
         self._num_always = 0
         self._starts_turn = False
         self._first_new = 0  # position of the first token that this turn runs
@@ -73,6 +75,11 @@ class LazySession(Session):
     @property
     def revived(self) -> list[int]:
         return self.by_layer([int(count) for count in self._num_revived])
+
+    @property
+    def _always(self) -> Tensor | None:
+        """[max_positions] bool: candidates that are never pruned, `_num_always` of them; None for none."""
+        return None if self._prune_generated else self._generated
 
     @property
     def aux_bytes(self) -> int:
@@ -98,7 +105,6 @@ class LazySession(Session):
         mask[generated] = True
         self._generated = mask
         if not self._prune_generated:
-            self._always = mask
             self._num_always += generated.stop - generated.start
         self._starts_turn, self._first_new = True, self.length
         logits = super().turn(token_ids, max_new_tokens)
@@ -119,12 +125,10 @@ class LazySession(Session):
             aux.lengthen(max_positions)
 
     def begin_step(self, token_ids: Tensor) -> Batch:
-        # all tokens are candidates again in the first group; the newest one is never pruned
         m = token_ids.shape[0]
-        self._num_candidates = self.length + m - 1 if self._prune_generated else self._prompt_end
-        if self._starts_turn:
-            self._num_candidates = self._prompt_end  # including the newest token
-        self._num_present = self.length + m
+        prompt_only = self._starts_turn or not self._prune_generated
+        self._num_candidates = self._prompt_end if prompt_only else self.length
+        self._num_present = self.length + m  # the first group runs on the whole text
         self._present = self._everything[: self._num_present]
         batch = super().begin_step(token_ids)
         if self._starts_turn:
@@ -158,16 +162,16 @@ class LazySession(Session):
         if not self.groups[index].look.layers:
             return None
         layer, end = self.groups[index].layers.stop, self._num_candidates
-        always = self.length - end + self._num_always
-        keep = self._schedule.kept(layer, self._num_present - always)
+        unranked = self.length - end + self._num_always  # these go on
+        keep = self._schedule.kept(layer, self._num_present - unranked)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
             later = self._all_positions[: self.length] >= end
             stay = later if self._always is None else later | self._always[: self.length]
             self._present = stay.index_fill_(0, best, True)
         else:
-            self._present = torch.cat([self._first_selected[layer], self._everything[:always]])
-        self._num_present = keep + always
+            self._present = torch.cat([self._first_selected[layer], self._everything[:unranked]])
+        self._num_present = keep + unranked
         self._selected[-1][layer] = self._present
         before = self.length - 1
         if index >= len(self._aux) or self.caches[index + 1].length == before:
