@@ -28,8 +28,7 @@ from lazyllm.errors import UserError
 _OPEN: set[int] = set()
 _LOCK = Lock()
 
-# (cos, sin, cos, sin, ...), [1, m, d] each: a pair for every kind of layer that has its own (`Layout.ropes`)
-Rope = tuple[Tensor, ...]
+Rope = tuple[Tensor, ...]  # (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each of `Layout.ropes`
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ def generate(
     min_new_tokens: end tokens are not chosen before this many tokens (as `min_length` in transformers).
 
     Only the last position's logits are computed. The clock is read after the device has finished.
-    Raises ValueError for bad arguments, UserError for a model that the loop over layers cannot reproduce,
-    FloatingPointError if the logits are not finite.
+    Raises ValueError for bad arguments, UserError for a model that the loop over layers cannot reproduce or that is
+    generating already, FloatingPointError if the logits are not finite.
     """
     with start(model, input_ids, method) as conversation:
         return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens)

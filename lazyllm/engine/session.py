@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ class Session:
         for cache in self.caches:
             cache.lengthen(length, max_positions)
 
-    def fork(self) -> Session:
+    def fork(self) -> Self:
         """An independent copy of the state."""
         other = copy.copy(self)
         other.caches = [cache.fork() for cache in self.caches]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class LazySession(Session):
     schedule, prune_generated, revive, aux_device: as of `lazyllm.methods.Lazy`.
     """
 
+    _rope: Rope  # since the prefill: of all positions up to the last one that can be revived
+
     def __init__(
         self,
         decoder: Decoder,
@@ -52,13 +55,11 @@ class LazySession(Session):
         self._schedule = schedule
         self._prune_generated = prune_generated
         self._revives = revive
-        # no boundary after the last group
-        boundaries = self.groups[:-1] if revive else []
+        boundaries = self.groups[:-1] if revive else []  # none after the last group
         home = None if aux_device is None else torch.device(aux_device)
         self._aux = [
             AuxCache(self.max_positions, decoder.width, decoder.dtype, decoder.device, home) for _ in boundaries
         ]
-        self._rope: Rope | None = None  # of all positions up to the last one that can be revived
         self._first_selected: dict[int, Tensor] = {}  # the prefill's selection
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
         self._present = self._everything  # [length] bool: which positions are in this step's set
@@ -111,9 +112,8 @@ class LazySession(Session):
         self._starts_turn = False
         return logits
 
-    def fork(self) -> LazySession:
+    def fork(self) -> Self:
         other = super().fork()
-        assert isinstance(other, LazySession)
         other._aux = [aux.fork() for aux in self._aux]
         other._num_revived = [*self._num_revived]
         return other
@@ -132,7 +132,6 @@ class LazySession(Session):
         self._present = self._everything[: self._num_present]
         batch = super().begin_step(token_ids)
         if self._starts_turn:
-            assert self._rope is not None
             between = self.length - m - self._rope[0].shape[1]  # generated tokens: their cos and sin are never used
             self._rope = tuple(
                 torch.cat([old, old.new_zeros(1, between, old.shape[2]), new], dim=1)
@@ -223,7 +222,6 @@ class LazySession(Session):
         # the turn's own tokens are in `revived` too
         old = (revived < self._first_new).sum() if self._starts_turn else revived.shape[0]
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
-        assert self._rope is not None
         rope = tuple(
             torch.cat([of_all[:, revived], of_newest], dim=1)
             for of_all, of_newest in zip(self._rope, newest.rope, strict=True)
