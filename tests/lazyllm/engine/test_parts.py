@@ -52,16 +52,13 @@ def test_probe_refuses_a_layer_that_never_ran() -> None:
         probe.take()
 
 
-def test_split_prompt_keeps_the_newest_and_breaks_ties_downwards() -> None:
+def test_split_prompt_keeps_the_newest_and_ties_break_downwards() -> None:
     kept, pruned = split_prompt(torch.tensor([0.1, 0.3, 0.1, 0.3, 0.1, 0.0]), keep=4)
     assert (kept.tolist(), pruned.tolist()) == ([0, 1, 3, 5], [2, 4])
     kept, pruned = split_prompt(torch.tensor([0.9, 0.0]), keep=1)
     assert (kept.tolist(), pruned.tolist()) == ([1], [0])
     kept, pruned = split_prompt(torch.tensor([0.9]), keep=1)
     assert (kept.tolist(), pruned.tolist()) == ([0], [])
-
-
-def test_rank_breaks_ties_downwards() -> None:
     assert rank(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2])).tolist() == [1, 3, 0, 2, 4]
     assert rank(torch.zeros(5)).tolist() == [0, 1, 2, 3, 4]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,12 @@ import lazyllm
 from lazyllm.check import invariants
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, SpecPrefill, by_name, make, settings_of
+from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import random_model, random_variant
 
 MODEL = random_model("llama", 1, num_layers=4)
 PROMPT = np.random.default_rng(3).integers(1, 97, 21).tolist()
 
-# Values without a default, and values that drop some of 21 tokens
-USUAL: dict[str, dict[str, Any]] = {name: {} for name in METHODS} | {
-    "asl": {"first": 1, "layers": 2, "threshold": 2.0, "keep": 4, "window": 3},
-    "gemfilter": {"keep": 4},
-    "prompt_compression": {"keep": 0.5, "unit": "token"},
-    "random_drop": {"keep": 0.5},
-    "specprefill": {"chunk": 4},
-    "static_pruning": {"layer": 2, "keep": 0.5},
-    "uniprefill": {"p": 0.5, "window": 4, "block": 2, "first": 1, "last": 1},
-}
 # A window, a chunk or a number of first tokens that is longer than any prompt here
 LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
     "asl": {"window": 99},
@@ -85,20 +77,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("n", [1, 2, 21])
 def test_short_prompts_and_long_windows(name: str, n: int) -> None:
-    method = make(name, USUAL[name] | LONGER_THAN_THE_PROMPT.get(name, {}))
+    method: Any = replace(LISTED[name].pruning, **LONGER_THAN_THE_PROMPT.get(name, {}))
     invariants.counts_what_it_computes(MODEL, method, PROMPT[:n])
 
 
 @pytest.mark.parametrize(("name", "settings", "message"), REFUSED, ids=str)
 def test_method_refuses_bad_setting_in_one_line(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message) as refused:
-        make(name, USUAL[name] | settings).check(MODEL.config)
+        make(name, settings).check(MODEL.config)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", TOO_MANY)
 def test_more_tokens_than_there_are_is_all_of_them(name: str) -> None:
-    invariants.is_the_model(MODEL, make(name, USUAL[name] | TOO_MANY[name]), PROMPT)
+    invariants.is_the_model(MODEL, make(name, TOO_MANY[name]), PROMPT)
 
 
 @pytest.mark.parametrize(
