@@ -49,11 +49,13 @@ def groups(results: Results) -> Table:
 
 
 def with_lengths(frame: Any) -> Any:
-    """The frame whose rows are also in the group of their range of prompt tokens.
+    """The frame whose rows are also in the group of their range of prompt tokens: a later turn in the first one's.
 
     Not if the suite groups its rows by length, or if the prompts of a model on a suite are all in one range.
     """
-    ranges = pd.Series(range_of(frame["prompt_tokens"]), frame.index)
+    firsts = frame["prompt_tokens"].where(frame["turn"] == 1)
+    lengths = firsts.groupby([frame[name] for name in ("model", "dataset", "id")]).transform("first")
+    ranges = pd.Series(range_of(lengths), frame.index)
     several: Any = ranges.groupby([frame["model"], frame["suite"]]).transform("nunique")
     grouped = [
         [*names, *([f"tokens={name}"] if adds > 1 and not any(own.startswith("length=") for own in names) else [])]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eval.analysis.groups import groups
 from eval.analysis.turns import FIGURE, by_turn, turns
 from eval.store.record import LaterTurn, Record
 from eval.store.results import Results
@@ -77,3 +78,12 @@ def test_turns_figure_has_a_column_for_continuing_and_for_starting_again() -> No
     assert "baseline" in texts(picture)
     assert len(drawn(FIGURE, FIGURE.data(Results(runs()[:1]))).axes) == len(picture.axes) / 2  # no empty column
     assert FIGURE.data(Results(runs()[2:])).empty
+
+
+def test_later_turn_is_in_the_group_of_its_first_prompts_length() -> None:
+    record = row("hotpotqa", "long", (1.0, 0.5, 1.0, 2.0), (0.5, 2.0, 4.0, 1.0))
+    later = [replace(turn, prompt_tokens=20) for turn in record.later or ()]
+    records = [replace(record, prompt_tokens=9000, later=later), example("hotpotqa", "short", 100)]
+    frame = groups(Results([stored(records)])).frame
+    found = frame[(frame["level"] == "all") & (frame["method"] == "lazy")].set_index("group")["score"]
+    assert found.to_dict() == {"all": 62.5, "tokens=1-512": 50, "tokens=8193+": 75}
