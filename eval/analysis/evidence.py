@@ -50,7 +50,8 @@ def evidence_shares(results: Results) -> pd.DataFrame:
         table = table.explode(_SHARES)
         table["layer"] = 1 + table.groupby(level=0).cumcount()
         parts.append(table.assign(model=run.model, method=run.method, label=run.label, seed=run.seed))
-    shares = pd.concat(parts).drop_duplicates([*_KEYS, *_EXAMPLE])  # two runs may hold the same example
+    once = [*SECTION, "method", "label", *_EXAMPLE, "layer"]  # two runs may hold the same example
+    shares = pd.concat(parts).drop_duplicates(once)
     shares[_SHARES] = 100 * shares[_SHARES].astype(float)
     means: Any = shares.groupby(_KEYS).agg(examples=("id", "size"), **{name: (name, "mean") for name in _SHARES})
     return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")

@@ -67,7 +67,9 @@ def plot(frame: Any) -> MplFigure:
 def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
     """The curves of all groups that occur in any record; records merge neighbouring groups with equal counts."""
     names = ["prompt_tokens", "method.group_starts", "method.computed"]
-    examples = [tuple(row.values()) for run in runs for row in run.table(names).to_pylist()]
+    rows = ((run.seed, row) for run in runs for row in run.table(["dataset", "id", *names]).to_pylist())
+    once = {(seed, row["dataset"], row["id"]): row for seed, row in rows}  # two runs may hold the same example
+    examples = [tuple(row[name] for name in names) for row in once.values()]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
     lengths = np.array([len(computed) for _, _, computed in examples])
     steps = np.arange(lengths.max())

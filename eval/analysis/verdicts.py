@@ -49,8 +49,11 @@ class _Section:
 
     def counts(self) -> list[tuple[int, np.ndarray]]:
         """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of the usual setting's examples."""
-        rows = [row for run in self.usual.runs for row in run.table(["prompt_tokens", "method.computed"]).to_pylist()]
-        return [(row["prompt_tokens"], np.array(row["method.computed"])) for row in rows]
+        names = ["dataset", "id", "prompt_tokens", "method.computed"]
+        rows = ((run, row) for run in self.usual.runs for row in run.table(names).to_pylist())
+        # two runs may hold the same example
+        once = {(run.label, run.seed, row["dataset"], row["id"]): row for run, row in rows}
+        return [(row["prompt_tokens"], np.array(row["method.computed"])) for row in once.values()]
 
 
 def _of_row(rows: Any, column: str, largest: bool = False) -> Value | None:

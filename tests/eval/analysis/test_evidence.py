@@ -78,3 +78,8 @@ def test_evidence_shares_pool_seeds_and_count_an_example_once(order: int) -> Non
     )
     found = evidence_shares(Results([one, two, one][::order]))
     assert found[["examples", "in_prefill"]].to_numpy().tolist() == [[2, 50]]
+
+
+def test_evidence_counts_an_example_of_two_runs_once() -> None:
+    twice = [stored([with_evidence("lookup", "a", score, [1.0])]) for score in (1.0, 0.0)]
+    assert evidence_shares(Results(twice))["outcome"].tolist() == ["right"]

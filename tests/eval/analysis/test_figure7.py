@@ -15,6 +15,7 @@ def test_figure7_by_hand() -> None:
         ["layers 5 and up", 0, 2, 35], ["layers 5 and up", 1, 1, 45], ["layers 5 and up", 2, 1, 55],
     ]  # fmt: skip
     assert set(frame["examples"]) == {2}
+    assert FIGURE.data(Results([stored([LONG]), stored([LONG, SHORT])]))["examples"].unique().tolist() == [2]
     assert set(frame["label"]) == {"lazy, schedule=paper"}
     assert set(frame["group"]) == {1, 2, 3}
 

@@ -7,7 +7,7 @@ import pytest
 
 from eval.analysis.verdicts import CLAIMS, Claim, step_cost, verdicts
 from eval.store.results import Results
-from tests.eval.analysis.made import example, line, preset, stored, swept
+from tests.eval.analysis.made import LONG, SHORT, example, line, preset, stored, swept
 
 
 @pytest.mark.parametrize(
@@ -103,3 +103,8 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
     few_shot = line(table.frame, task="few_shot")
     assert few_shot["prefill_token_cost"] == pytest.approx(0.4 / 100 / 0.1)
     assert (few_shot["prefill_saved"], few_shot["revived_a_step"]) == (pytest.approx(2), 8 / 4)
+
+
+def test_claims_count_an_example_of_two_runs_once() -> None:
+    saved = values(Results([stored([LONG]), stored([LONG, SHORT])]), "First layers compute more")
+    assert saved["value"] == pytest.approx((40 + 50) / 2)
