@@ -56,10 +56,11 @@ class Table:
     def to_rich(self) -> RichTable:
         """The table for a terminal, with headings in two lines and summaries in bold."""
         from rich import box
+        from rich.markup import escape
         from rich.table import Table as RichTable
 
-        table = RichTable(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.caption, table.caption_justify = self.caption, "left"
+        table = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.caption, table.caption_justify = escape(self.caption), "left"
         for number, heading in enumerate(self.cells.columns):
             is_key = number < self.keys
             first, _, rest = heading.partition(" ")
@@ -69,7 +70,7 @@ class Table:
         sums = [row[0].startswith("**") for row in rows]
         for row, is_sum, ends in zip(rows, sums, self._ends(), strict=True):
             name = row[0].replace("**", "") if is_sum or not any(sums) else f"  {row[0]}"
-            table.add_row(name, *row[1:], style="bold" if is_sum else None, end_section=ends or is_sum)
+            table.add_row(*map(escape, [name, *row[1:]]), style="bold" if is_sum else None, end_section=ends or is_sum)
         return table
 
     def to_latex(self) -> str:

@@ -4,6 +4,7 @@ import io
 
 import pandas as pd
 import pytest
+from rich.console import Console
 
 from eval.analysis.table import Column, Table, cells, latex
 
@@ -95,3 +96,11 @@ def test_columns_show_values_with_their_intervals() -> None:
     assert list(table) == ["count", "x, MB", "alone", "y"]
     assert table.to_numpy().tolist() == [["3", "2.0 ±1.5", "2000000", "-1.00"], ["4", "unpaired", "-", "+1.00"]]
     assert list(cells(values[:0], columns)) == list(table)
+
+
+def test_terminal_shows_brackets_as_they_are() -> None:
+    names = pd.DataFrame({"method": ["mine [int8]", "lazy [/x]"], "score": ["1", "2"]})
+    console = Console(file=io.StringIO(), record=True, width=80)
+    console.print(Table("n", "a [title]", "a [/caption]", names, names).to_rich())
+    shown = console.export_text()
+    assert all(text in shown for text in ("mine [int8]", "lazy [/x]", "a [title]", "a [/caption]"))
