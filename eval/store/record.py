@@ -6,8 +6,10 @@ A new measured number is a field of `Measurement` here, with a default for the r
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from datetime import datetime
@@ -349,9 +351,10 @@ class Trace:
 
     @staticmethod
     def file_name(dataset: str, example: str) -> str:
-        """The trace's file name. An example's id may be any text."""
-        safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in example)
-        return f"{dataset}-{safe[:80]}.json"
+        """The trace's file name. An example's id may be any text: one that no file can have ends in its hash."""
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", example)[:80]
+        end = "" if safe == example else f"-{hashlib.sha256(json.dumps(example).encode()).hexdigest()[:8]}"
+        return f"{dataset}-{safe}{end}.json"
 
 
 def read_trace(file: Path) -> Trace:

@@ -68,3 +68,11 @@ def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
     assert texts[0] == "<s>"
     assert "".join(texts[1:]) == prompt.text
     assert len(texts) == len(prompt.token_ids)
+
+
+def test_traces_of_two_examples_have_two_names() -> None:
+    ids = ["a", "a b", "a_b", "a/b", "x" * 90, "x" * 91, "\u6771" * 80, "\u4eac" * 80]
+    names = [Trace.file_name("lookup", name) for name in ids]
+    assert names[0] == "lookup-a.json"
+    assert len(set(names)) == len(ids)
+    assert max(len(name.encode()) for name in names) < 200
