@@ -124,10 +124,11 @@ def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
     repeated = described.loc[described.index.repeat(described["size"])].reset_index(drop=True)
     table: Any = pd.concat([repeated, pd.concat([run.examples for run in runs], ignore_index=True)], axis=1)
     table = table.sort_values(["rank", "size"], ascending=False, kind="stable")
-    twice = table[table.duplicated([*_KEY, "rank", "size"], keep=False)]
-    if len(twice):
-        row = twice.iloc[0]
-        both = sorted(set(twice[(twice[_KEY] == row[_KEY]).all(axis=1)]["folder"]))
+    equal = [*_KEY, "rank", "size"]
+    undecided = table[table.duplicated(equal, keep=False) & ~table.duplicated(_KEY)]  # the first of a key is the best
+    if len(undecided):
+        row = undecided.iloc[0]
+        both = sorted(set(table[(table[equal] == row[equal]).all(axis=1)]["folder"]))
         facts = [as_text(run.identity).items() for run in runs if str(run.folder) in both]
         differ = {key for one in facts for other in facts for key, _ in one - other}
         choose = f", or choose by {' or '.join(sorted(differ))}: --where KEY=VALUE" if differ else ""

@@ -174,3 +174,10 @@ def test_run_with_more_examples_goes_before_a_first_look(tmp_path: Path) -> None
     frame = as_frame(find_runs([tmp_path]))
     assert frame["id"].tolist() == ["row-0", "row-1"]
     assert frame["score"].tolist() == [100, 50]
+
+
+def test_frame_takes_the_paired_run_though_two_unpaired_ones_are_equal(tmp_path: Path) -> None:
+    for warmup in (1, 2):
+        write_run(tmp_path / f"{warmup}", [replace(record(0), baseline=None)], paired=False, warmup=warmup)
+    write_run(tmp_path / "paired", [record(0)])
+    assert as_frame(find_runs([tmp_path]))["paired"].tolist() == [True]
