@@ -435,3 +435,10 @@ def test_report_refuses_bad_arguments_and_traces(tmp_path: Path, monkeypatch: py
     assert "two.json: not a trace" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
     assert cli.main(["report", str(tmp_path), "--records", "0"]) == 2
+
+
+def test_overview_counts_examples_not_turns(tmp_path: Path) -> None:
+    runs = find_runs([write_run(tmp_path, [with_turns()], provenance={"started": "now"})])
+    assert dict(overview.facts(runs))["Examples"] == "1, in 1 record"
+    assert "1" in [cell.text for cell in overview.runs_grid(runs).rows[0]]
+    assert "3" not in [cell.text for cell in overview.runs_grid(runs).rows[0]]
