@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.errors import require
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.ranking import rank
 from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, keep_count
@@ -94,12 +95,18 @@ class SpecPrefill(Select):
     def check_prompt(self, prompt: Prompt) -> None:
         if self.text and (not prompt.text or prompt.encode is None):
             raise ValueError("text=true needs the prompt's text: give a lazyllm.Prompt with `text` and `encode`")
-        if self.draft is None or self.text or not prompt.spans:
+        if self.draft is None:
             return
-        from lazyllm.methods.support.other_models import read_beside
+        from lazyllm.engine.decoder import longest_text
+        from lazyllm.methods.support.other_models import config_beside, read_beside
 
         (spec,) = self.models()
-        read = read_beside(spec, prompt.text)
+        read = read_beside(spec, prompt.text) if self.text or prompt.spans else prompt
+        scored, positions = len(read) + self.lookahead - 1, longest_text(config_beside(spec))
+        expected = f"{scored} positions, not {positions}: give another, or in a run a lower model.max_prompt_tokens"
+        require(scored <= positions, "draft", self.draft, expected)
+        if self.text or not prompt.spans:
+            return
         own, other = (
             [token for token, (start, stop) in zip(each.token_ids.tolist(), each.spans, strict=True) if start < stop]
             for each in (prompt, read)

@@ -99,6 +99,10 @@ def test_more_tokens_than_there_are_is_all_of_them(name: str) -> None:
         ({"vocab_size": 40}, "has 40 tokens in its vocabulary, the model 97: give a draft with the model's tokenizer"),
         ({"vocab_size": 900}, "has 900 tokens in its vocabulary, the model 97"),
         ({"num_hidden_layers": 40}, "times as large as the model: give a smaller model"),
+        (
+            {"max_position_embeddings": 8, "num_hidden_layers": 2},
+            r"draft=.*: expected \d+ positions, not 8: give another",
+        ),
     ],
 )
 def test_draft_that_does_not_fit_is_refused(sizes: dict[str, int], message: str, tmp_path: Path) -> None:
