@@ -145,20 +145,22 @@ class Bench:
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
             try:
-                methods = [Baseline(), case.method] if self.paired else [case.method]
-                for number, method in enumerate(methods * runs):
-                    options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
-                    run = partial(generate, self.model, case.prompt.as_input(), method, **options)
-                    if number == 0:
-                        self.attention_kernel = attention_kernel(attention_events(run))
-                    else:
-                        run()
+                self._warm_up_on(case, runs)
                 return
             except UserError:
                 raise
             except Exception as error:
                 log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
             free(*devices_of(self.model))
+
+    def _warm_up_on(self, case: Case, runs: int) -> None:
+        options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
+        methods = [Baseline(), case.method] if self.paired else [case.method]
+        calls = [partial(generate, self.model, case.prompt.as_input(), method, **options) for method in methods] * runs
+        if calls:
+            self.attention_kernel = attention_kernel(attention_events(calls[0]))
+        for call in calls[1:]:
+            call()
 
     def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
         """Each example's record, or a failure: out of memory, logits that are not finite, an error in a method.
@@ -449,18 +451,15 @@ def evidence_computed(
 ) -> tuple[np.ndarray, np.ndarray]:
     """([layers], [layers]) the shares of the tokens at `positions` that are computed in prefill, and revived later.
 
-    earlier: the answers that this one goes on behind. What they have computed counts as prefill.
+    earlier: the conversation's answers before this one. What they have computed counts as prefill.
     """
-    # a later turn's first step without a selection computes no token of the first prompt either
-    first, *others = [step for answer in (*earlier, out) for step in selections_that_ran(answer)]
-    steps_before = len(others) + 1 - len(out.selected)
-    in_prefill = _in_sets(first, positions, out.computed.shape[1])
-    for step in filter(None, others[:steps_before]):
-        in_prefill |= _in_sets(step, positions, len(in_prefill))
-    later = others[steps_before:]
-    computed = in_prefill.copy()
-    for step in filter(None, later):  # a step without a selection computes no prompt token
-        computed |= _in_sets(step, positions, len(computed))
+    steps = [step for answer in (*earlier, out) for step in selections_that_ran(answer)]
+    prefill = len(steps) - len(out.selected)  # the number of this answer's first step
+    layers = out.computed.shape[1]
+    # without a selection, the very first step computes the whole prompt, and every later one nothing of it
+    ran = [(number, _in_sets(step, positions, layers)) for number, step in enumerate(steps) if step or number == 0]
+    in_prefill = np.any([sets for number, sets in ran if number <= prefill], axis=0)
+    computed = np.any([sets for _, sets in ran], axis=0)
     return in_prefill.mean(axis=1), (computed & ~in_prefill).mean(axis=1)
 
 
