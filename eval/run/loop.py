@@ -89,25 +89,30 @@ def _run(
                 store.reload()  # with the other shards' records so far
             results, failed = _results(plan, store)
             if results is not None:
-                table = run_table(results, ", ".join(filter(None, plan.names)), control)
-                beside = {"difference": difference(results), "control": control and difference(control)}
-                about = {key: told for key, told in beside.items() if told} | plan.about
-                write_whole(plan.folder / "summary.json", run_json(table, about | {"identity": plan.identity}))
-                write_whole(plan.folder / "summary.csv", table.to_csv())
-                write_whole(plan.folder / "summary.md", table.to_markdown())
-                log.info("records, summary.json, .csv and .md are in %s", plan.folder)
-                pictures: list[Path] = []
-                if config.tracker.name != "none":
-                    from eval.analysis.registry import draw_all  # not at the top: matplotlib is slow to import
-
-                    pictures = draw_all(results, plan.folder / "figures")
-                tracker.finish(table, results.runs[0].records, pictures, plan.folder)
-                if show:
-                    console().print(table.to_rich())
+                _summarise(plan, results, control, tracker, show)
     if bad := plan.skipped:
         where, reason = bad[0].where, bad[0].reason
         log.warning("skipped %s (data.on_error=skip), the first: %s: %s", counted(len(bad), "row"), where, reason)
     return RunResult(plan.folder, results, plan.names, failed, control)
+
+
+def _summarise(plan: Plan, results: Results, control: Results | None, tracker: Tracker, show: bool) -> None:
+    """Write the run's table into its folder, and show it in W&B and on the terminal."""
+    table = run_table(results, ", ".join(filter(None, plan.names)), control)
+    beside = {"difference": difference(results), "control": control and difference(control)}
+    about = {key: told for key, told in beside.items() if told} | plan.about
+    write_whole(plan.folder / "summary.json", run_json(table, about | {"identity": plan.identity}))
+    write_whole(plan.folder / "summary.csv", table.to_csv())
+    write_whole(plan.folder / "summary.md", table.to_markdown())
+    log.info("records, summary.json, .csv and .md are in %s", plan.folder)
+    pictures: list[Path] = []
+    if plan.run.config.tracker.name != "none":
+        from eval.analysis.registry import draw_all  # not at the top: matplotlib is slow to import
+
+        pictures = draw_all(results, plan.folder / "figures")
+    tracker.finish(table, results.runs[0].records, pictures, plan.folder)
+    if show:
+        console().print(table.to_rich())
 
 
 def compare(comparison: Resolved) -> list[RunResult]:

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.benchmarks.datasets import CHOICES, datasets_asked_for
 from eval.benchmarks.prompts import build_prompt, end_token_ids
-from eval.benchmarks.subsets import in_half, parse_shard, shard_numbers
+from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
 from eval.benchmarks.suite import Example, LoadedDataset, Skipped
 from eval.run import targets
 from eval.run.config import compose_config, register_schema, to_run_config
@@ -100,8 +100,7 @@ def prepare(run: Resolved) -> Plan:
     parameters = dict[str, dict[str, Any]]() if model_config is None else parameters_of(run, model_config)
     tokenizer = load_tokenizer_of(run.spec)
     assert tokenizer is not None  # `resolve` refuses random weights without one
-    told = [server.positions for server in servers.values() if server.positions is not None]
-    longest = min(told, default=None) if model_config is None else model_config.max_position_embeddings
+    longest = _positions(servers, model_config)
     limit = limit_of_prompts(run, longest)
     if None in (model.max_prompt_tokens, model.chat):
         log.info(
@@ -112,36 +111,29 @@ def prepare(run: Resolved) -> Plan:
             else "it has no chat template: prompts are plain text",
         )
     loaded = rows_of(run)
-    end_ids, rows = (), 1
-    if model_config is not None:
-        end_ids = load_end_ids(run.spec)
-        methods = [build_method(solved) for solved in parameters.values()] + ([Baseline()] if run.paired else [])
-        new_tokens = max(data.max_new_tokens for data in loaded)
-        rows = rows_of_answers(config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
+    if model_config is None:
+        end_ids, rows, measured = (), 1, _served_identity(run, servers)
+    else:
+        end_ids, rows = load_end_ids(run.spec), _answer_rows(run, parameters, loaded, limit, devices)
+        measured = _model_identity(run, model_config, end_ids, devices)
     identity = {
         **run.identity(0 if model_config is None else model_config.num_hidden_layers),
         **data_identity(run, loaded),
-        **(_served_identity(run, servers) if servers else _model_identity(run, model_config, end_ids, devices)),
+        **measured,
         **_chat_identity(run, tokenizer),
         "tokenizer": tokenizer_sha256(tokenizer)[:16],
         "max_prompt_tokens": limit,
         **({"answers_rows": rows} if rows > 1 else {}),  # rounding differs by the number of rows
         "parameters": plain(parameters) if targets.uses_preset(run.method) else None,
     }
-    chosen = _examples(run, loaded)
-    cases = [
-        case
-        for data in loaded
-        for name, settings in [(data.dataset.name, parameters.get(data.dataset.name, {}))]
-        for case in _cases(run, data, chosen[name], settings, tokenizer, end_ids, limit, longest)
-    ]
-    shard = parse_shard(config.shard) if config.shard is not None else None
-    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
-    numbers = shard_numbers(tokens, shard.count) if shard is not None else {}
-    ours = {key for key in tokens if shard is None or numbers[key] == shard.number}
-    firsts = [
-        case for _, group in groupby(cases, lambda case: case.dataset.name) for case in islice(group, config.trace)
-    ]
+    chosen, cases = _examples(run, loaded), list[Case]()
+    for data in loaded:
+        name = data.dataset.name
+        cases += _cases(run, data, chosen[name], parameters.get(name, {}), tokenizer, end_ids, limit, longest)
+    shard = None if config.shard is None else parse_shard(config.shard)
+    ours = _ours(cases, shard)
+    by_dataset = groupby(cases, lambda case: case.dataset.name)
+    firsts = [case for _, group in by_dataset for case in islice(group, config.trace)]
     label, method = _data_label(run), identity["method"]
     name = f"{short_name(vars(model)).replace('/', '-')}-{method['name']}-{label}-{fingerprint(identity)[:8]}"
     half = f", {config.half} half" if config.half is not None else ""
@@ -150,18 +142,7 @@ def prepare(run: Resolved) -> Plan:
         run=run,
         folder=Path(config.out) if config.out else RUNS / name,
         identity=identity,
-        about={
-            "config": asdict(replace(config, shard=None)),
-            "provenance": {
-                "git_commit": git_commit(),
-                "versions": versions(),
-                "machine": machine(devices[0] if devices else None),
-                "started": now(),
-            },
-            # `limit` and `sample` choose from these
-            "examples": {data.dataset.name: data.total for data in loaded},
-            **({"baseline_command": _baseline_command(run, label)} if run.paired == "ttft" else {}),
-        },
+        about=_about(run, loaded, devices, label),
         names=(model.name, label_of(method["name"], settings_in(method)), seed, label + half),
         cases=cases,
         ours=ours,
@@ -174,6 +155,50 @@ def prepare(run: Resolved) -> Plan:
         skipped=[row for data in loaded for row in data.skipped],
         file_part=shard.file_part if shard is not None else "",
     )
+
+
+def _positions(servers: dict[str, Server], model_config: Any) -> int | None:
+    """The most tokens of a prompt and its answer; None if no server tells."""
+    if model_config is not None:
+        return model_config.max_position_embeddings
+    return min((server.positions for server in servers.values() if server.positions is not None), default=None)
+
+
+def _answer_rows(
+    run: Resolved,
+    parameters: dict[str, dict[str, Any]],
+    loaded: list[LoadedDataset],
+    limit: int,
+    devices: tuple[torch.device, ...],
+) -> int:
+    """The number of answers that decode together."""
+    methods = [build_method(solved) for solved in parameters.values()] + ([Baseline()] if run.paired else [])
+    new_tokens = max(data.max_new_tokens for data in loaded)
+    return rows_of_answers(run.config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
+
+
+def _ours(cases: list[Case], shard: Shard | None) -> set[tuple[str, str]]:
+    """The keys of the examples that this job measures."""
+    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
+    if shard is None:
+        return set(tokens)
+    return {key for key, number in shard_numbers(tokens, shard.count).items() if number == shard.number}
+
+
+def _about(run: Resolved, loaded: list[LoadedDataset], devices: tuple[torch.device, ...], label: str) -> dict[str, Any]:
+    """Config and provenance, for run.json. label: of `_data_label`."""
+    about: dict[str, Any] = {
+        "config": asdict(replace(run.config, shard=None)),
+        "provenance": {
+            "git_commit": git_commit(),
+            "versions": versions(),
+            "machine": machine(devices[0] if devices else None),
+            "started": now(),
+        },
+        # `limit` and `sample` choose from these
+        "examples": {data.dataset.name: data.total for data in loaded},
+    }
+    return about | ({"baseline_command": _baseline_command(run, label)} if run.paired == "ttft" else {})
 
 
 def within_reach(run: Resolved) -> dict[str, Resolved]:
