@@ -79,10 +79,10 @@ def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool =
 
     where, newest: as in `chosen`. Raises UserError if there is none, or if a file is damaged.
     """
-    runs = [run for run in chosen(stored_runs(folders), where, newest) if len(run.examples)]
+    named = tell_apart([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_records])
+    runs = [run for run in with_baselines(named) if len(run.examples)]
     if not runs:
         raise UserError(f"no run with records in {', '.join(map(str, folders))}")
-    runs = with_baselines(tell_apart(runs))
     for sentence in without_baseline(runs):
         log.warning("%s", sentence)
     return runs

@@ -102,6 +102,13 @@ class StoredRun:
             records = read_records(self.folder) if self.source is None else list(self.source)
         return [*_with_baseline(records, self.baselines)] if self.baselines else records
 
+    @property
+    def may_have_records(self) -> bool:
+        """False if there is certainly no record; reads none, unlike `examples`, whose cache a copy of the run loses."""
+        if isinstance(self.source, Part):
+            return len(self.source.row_groups) > 0
+        return self.source is not None or any(file.stat().st_size for file in files_of(self.folder, "records"))
+
     @cached_property
     def examples(self) -> pd.DataFrame:
         """A row for each turn of an example: the columns of `as_frame` from `dataset` on. Raises UserError."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.store.folder import fingerprint
+from eval.store.folder import fingerprint, read_records
 from eval.store.results import COLUMNS, as_frame, find_runs
 from eval.store.runs import label_of
 from lazyllm.errors import UserError
@@ -181,3 +181,10 @@ def test_frame_takes_the_paired_run_though_two_unpaired_ones_are_equal(tmp_path:
         write_run(tmp_path / f"{warmup}", [replace(record(0), baseline=None)], paired=False, warmup=warmup)
     write_run(tmp_path / "paired", [record(0)])
     assert as_frame(find_runs([tmp_path]))["paired"].tolist() == [True]
+
+
+def test_records_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    monkeypatch.setattr("eval.store.runs.read_records", lambda folder: folders.append(folder) or read_records(folder))
+    write_run(tmp_path, [record(0)])
+    assert len(as_frame(find_runs([tmp_path]))) == len(folders) == 1
