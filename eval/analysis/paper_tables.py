@@ -105,10 +105,7 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
         # a task has one target, so all its datasets have the same parameters
         places = ((row["model"], row["method"], row["settings"], name) for name in names)
         row["parameters"] = next(filter(None, map(parameters.get, places)), None)
-        size = sum(sizes.get(name, 0) for name in names)  # if a run has stored them
-        row["status"] = "measured" if not row["paper_model"] or row["examples"] >= size else f"of {size}"
-        if row["datasets"] < len(names):
-            row["status"] = f"{row['datasets']} of {len(names)} datasets"
+        row["status"] = _status(row, len(names), sum(sizes.get(name, 0) for name in names))
         for value in (value.name for value in values if value.name in _PAPER):
             paper = paper_values().get((row["paper_model"], row["task"], row["method"], value), np.nan)
             is_whole = row["status"] == "measured" and not (row["model"] in dummies and value == "score")
@@ -136,6 +133,13 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
         "beside the method. -: the paper has no such model."
     )
     return Table(name, title, caption, frame, _cells(frame, values, results), keys=3)
+
+
+def _status(row: Mapping[Any, Any], datasets: int, examples: int) -> str:
+    """`measured`, or what part of a task was run. datasets, examples: the task's, 0 if no run has stored them."""
+    if row["datasets"] < datasets:
+        return f"{row['datasets']} of {datasets} datasets"
+    return "measured" if not row["paper_model"] or row["examples"] >= examples else f"of {examples}"
 
 
 def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> pd.DataFrame:
