@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from eval.analysis import style
 from eval.analysis.table import Figure
 from eval.store.results import Results
-from eval.store.runs import StoredRun, counted
+from eval.store.runs import StoredRun, counted, stored_once
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 
@@ -67,9 +67,7 @@ def plot(frame: Any) -> MplFigure:
 def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
     """The curves of all groups that occur in any record; records merge neighbouring groups with equal counts."""
     names = ["prompt_tokens", "method.group_starts", "method.computed"]
-    rows = ((run.seed, row) for run in runs for row in run.table(["dataset", "id", *names]).to_pylist())
-    once = {(seed, row["dataset"], row["id"]): row for seed, row in rows}  # two runs may hold the same example
-    examples = [tuple(row[name] for name in names) for row in once.values()]
+    examples = stored_once(runs, names)
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
     lengths = np.array([len(computed) for _, _, computed in examples])
     steps = np.arange(lengths.max())

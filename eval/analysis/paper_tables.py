@@ -21,14 +21,10 @@ from eval.store.runs import counted, is_ablation, settings_in
 
 PUBLISHED = Path(__file__).parent / "published"
 PAPER_MODELS = ("llama2", "xgen")
-
-
 _KEYS = [
     "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status", "examples",
     "datasets", "seeds", "score_seed_std",
 ]  # fmt: skip
-
-
 # {value, a column of `by_task`: its name in the paper's CSV after `<model>_`}
 _PAPER = {
     "score": "score", "ttft_speedup": "ttft_speedup", "generation_speedup": "generation_speedup",

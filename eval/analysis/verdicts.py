@@ -21,6 +21,7 @@ from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import drawn_means, mean_interval, on_common_examples, with_baselines
 from eval.store.results import Results, first_turns
+from eval.store.runs import stored_once
 
 HOLDS, FAILS, UNSEEN, NO_RUN = "holds", "does not hold", "cannot be seen", "no run"
 _RULES = {">": operator.gt, "<": operator.lt, "<=": operator.le}
@@ -49,11 +50,8 @@ class _Section:
 
     def counts(self) -> list[tuple[int, np.ndarray]]:
         """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of the usual setting's examples."""
-        names = ["dataset", "id", "prompt_tokens", "method.computed"]
-        rows = ((run, row) for run in self.usual.runs for row in run.table(names).to_pylist())
-        # two runs may hold the same example
-        once = {(run.label, run.seed, row["dataset"], row["id"]): row for run, row in rows}
-        return [(row["prompt_tokens"], np.array(row["method.computed"])) for row in once.values()]
+        rows = stored_once(self.usual.runs, ["prompt_tokens", "method.computed"])
+        return [(prompt_tokens, np.array(computed)) for prompt_tokens, computed in rows]
 
 
 def _of_row(rows: Any, column: str, largest: bool = False) -> Value | None:

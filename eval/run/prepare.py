@@ -100,7 +100,8 @@ def prepare(run: Resolved) -> Plan:
     parameters = dict[str, dict[str, Any]]() if model_config is None else parameters_of(run, model_config)
     tokenizer = load_tokenizer_of(run.spec)
     assert tokenizer is not None  # `resolve` refuses random weights without one
-    longest = _positions(servers, model_config)
+    told = [server.positions for server in servers.values() if server.positions is not None]
+    longest = min(told, default=None) if model_config is None else model_config.max_position_embeddings
     limit = limit_of_prompts(run, longest)
     if None in (model.max_prompt_tokens, model.chat):
         log.info(
@@ -114,7 +115,9 @@ def prepare(run: Resolved) -> Plan:
     if model_config is None:
         end_ids, rows, measured = (), 1, _served_identity(run, servers)
     else:
-        end_ids, rows = load_end_ids(run.spec), _answer_rows(run, parameters, loaded, limit, devices)
+        end_ids, new_tokens = load_end_ids(run.spec), max(data.max_new_tokens for data in loaded)
+        methods = [build_method(solved) for solved in parameters.values()] + ([Baseline()] if run.paired else [])
+        rows = rows_of_answers(config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
         measured = _model_identity(run, model_config, end_ids, devices)
     identity = {
         **run.identity(0 if model_config is None else model_config.num_hidden_layers),
@@ -155,26 +158,6 @@ def prepare(run: Resolved) -> Plan:
         skipped=[row for data in loaded for row in data.skipped],
         file_part=shard.file_part if shard is not None else "",
     )
-
-
-def _positions(servers: dict[str, Server], model_config: Any) -> int | None:
-    """The most tokens of a prompt and its answer; None if no server tells."""
-    if model_config is not None:
-        return model_config.max_position_embeddings
-    return min((server.positions for server in servers.values() if server.positions is not None), default=None)
-
-
-def _answer_rows(
-    run: Resolved,
-    parameters: dict[str, dict[str, Any]],
-    loaded: list[LoadedDataset],
-    limit: int,
-    devices: tuple[torch.device, ...],
-) -> int:
-    """The number of answers that decode together."""
-    methods = [build_method(solved) for solved in parameters.values()] + ([Baseline()] if run.paired else [])
-    new_tokens = max(data.max_new_tokens for data in loaded)
-    return rows_of_answers(run.config.answers.rows, run.spec, methods, limit, new_tokens, memory_of(*devices))
 
 
 def _ours(cases: list[Case], shard: Shard | None) -> set[tuple[str, str]]:

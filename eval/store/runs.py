@@ -270,6 +270,13 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
         raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
 
 
+def stored_once(runs: Iterable[StoredRun], columns: Sequence[str]) -> list[tuple[Any, ...]]:
+    """The columns' values of each example, once though two runs of a setting and seed hold it."""
+    rows = ((run, row) for run in runs for row in run.table(["dataset", "id", *columns]).to_pylist())
+    once = {(run.label, run.seed, row["dataset"], row["id"]): row for run, row in rows}
+    return [tuple(row[name] for name in columns) for row in once.values()]
+
+
 def _with_baseline(records: Iterable[Record], runs: Iterable[StoredRun]) -> Iterator[Record]:
     """Records with `baseline` from the baseline's own runs, by their prompts; None if these lack it.
 
