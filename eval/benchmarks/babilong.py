@@ -9,13 +9,13 @@ their dictionary of these tasks is read, and checked by sha256. Prompts and scor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, loaded, sha256_of
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths, setting
 from lazyllm.errors import UserError
 
 PROMPTS = "prompts.py"
@@ -39,9 +39,9 @@ _FIELDS = tuple((name, is_text, "a string") for name in ("input", "question", "t
 
 @dataclass
 class BabilongConfig:
-    """lengths: names of the dataset's lengths, from 0k to 10M."""
+    """Settings of the suite."""
 
-    lengths: list[str] = field(default_factory=lambda: ["4k"])
+    lengths: list[str] = setting(["4k"], "names of the dataset's lengths, from `0k` to `10M`")
 
 
 def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:

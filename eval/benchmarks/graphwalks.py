@@ -19,7 +19,7 @@ from typing import Any
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
 from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, sha256_of
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
 VERSION = 1
@@ -43,14 +43,13 @@ _FIELDS = (
 
 @dataclass
 class GraphWalksConfig:
-    """lengths: maximum tokens of a made prompt, its chat template and its answer together; null reads the dataset.
+    """Settings of the suite."""
 
-    repeats: number of made rows for each length. seed: of the graphs.
-    """
-
-    lengths: list[int] | None = None
-    repeats: int = 10
-    seed: int = 42
+    lengths: list[int] | None = setting(
+        None, "maximum tokens of a made prompt, its chat template and its answer together; `null` reads the dataset"
+    )
+    repeats: int = setting(10, "made rows for each length")
+    seed: int = setting(42, "of the made graphs")
 
 
 def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:

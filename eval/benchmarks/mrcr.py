@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import tokenizer_for_rows
 from eval.benchmarks.rows import check_fields, is_filled, loaded, sha256_of
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths, setting
 from lazyllm.errors import UserError
 
 MAX_NEW_TOKENS = 2048
@@ -43,9 +43,11 @@ _FIELDS = (
 
 @dataclass
 class MrcrConfig:
-    """lengths: upper ends of bins, in tokens of messages and answer: 8192, 16384, ... 1048576."""
+    """Settings of the suite."""
 
-    lengths: list[int] = field(default_factory=lambda: [BINS[0]])
+    lengths: list[int] = setting(
+        [BINS[0]], "upper ends of bins, in tokens of messages and answer: 8192, 16384, ... 1048576"
+    )
 
 
 def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:

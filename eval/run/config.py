@@ -176,7 +176,7 @@ class RunConfig(SuiteSettings):
     load: LoadConfig = field(default_factory=LoadConfig)
     control: bool = setting(False, "also measure the baseline beside itself: how much answers and times vary by chance")
     limit: int | None = setting(
-        None, "the first N examples of each dataset; `null`: all (`embedded`: 12; `stdlib`: 24; `ruler`: 500)"
+        None, "the first N examples of each dataset; `null`: all (`dataset=embedded`: 12; `stdlib`: 24; `ruler`: 500)"
     )
     spread: str | None = setting(
         None,
@@ -320,7 +320,9 @@ def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfi
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
-            key, _, value = argument.partition("=")
+            key, equals, value = argument.partition("=")
+            if not equals:
+                raise UserError(f"{argument}: expected KEY=VALUE") from error
             if value and str(error).startswith("token recognition error"):
                 raise UserError(f"{argument}: quote the value, for the shell too: '{key}=\"{value}\"'") from error
             raise one_line(error) from error

@@ -148,6 +148,7 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
         (["method=nosuch", "method.x=1"], "method=nosuch: expected one of asl, baseline"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
+        (["limit", "4"], "limit: expected KEY=VALUE"),
         (["method.schedule={2:"], "no viable alternative at input '{2:'"),
         # values
         (["timing.warmup=many"], "timing.warmup=many: Value 'many' of type 'str' could not be converted to Integer"),
