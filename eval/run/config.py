@@ -207,7 +207,7 @@ class RunConfig(SuiteSettings):
         "another model, by folder, hub id or preset: SpecPrefill's in `experiment=field`, the scorer in `compression`",
     )
     compare: dict[str, dict[str, Any]] = setting(
-        {}, "several methods in one table, instead of `method`: `{label: {name: lazy, schedule: paper}, ...}`"
+        {}, "several methods in one table, instead of `method`: `+compare={label: {name: lazy, schedule: paper}, ...}`"
     )
     label: str = setting(DEFAULT_LABEL, "the comparison's name, and its files' in `runs/`")
     shard: str | None = setting(None, "`i/n`: the i-th (from 1) of n jobs that share the run's examples")
