@@ -40,6 +40,7 @@ from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Baseline, Method, by_name
 from lazyllm.methods.lazy import DEPTHS
+from lazyllm.presets import PRESETS
 
 if TYPE_CHECKING:
     import optuna
@@ -307,4 +308,6 @@ def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.S
     print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, held-out score {score[0]:.2f}", end="")
     if "paper" in drawn:
         print(", {:+.2f} [{:+.2f}, {:+.2f}] to paper's".format(*with_ends(drawn["tuned"] - drawn["paper"])), end="")
-    print(f"\nRun it: python run.py method.schedule=tuned/{folder}")
+    name = config.model.name
+    model = name if name in PRESETS else f"custom model.name={name}"
+    print(f"\nRun it: python run.py model={model} method.schedule=tuned/{folder}")

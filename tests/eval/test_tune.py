@@ -205,7 +205,7 @@ def test_study_of_real_runs(
     compared = pd.read_csv("runs/study-tiny.csv").query("task == 'mean over tasks'").set_index("method")
     ends = [compared.loc["tuned", f"score{end}"] for end in ("", "_low", "_high")]
     assert content["held_out_score"] == pytest.approx(ends, abs=0.02)
-    assert re.search(r"held-out score \S+, [+-]\S+ \[\S+, \S+\] to paper's\nRun it: ", capsys.readouterr().out)
+    assert re.search(r"score \S+, [+-]\S+ \[\S+, \S+\] to paper's\nRun it: .* model=tiny ", capsys.readouterr().out)
     run = run_of("method.schedule=tuned/study", "dataset=lookup", "limit=1")
     assert prepare(run).identity["method"]["schedule"] == schedule
     monkeypatch.setattr(eval.run.measure, "generate", None)  # nothing is measured again
