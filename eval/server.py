@@ -255,7 +255,7 @@ def describe(endpoint: Endpoint) -> Server:
         paths = endpoint.ask("GET", f"{endpoint.root}/openapi.json").get("paths", {})
         name = "transformers" if {"/load_model", "/v1/completions"} <= paths.keys() else "plain"
     kind = KINDS[name]
-    if kind.lists and endpoint.name not in ("", *models):
+    if (kind.lists or "lazyllm-bench" in owners) and endpoint.name not in ("", *models):
         raise UserError(f"{endpoint.url} has no model {endpoint.name!r}: give one of {', '.join(models)}")
     page = endpoint.ask("GET", f"{endpoint.root}{kind.page}") if kind.page else {}
     version = page.get("version") or page.get("build_info") or entry.get("version")

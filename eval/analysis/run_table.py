@@ -217,7 +217,7 @@ def difference(results: Results) -> dict[str, Any] | None:
     """A method beside its baseline, as a mean over tasks; None without a paired baseline. results: of one run.
 
     score: the method's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
-    intervals (`_low`, `_high`), paired, NaN for few examples. examples, better, worse: all with both answers, and those
+    intervals (`_low`, `_high`), paired, NaN below `FEWEST`. examples, better, worse: all with both answers, and those
     that score higher or lower. p: of the exact two-sided binomial test of these two, which for right and wrong answers
     is McNemar's. changed: answers whose text or tokens differ; None if unknown.
     """
@@ -235,7 +235,7 @@ def difference(results: Results) -> dict[str, Any] | None:
         "worse": worse,
         "p": binomial(better, worse),
         "changed": None if same.empty else int((same < 100).sum()),
-    }
+    } | dict.fromkeys(["score_low", "score_high", "ttft_low", "ttft_high"] * (len(gains) < FEWEST), float("nan"))
 
 
 def _told(beside: dict[str, Any]) -> str:

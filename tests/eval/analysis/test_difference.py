@@ -32,11 +32,11 @@ def test_binomial_is_the_exact_test() -> None:
 
 
 def test_difference_counts_pairs_and_has_their_interval() -> None:
-    found = difference(results([0.5, 0.75, 0.25, 0.25], same_answer=0))
+    found = difference(results([0.5, 0.75, 0.25, 0.25, 0.5], same_answer=0))
     assert found is not None
-    assert [found[name] for name in ("examples", "better", "worse", "p", "changed")] == [4, 1, 2, 1.0, 4]
-    assert found["score"] == pytest.approx(-6.25)
-    assert found["score_low"] < -6.25 < found["score_high"]
+    assert [found[name] for name in ("examples", "better", "worse", "p", "changed")] == [5, 1, 2, 1.0, 5]
+    assert found["score"] == pytest.approx(-5)
+    assert found["score_low"] < -5 < found["score_high"]
     assert (found["ttft"], found["ttft_low"], found["ttft_high"]) == pytest.approx((2, 2, 2))
     same = difference(results([0.75] * 5, same_answer=1))
     assert same is not None
@@ -63,7 +63,7 @@ def test_gate_needs_the_whole_interval_of_every_method(gate: str, passed: bool) 
     assert not passes([better, same], parse_gate("score>=20"))
     assert not passes([better, None], parse_gate(gate))
     assert not passes([], parse_gate(gate))
-    assert not passes([difference(results([0.75]))], parse_gate("score>=0"))  # one example has no interval
+    assert not passes([difference(results([0.75] * 4))], parse_gate("score>=0"))  # too few for an interval
 
 
 @pytest.mark.parametrize("gate", ["", "score>1", "speed>=2", "score>=x", "score>=1,ttft>=2"])
