@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import warnings
 from bisect import bisect_left
 from collections import Counter
@@ -30,7 +31,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import HELD_OUT, TUNING
 from eval.benchmarks.suite import setting
-from eval.run.config import RunConfig, TimingConfig, TrackerConfig, to_run_config
+from eval.run.config import RunConfig, TimingConfig, TrackerConfig, model_arguments, to_run_config
 from eval.run.identity import code_sha256
 from eval.run.job import job, start
 from eval.run.resolved import Resolved, check_early, resolve
@@ -40,7 +41,6 @@ from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Baseline, Method, by_name
 from lazyllm.methods.lazy import DEPTHS
-from lazyllm.presets import PRESETS
 
 if TYPE_CHECKING:
     import optuna
@@ -308,6 +308,5 @@ def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.S
     print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, held-out score {score[0]:.2f}", end="")
     if "paper" in drawn:
         print(", {:+.2f} [{:+.2f}, {:+.2f}] to paper's".format(*with_ends(drawn["tuned"] - drawn["paper"])), end="")
-    name = config.model.name
-    model = name if name in PRESETS else f"custom model.name={name}"
-    print(f"\nRun it: python run.py model={model} method.schedule=tuned/{folder}")
+    command = shlex.join([*model_arguments(config.model.name), f"method.schedule=tuned/{folder}"])
+    print(f"\nRun it: python run.py {command}")

@@ -393,6 +393,11 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         raise one_line(error) from error
 
 
+def model_arguments(name: str) -> list[str]:
+    """The arguments that choose a model by `model.name`: a preset, or a folder or hub id."""
+    return [f"model={name}"] if name in PRESETS else ["model=custom", f"model.name={name}"]
+
+
 def jobs_of(arguments: Sequence[str]) -> list[list[str]]:
     """The overrides of each job of a run or a sweep. Raises UserError for arguments that neither takes."""
     register_schema()

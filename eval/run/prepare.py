@@ -20,7 +20,7 @@ from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
 from eval.benchmarks.suite import Example, LoadedDataset, Skipped
 from eval.run import targets
-from eval.run.config import compose_config, register_schema, to_run_config
+from eval.run.config import compose_config, model_arguments, register_schema, to_run_config
 from eval.run.identity import machine, now, tokenizer_sha256, versions, weights_sha256
 from eval.run.measure import Case
 from eval.run.resolved import (
@@ -339,11 +339,7 @@ def _baseline_command(run: Resolved, label: str) -> str:
     """The command of the baseline's run on the same prompts. label: of `_data_label`."""
     register_schema()
     config, name = run.config, run.config.model.name
-    try:
-        command = [f"model={name}"]
-        compose_config(command)
-    except UserError:  # a folder or a hub id
-        command = ["model=custom", f"model.name={name}"]
+    command = model_arguments(name)
     if label not in CHOICES or datasets_asked_for({label: True}, name) != run.datasets:
         label = f"[{','.join(dataset.name for dataset in run.datasets)}]"
     command += ["method=baseline", f"dataset={label}"]

@@ -6,7 +6,6 @@ A new measured number is a field of `Measurement` here, with a default for the r
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -21,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.rows import sha256_of
 from lazyllm.errors import UserError
 
 PROMPT_END = 600  # characters at a prompt's end that its record keeps, for people to read
@@ -353,7 +353,7 @@ class Trace:
     def file_name(dataset: str, example: str) -> str:
         """The trace's file name. An example's id may be any text: one that no file can have ends in its hash."""
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", example)[:80]
-        end = "" if safe == example else f"-{hashlib.sha256(json.dumps(example).encode()).hexdigest()[:8]}"
+        end = "" if safe == example else f"-{sha256_of(example)[:8]}"
         return f"{dataset}-{safe}{end}.json"
 
 
