@@ -86,7 +86,7 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     manager: Any = ModelManager()  # has the models that are served, and loads no other
     manager.load_model_and_processor = lambda key, **_: (models[key.removesuffix("@main")], tokenizer)
     app, state, one_at_a_time = FastAPI(), GenerationState(), FittingPrompts()
-    app.state.methods = stack  # must be kept: a context that is collected takes its method off the model
+    app.state.methods = stack  # keeps the contexts: one that is collected takes its method off its model
     state.get_manager = lambda *_, **__: one_at_a_time  # all models share the thread that generates
 
     def add(path: str, handler: Any) -> None:

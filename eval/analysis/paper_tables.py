@@ -132,7 +132,7 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
 
 
 def _status(row: Mapping[Any, Any], datasets: int, examples: int) -> str:
-    """`measured`, or what part of a task was run. datasets, examples: the task's, 0 if no run has stored them."""
+    """`measured`, or how much of a task was run. datasets, examples: the task's, 0 if no run has stored them."""
     if row["datasets"] < datasets:
         return f"{row['datasets']} of {datasets} datasets"
     return "measured" if not row["paper_model"] or row["examples"] >= examples else f"of {examples}"

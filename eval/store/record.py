@@ -351,7 +351,7 @@ class Trace:
 
     @staticmethod
     def file_name(dataset: str, example: str) -> str:
-        """The trace's file name. An example's id may be any text: one that no file can have ends in its hash."""
+        """The trace's file name. If the example's id cannot be part of one, it is cut, and its hash is added."""
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", example)[:80]
         end = "" if safe == example else f"-{sha256_of(example)[:8]}"
         return f"{dataset}-{safe}{end}.json"

@@ -104,7 +104,7 @@ class StoredRun:
 
     @property
     def may_have_records(self) -> bool:
-        """False if there is certainly no record; reads none, unlike `examples`, whose cache a copy of the run loses."""
+        """False only if the run has no record. It reads none: what `examples` caches is lost if the run is copied."""
         if isinstance(self.source, Part):
             return len(self.source.row_groups) > 0
         return self.source is not None or any(file.stat().st_size for file in files_of(self.folder, "records"))
@@ -271,7 +271,7 @@ def _collected_runs(campaign: Path) -> list[StoredRun]:
 
 
 def stored_once(runs: Iterable[StoredRun], columns: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The columns' values of each example, once though two runs of a setting and seed hold it."""
+    """The columns' values of each example; once if several runs of a setting and seed hold it."""
     rows = ((run, row) for run in runs for row in run.table(["dataset", "id", *columns]).to_pylist())
     once = {(run.label, run.seed, row["dataset"], row["id"]): row for run, row in rows}
     return [tuple(row[name] for name in columns) for row in once.values()]
