@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,9 +46,45 @@ class Answer:
     request: Request
 
 
+_GREEDY = {"temperature": 0.0, "top_p": 1.0}
+_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+_MORE = _GREEDY | _PENALTIES | {"min_p": 0.0}
+_VLLM = _MORE | {"top_k": 0, "repetition_penalty": 1.0}
+
+
 @dataclass(frozen=True)
-class Endpoint:
-    """A model of a server: the settings `model.*` of the same names."""
+class Kind:
+    """A server's software: the fields that it takes beyond OpenAI's, as it refuses or ignores others.
+
+    owner: what it calls the owner of its models. sampling: greedy, with everything that the model's own generation
+    config could set. token_ids: whether a prompt may be its token ids. usage: whether it takes `stream_options`.
+    cold: what keeps a prompt out of the prefix cache: "salt" (`cache_salt`), "flush" (POST /flush_cache before each
+        request), "off" (`cache_prompt: false`), "nothing" (it has no such cache), "noise" (a random line before it).
+    page: where it tells its version.
+    """
+
+    owner: str
+    sampling: Mapping[str, Any]
+    token_ids: bool = False
+    usage: bool = True
+    cold: str = "noise"
+    page: str = ""
+
+
+KINDS = {
+    "vllm": Kind("vllm", _VLLM, token_ids=True, cold="salt", page="/version"),
+    "sglang": Kind("sglang", _VLLM | {"top_k": -1}, token_ids=True, cold="flush", page="/server_info"),
+    "llama.cpp": Kind("llamacpp", _MORE | {"top_k": 1, "repeat_penalty": 1.0}, cold="off", page="/props"),
+    # transformers serve, and lazyllm-bench serve: other fields get 422; a frequency penalty of 0 is no penalty
+    "transformers": Kind("lazyllm-bench", _GREEDY | {"frequency_penalty": 0.0}, usage=False, cold="nothing"),
+    "plain": Kind("", _GREEDY | _PENALTIES),
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model of a server: the settings `model.*` of the same names, and what the server said (`describe`): its
+    version, the positions of prompt and answer, the models that it lists."""
 
     url: str
     name: str
@@ -57,6 +93,14 @@ class Endpoint:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     key_env: str = "OPENAI_API_KEY"
     timeout_s: float = 600.0
+    version: str | None = None
+    positions: int | None = None
+    models: tuple[str, ...] = ()
+
+    @property
+    def takes(self) -> Kind:
+        """What its kind takes, once that is known."""
+        return KINDS[str(self.kind)]
 
     @property
     def root(self) -> str:
@@ -190,88 +234,36 @@ def _json(text: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-# ------------------------------------------------------------------------------------------------- kinds of server
-
-_GREEDY = {"temperature": 0.0, "top_p": 1.0}
-_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-_MORE = _GREEDY | _PENALTIES | {"min_p": 0.0}
-_VLLM = _MORE | {"top_k": 0, "repetition_penalty": 1.0}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A server's software: the fields that it takes beyond OpenAI's, as it refuses or ignores others.
-
-    owner: what it calls the owner of its models. sampling: greedy, with everything that the model's own generation
-    config could set. token_ids: whether a prompt may be its token ids. usage: whether it takes `stream_options`.
-    cold: what keeps a prompt out of the prefix cache: "salt" (`cache_salt`), "flush" (POST /flush_cache before each
-        request), "off" (`cache_prompt: false`), "nothing" (it has no such cache), "noise" (a random line before it).
-    page: where it tells its version. lists: whether it answers for the models that it lists only.
-    """
-
-    name: str
-    owner: str
-    sampling: Mapping[str, Any]
-    token_ids: bool = False
-    usage: bool = True
-    cold: str = "noise"
-    page: str = ""
-    lists: bool = False
-
-
-_KINDS = (
-    Kind("vllm", "vllm", _VLLM, token_ids=True, cold="salt", page="/version", lists=True),
-    Kind("sglang", "sglang", _VLLM | {"top_k": -1}, token_ids=True, cold="flush", page="/server_info"),
-    Kind("llama.cpp", "llamacpp", _MORE | {"top_k": 1, "repeat_penalty": 1.0}, cold="off", page="/props"),
-    # transformers serve, and lazyllm-bench serve: other fields get 422; a frequency penalty of 0 is no penalty
-    Kind("transformers", "lazyllm-bench", _GREEDY | {"frequency_penalty": 0.0}, usage=False, cold="nothing"),
-    Kind("plain", "", _GREEDY | _PENALTIES),
-)
-KINDS = {kind.name: kind for kind in _KINDS}
-
-
-@dataclass(frozen=True)
-class Server:
-    """An endpoint and what its server said: its version, positions of prompt and answer, the models that it lists."""
-
-    endpoint: Endpoint
-    kind: Kind
-    version: str | None
-    positions: int | None
-    models: tuple[str, ...]
-
-
-def describe(endpoint: Endpoint) -> Server:
+def describe(server: Server) -> Server:
     """Ask the server what it is. Raises UserError if it does not have the model; "" stands for the first it lists."""
-    endpoint = replace(endpoint, url=endpoint.url.rstrip("/"))
-    listed = endpoint.ask("GET", f"{endpoint.url}/models").get("data")
+    server = replace(server, url=server.url.rstrip("/"))
+    listed = server.ask("GET", f"{server.url}/models").get("data")
     if not isinstance(listed, list):
-        raise UserError(f"{endpoint.url}/models lists no models: give a URL such as http://HOST:PORT/v1")
+        raise UserError(f"{server.url}/models lists no models: give a URL such as http://HOST:PORT/v1")
     models = tuple(str(entry.get("id")) for entry in listed)
-    entry = next((entry for entry in listed if endpoint.name in ("", entry.get("id"))), {})
     owners = [entry.get("owned_by") for entry in listed]
-    name = endpoint.kind or next((kind.name for kind in _KINDS if kind.owner in owners), None)
-    if name is None:  # transformers serve tells no owner of its own
-        paths = endpoint.ask("GET", f"{endpoint.root}/openapi.json").get("paths", {})
-        name = "transformers" if {"/load_model", "/v1/completions"} <= paths.keys() else "plain"
-    kind = KINDS[name]
-    if (kind.lists or "lazyllm-bench" in owners) and endpoint.name not in ("", *models):
-        raise UserError(f"{endpoint.url} has no model {endpoint.name!r}: give one of {', '.join(models)}")
-    page = endpoint.ask("GET", f"{endpoint.root}{kind.page}") if kind.page else {}
+    if {"vllm", "lazyllm-bench"} & {*owners} and server.name not in ("", *models):  # others may answer for any name
+        raise UserError(f"{server.url} has no model {server.name!r}: give one of {', '.join(models)}")
+    kind = server.kind or next((name for name, it in KINDS.items() if it.owner in owners), None)
+    if kind is None:  # transformers serve tells no owner of its own
+        paths = server.ask("GET", f"{server.root}/openapi.json").get("paths", {})
+        kind = "transformers" if {"/load_model", "/v1/completions"} <= paths.keys() else "plain"
+    page = server.ask("GET", f"{server.root}{KINDS[kind].page}") if KINDS[kind].page else {}
+    entry = next((entry for entry in listed if server.name in ("", entry.get("id"))), {})
     version = page.get("version") or page.get("build_info") or entry.get("version")
     positions = (page.get("default_generation_settings") or {}).get("n_ctx") or entry.get("max_model_len")
-    return Server(endpoint, kind, version, positions, models)
+    return replace(server, kind=kind, version=version, positions=positions, models=models)
 
 
 def describe_servers(model: Any, method: Mapping[str, Any]) -> dict[str, Server]:
     """The server at model.url, and the method's: the same for the method `baseline`. Raises UserError.
 
-    model: has the attributes of `Endpoint`. method: settings (`eval.run.config.SERVER_SETTINGS`).
+    model: `eval.run.config.ModelConfig`. method: settings (`eval.run.config.SERVER_SETTINGS`).
     """
-    endpoint = Endpoint(**{item.name: getattr(model, item.name) for item in fields(Endpoint)})
-    baseline = describe(endpoint)
+    asked = Server(model.url, model.name, model.kind, model.api, model.extra_body, model.key_env, model.timeout_s)
+    baseline = describe(asked)
     url, name = method.get("url") or model.url, method.get("model", model.name)
-    kind = method.get("kind") or (model.kind if url.rstrip("/") == baseline.endpoint.url else None)
+    kind = method.get("kind") or (model.kind if url.rstrip("/") == baseline.url else None)
     extra = {**model.extra_body, **(method.get("extra_body") or {})}
-    own = replace(endpoint, url=url, name=name, kind=kind, extra_body=extra)
-    return {"baseline": baseline, "method": baseline if own == endpoint else describe(own)}
+    own = replace(asked, url=url, name=name, kind=kind, extra_body=extra)
+    return {"baseline": baseline, "method": baseline if own == asked else describe(own)}

@@ -142,10 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
     options = parser.parse_args(arguments)
     if options.url is not None:
-        from eval.server import Endpoint, describe
+        from eval.server import Server, describe
 
-        server = describe(Endpoint(options.url, ""))
-        facts = {**vars(server), **vars(server.kind), "kind": server.kind.name}
+        server = describe(Server(options.url, ""))
+        facts = vars(server) | vars(server.takes)
         for name in ("kind", "version", "models", "positions", "token_ids", "cold", "sampling"):
             print(f"{name:<12}{facts[name]}")
         return 0

@@ -315,7 +315,7 @@ def _served_identity(run: Resolved, servers: dict[str, Server]) -> dict[str, Any
     config, about = run.config, servers["baseline"]
     asked = {key: plain(getattr(config.model, key)) for key in ("api", "cache", "extra_body")}
     return {
-        "server": {"url": about.endpoint.url, "kind": about.kind.name, "version": about.version, **asked},
+        "server": {"url": about.url, "kind": about.kind, "version": about.version, **asked},
         "load": {"concurrency": config.load.concurrency, "rate": config.load.rate},
     }
 

@@ -74,38 +74,38 @@ class Servers:
         """The answers of a conversation; each message follows the server's own answers."""
         is_first_only = side == "baseline" and self.run.paired == "ttft"
         # one server would take the other side's prompt from its cache
-        apart = len({server.endpoint.root for server in self.sides.values()}) == len(self.sides)
+        apart = len({server.root for server in self.sides.values()}) == len(self.sides)
         answers: list[Answer] = []
         try:
             for turn in range(1 + len(case.prompt.turns)):
                 mark = random.Random(f"{self._secret}{case.key}{turn}{'' if apart else side}").randbytes(8).hex()
                 answers.append(self._timed(side, case, answers, 1 if is_first_only else case.max_new_tokens, mark))
         except RequestError as error:
-            reason = f"{self.sides[side].endpoint.url}: {error}"
+            reason = f"{self.sides[side].url}: {error}"
             return Failure(*case.key, reason, f"RequestError: {reason}")
         return answers
 
     def _timed(self, side: str, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
         """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has."""
         config, server = self.run.config, self.sides[side]
-        endpoint, is_warm = server.endpoint, config.model.cache == "warm"
-        cold = "nothing" if is_warm else server.kind.cold
+        is_warm = config.model.cache == "warm"
+        cold = "nothing" if is_warm else server.takes.cold
         if cold == "flush" and config.load.is_shared:
             cold = "noise"  # a cache in use cannot be flushed
         noise = f"[{mark}]\n" if cold == "noise" else ""
         prompt, count = self._prompt(case, server, noise, earlier)
-        fields = {"model": endpoint.name, "stream": True, "max_tokens": most, "seed": config.seed, **prompt}
-        fields |= {"stream_options": {"include_usage": True}} if server.kind.usage else {}
+        fields = {"model": server.name, "stream": True, "max_tokens": most, "seed": config.seed, **prompt}
+        fields |= {"stream_options": {"include_usage": True}} if server.takes.usage else {}
         fields |= {"stop": ["\n"]} if case.dataset.newline_ends else {}
         fields |= {"salt": {"cache_salt": mark}, "off": {"cache_prompt": False}}.get(cold, {})
-        body = json.dumps({**fields, **server.kind.sampling, **endpoint.extra_body}).encode()
+        body = json.dumps({**fields, **server.takes.sampling, **server.extra_body}).encode()
         if cold == "flush":
-            endpoint.ask("POST", f"{endpoint.root}/flush_cache")
+            server.ask("POST", f"{server.root}/flush_cache")
         if is_warm:
-            endpoint.answer(body)
-        answer = endpoint.answer(body)
+            server.answer(body)
+        answer = server.answer(body)
         told, cached = answer.request.prompt_tokens, answer.request.cached_tokens
-        where = f"{case.dataset.name}, row {case.example.id}: {endpoint.url}"
+        where = f"{case.dataset.name}, row {case.example.id}: {server.url}"
         if None not in (told, count) and told != count and not config.model.trust_prompt:
             raise UserError(
                 f"{where} counts {told} prompt tokens, but {count} were sent: it cuts or changes the prompt, or "
@@ -141,7 +141,7 @@ class Servers:
         text = begin + noise + "".join(said).removeprefix(begin)
         assert prompt.encode is not None
         ids = prompt.encode(text) if noise or earlier else list(prompt.token_ids)
-        if server.kind.token_ids:
+        if server.takes.token_ids:
             return {"prompt": ids}, len(ids)
         if tokenizer(text, verbose=False)["input_ids"] != ids:  # the server would write a second begin token
             text = text.removeprefix(begin)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval import server
-from eval.server import Answer, Endpoint, RequestError, describe
+from eval.server import Answer, RequestError, Server, describe
 from lazyllm.errors import UserError
 from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted, usage
 
@@ -20,7 +20,7 @@ def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) ->
     """The answer of a server that gives these replies one after the other."""
     server = scripted(lambda number, _: replies[number], MODEL)
     with server as (url, seen):
-        return Endpoint(url, "m", api=api, timeout_s=timeout_s).answer(b'{"stream": true}'), seen
+        return Server(url, "m", api=api, timeout_s=timeout_s).answer(b'{"stream": true}'), seen
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_request_fails_and_is_not_sent_again_after_the_first_byte(
 ) -> None:
     with scripted(lambda number, _: replies[number], MODEL) as (url, seen):
         with pytest.raises(RequestError, match=message):
-            Endpoint(url, "m", timeout_s=0.5).answer(b"{}")
+            Server(url, "m", timeout_s=0.5).answer(b"{}")
         assert len(seen.posts) == posts
 
 
@@ -123,7 +123,7 @@ def test_server_that_would_refuse_all_is_named_in_one_line(reply: Reply, message
         scripted(lambda *_: reply, MODEL) as (url, seen),
         pytest.raises(UserError, match=message) as error,
     ):
-        Endpoint(url, "m", key_env="A_KEY").answer(b"{}")
+        Server(url, "m", key_env="A_KEY").answer(b"{}")
     assert "sk-secret" not in str(error.value)
     assert "\n" not in str(error.value)
     assert seen.keys == {"Bearer sk-secret"}
@@ -140,7 +140,7 @@ def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypat
             back[-1].__enter__()
 
     monkeypatch.setattr(server.time, "sleep", pause)
-    assert (Endpoint(url, "m").answer(b"{}").text, len(back)) == ("Yes.", 2)
+    assert (Server(url, "m").answer(b"{}").text, len(back)) == ("Yes.", 2)
     back[1].__exit__(None, None, None)
 
 
@@ -155,9 +155,9 @@ def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypat
 )
 def test_server_is_known_by_what_it_says(entry: dict[str, Any], kind: str, positions: int | None) -> None:
     with scripted(lambda *_: FINE, entry) as (url, _):
-        server = describe(Endpoint(url, "m"))
-        assert (server.kind.name, server.positions, server.models) == (kind, positions, ("m",))
-        assert describe(Endpoint(url, "m", "plain")).kind.name == "plain"
+        server = describe(Server(url, "m"))
+        assert (server.kind, server.positions, server.models) == (kind, positions, ("m",))
+        assert describe(Server(url, "m", "plain")).kind == "plain"
         if kind in ("vllm", "transformers"):
             with pytest.raises(UserError, match="has no model 'other': give one of m"):
-                describe(Endpoint(url, "other"))
+                describe(Server(url, "other"))
