@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -163,7 +163,7 @@ class Server:
         try:
             if response.status_code != 200:
                 raise self._refusal(response, told["retries"])
-            for line in response.iter_lines():
+            for line in _lines(response):
                 now = time.perf_counter() - start
                 if now > self.timeout_s:
                     raise RequestError(f"the answer took more than {self.timeout_s:g} s (model.timeout_s)")
@@ -223,6 +223,15 @@ class Server:
         error = said.get("error") or said.get("detail") or said.get("message") or text
         line = " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())[:300]
         return line.replace(self._key, "***") if self._key else line
+
+
+def _lines(response: httpx2.Response) -> Iterator[str]:
+    """The lines of a stream; `iter_lines` also ends one at U+2028 and the like, which an answer may hold."""
+    rest = ""
+    for text in response.iter_text():
+        *lines, rest = (rest + text).split("\n")
+        yield from lines
+    yield rest
 
 
 def _json(text: str) -> dict[str, Any]:

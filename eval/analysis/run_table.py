@@ -43,9 +43,8 @@ _COLUMNS = ["name", "kind", "task", "examples", *_FAILED, *forms(*_VALUES)]
 _COMPARED = ("score", "ttft_s", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl")
 
 
-def run_table(results: Results, title: str, control: Results | None = None) -> Table:
-    """A run's datasets and tasks; each task follows its datasets. results: of one run. control: of its baseline beside
-    itself.
+def run_table(results: Results, title: str) -> Table:
+    """A run's datasets and tasks; each task follows its datasets. results: of one run.
 
     frame: name, kind ("dataset", "task", "all", or "length": a range of prompt tokens, if there are several), task,
     examples, failed (the number of examples that could not be measured; no other column counts them),
@@ -66,14 +65,11 @@ def run_table(results: Results, title: str, control: Results | None = None) -> T
             lines.append({**row, "shown_name": row["name"]})
     columns = ["shown_name", *_COLUMNS]
     table = _cells(pd.DataFrame(lines, columns=columns), [Column("shown_name", "dataset, **task**")], [rows])
-    return Table("summary", title, _caption({"": results}, {"": rows}, control), frame, table)
+    return Table("summary", title, _caption({"": results}, {"": rows}), frame, table)
 
 
-def compared_table(runs: Mapping[str, Results], title: str, control: Results | None = None) -> Table:
-    """Methods by tasks, as in the paper's Table 1, each with its own paired baseline. runs: by the method's label.
-
-    control: of the baseline beside itself.
-    """
+def compared_table(runs: Mapping[str, Results], title: str) -> Table:
+    """Methods by tasks, as in the paper's Table 1, each with its own paired baseline. runs: by the method's label."""
     rows = {f"{label}: ": _rows(results) for label, results in runs.items()}
     baselines = {label for label, results in runs.items() if results.runs[0].method == BASELINE}
     by_task: dict[str, dict[str, dict[str, Any]]] = {}
@@ -96,7 +92,7 @@ def compared_table(runs: Mapping[str, Results], title: str, control: Results | N
     frame = pd.DataFrame(lines, columns=["task", "method", "examples", *forms(*_COMPARED), *_FAILED])
     frame = frame.astype({"failed": "Int64"})  # an integer, even if baselines lack it
     table = _cells(frame, [Column("task", "task"), Column("method", "method")], rows.values())
-    caption = _caption(dict(zip(rows, runs.values(), strict=True)), rows, control)
+    caption = _caption(dict(zip(rows, runs.values(), strict=True)), rows)
     return Table("compared", title, caption, frame, table, keys=2)
 
 
@@ -165,9 +161,7 @@ def _cells(frame: pd.DataFrame, keys: Sequence[Column], rows: Iterable[list[dict
     return cells(shown, [*keys, EXAMPLES, score, *of_failed, *others])
 
 
-def _caption(
-    runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]]], control: Results | None = None
-) -> str:
+def _caption(runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]]]) -> str:
     """runs, rows: by the beginning of a sentence about a run. All runs have the same prompts."""
     stored = [run for results in runs.values() for run in results.runs]
     text = (
@@ -183,8 +177,8 @@ def _caption(
         text += "Generation speedup compares whole answers, which may differ in length (see summary.csv)."
     beside = {label: difference(of_run) for label, of_run in runs.items()}
     text += "".join(f"\n{label}beside its baseline: {_told(result)}." for label, result in beside.items() if result)
-    if control is not None and (by_chance := difference(control)):
-        text += f"\nBy chance, the baseline beside itself: {_told(by_chance)}."
+    controls = [difference(of_run.control) for of_run in runs.values() if of_run.control is not None]
+    text += "".join(f"\nBy chance, the baseline beside itself: {_told(result)}." for result in controls[:1] if result)
     text += _physics(stored)
     prompts = stored[0].table(["prompt_tokens", "prompt_tokens_before_truncation"]).to_pylist()
     cut = sum(row["prompt_tokens"] < row["prompt_tokens_before_truncation"] for row in prompts)

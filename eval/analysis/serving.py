@@ -61,10 +61,8 @@ def requests(results: Results) -> pd.DataFrame:
         for record in run.records if "server" in run.identity else ():
             for side, setting in ((record.method, own), (record.baseline, theirs)):
                 if side is not None and side.request is not None:
-                    key = run.model, DATASETS[record.dataset].suite, *setting, many
-                    row: dict[str, Any] = (
-                        vars(side) | vars(side.request) | vars(record) | dict(zip(_KEYS, key, strict=True))
-                    )
+                    keys = zip(_KEYS, (run.model, DATASETS[record.dataset].suite, *setting, many), strict=True)
+                    row: Any = {**vars(side), **vars(side.request), **vars(record), **dict(keys)}
                     rows.append(row | {"is_good": all((row[clock] or 0) <= most for clock, most in limits.items())})
     return in_order(pd.DataFrame(rows, columns=_OF_REQUEST).astype(dict.fromkeys(_CLOCKS, float)))
 

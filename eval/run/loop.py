@@ -48,15 +48,13 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
 class RunResult:
     """A finished run: its folder, and its results; None while other shards have examples to measure.
 
-    names: as in `Plan`. failed: how many examples failed, and why; "" for none. control: the results of its baseline
-    beside itself; None without `control`.
+    names: as in `Plan`. failed: how many examples failed, and why; "" for none.
     """
 
     folder: Path
     results: Results | None
     names: tuple[str, ...]
     failed: str = ""
-    control: Results | None = None
 
 
 def run(run: Resolved, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
@@ -89,17 +87,18 @@ def _run(
                 store.reload()  # with the other shards' records so far
             results, failed = _results(plan, store)
             if results is not None:
-                _summarise(plan, results, control, tracker, show)
+                results.control = control
+                _summarise(plan, results, tracker, show)
     if bad := plan.skipped:
         where, reason = bad[0].where, bad[0].reason
         log.warning("skipped %s (data.on_error=skip), the first: %s: %s", counted(len(bad), "row"), where, reason)
-    return RunResult(plan.folder, results, plan.names, failed, control)
+    return RunResult(plan.folder, results, plan.names, failed)
 
 
-def _summarise(plan: Plan, results: Results, control: Results | None, tracker: Tracker, show: bool) -> None:
+def _summarise(plan: Plan, results: Results, tracker: Tracker, show: bool) -> None:
     """Write the run's table into its folder, and show it in W&B and on the terminal."""
-    table = run_table(results, ", ".join(filter(None, plan.names)), control)
-    beside = {"difference": difference(results), "control": control and difference(control)}
+    table = run_table(results, ", ".join(filter(None, plan.names)))
+    beside = {"difference": difference(results), "control": results.control and difference(results.control)}
     about = {key: told for key, told in beside.items() if told} | plan.about
     write_whole(plan.folder / "summary.json", run_json(table, about | {"identity": plan.identity}))
     write_whole(plan.folder / "summary.csv", table.to_csv())
@@ -133,8 +132,7 @@ def compare(comparison: Resolved) -> list[RunResult]:
     model = short_name(vars(config.model))
     stem = Path("runs") / f"{config.label}-{model.replace('/', '-')}"
     # every run has its results, as shards are refused with compare
-    control = next(iter(results.values())).control
-    table = _compared({name: result.results for name, result in results.items() if result.results}, title, control)
+    table = _compared({name: result.results for name, result in results.items() if result.results}, title)
     abouts = {label: read_about(result.folder / "run.json") for label, result in results.items()}
     texts = {
         "md": table.to_markdown(),
@@ -178,10 +176,11 @@ def show_together(results: Sequence[RunResult]) -> None:
         console().print(_compared(runs, "All runs of the sweep").to_rich())
 
 
-def _compared(results: Mapping[str, Results], title: str, control: Results | None = None) -> Table:
+def _compared(results: Mapping[str, Results], title: str) -> Table:
     """`compared_table` of finished runs; those that timed only the baseline's first tokens have the rest of its run."""
     runs = with_baselines(tell_apart([run for of_one in results.values() for run in of_one.runs]))
-    return compared_table({label: Results([run]) for label, run in zip(results, runs, strict=True)}, title, control)
+    parts = {label: Results([run], results[label].control) for label, run in zip(results, runs, strict=True)}
+    return compared_table(parts, title)
 
 
 def _stored(plan: Plan, store: RunStore) -> StoredRun:

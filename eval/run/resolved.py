@@ -335,8 +335,8 @@ def _check_servers(config: RunConfig, methods: list[dict[str, Any]]) -> None:
     one = config.load.rate is None or config.load.concurrency == 1
     require(one, "load.concurrency", config.load.concurrency, "1 with load.rate")
     require(config.trace == 0, "trace", config.trace, "0, as a server does not tell what its layers compute")
-    if config.fidelity is not None:
-        log.warning("fidelity=%s: a server does not tell the probabilities that it needs: null", config.fidelity)
+    told = "null, as a server does not tell the probabilities that it needs"
+    require(config.fidelity is None, "fidelity", config.fidelity, told)
 
 
 def build_method(settings: dict[str, Any]) -> Method:

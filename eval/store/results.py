@@ -41,10 +41,13 @@ _KEY = ["model", "method", "settings", "seed", "dataset", "id", "turn"]
 
 
 class Results:
-    """Stored runs, and their frames for tables and figures, each made once. runs: in order."""
+    """Stored runs, and their frames for tables and figures, each made once.
 
-    def __init__(self, runs: Sequence[StoredRun]) -> None:
-        self.runs = tuple(runs)
+    runs: in order. control: the results of their baseline beside itself, if it was measured.
+    """
+
+    def __init__(self, runs: Sequence[StoredRun], control: Results | None = None) -> None:
+        self.runs, self.control = tuple(runs), control
         self._parts: dict[tuple[StoredRun, ...], Results] = {self.runs: self}
         self._known: dict[Any, list[dict[str, Any]]] = {}
 

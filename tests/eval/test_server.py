@@ -34,8 +34,8 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("completions", [event("a"), event("b"), event("", "stop"), usage(5, 3, cached=0), DONE], "ab", "", (5, 3, 0)),
         ("completions", [b": ping\n\n", event("two words", "length")], "two words", "", (None, None, None)),
         ("completions", [event("Yés")[:HALF], event("Yés")[HALF:], event("", "stop")], "Yés", "", (None, None, None)),
-        ("completions", ["data: {\"choices\": [{\"text\": \"Yés\", \"finish_reason\": \"stop\"}]}\r\n\r\n".encode()],
-         "Yés", "", (None, None, None)),
+        ("completions", ['data: {"choices": [{"text": "Y\u2028é\x85", "finish_reason": "stop"}]}\r\n\r\n'.encode()],
+         "Y\u2028é\x85", "", (None, None, None)),
         ("completions", [event(finish="stop"), DONE], "", "", (None, None, None)),  # the only token is the end token
         ("chat", [chat(role="assistant", content=""), chat(content="a"), chat("stop"), DONE], "a", "", (None,) * 3),
         ("chat", [chat(reasoning_content="hm"), chat(content="a"), chat("stop")], "a", "hm", (None, None, None)),

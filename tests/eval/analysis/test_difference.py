@@ -46,7 +46,7 @@ def test_difference_counts_pairs_and_has_their_interval() -> None:
 
 def test_table_shows_the_difference_and_that_by_chance() -> None:
     control = results([0.5] * 5, ttft_s=0.2, same_answer=1)
-    caption = run_table(results([0.75] * 5), "", control).caption
+    caption = run_table(Results(results([0.75] * 5).runs, control), "").caption
     assert "score +25.00 (95 % interval +25.00 to +25.00), 5 examples better and 0 worse (p = 0.062)" in caption
     assert "the baseline beside itself: score +0.00" in caption
     assert "TTFT speedup 1.00 (1.00 to 1.00); 0 of 5 answers differ" in caption

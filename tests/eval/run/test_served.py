@@ -275,6 +275,7 @@ def test_load_is_on_one_side_at_a_time(tmp_path: Path, load: str, most: int) -> 
         (["model.api=chat", "model.chat=llama2"], "model.chat=llama2: expected none"),
         (["model.api=text"], "model.api=text: expected completions or chat"),
         (["trace=1"], "trace=1: expected 0"),
+        (["fidelity=answer", "method=server"], "fidelity=answer: expected null, as a server does not tell"),
         (["method=server", "method.kind=tgi"], "method.kind=tgi: expected vllm or sglang"),
         (["load.rate=2", "load.concurrency=4"], "load.concurrency=4: expected 1 with load.rate"),
     ],
@@ -283,11 +284,6 @@ def test_config_refuses_what_a_server_cannot_do(overrides: list[str], message: s
     with pytest.raises(UserError, match=re.escape(message)) as error:
         served("http://127.0.0.1:9/v1", None, *overrides)
     assert "secret" not in str(error.value)
-
-
-def test_fidelity_of_a_server_is_said_to_be_null(caplog: pytest.LogCaptureFixture) -> None:
-    served("http://127.0.0.1:9/v1", None, "method=server", "fidelity=answer")
-    assert "does not tell the probabilities" in caplog.text
 
 
 @pytest.mark.parametrize("given", ["model.cache=warm", "model.kind=vllm", "load.rate=2", "method=server"])
