@@ -221,26 +221,28 @@ def difference(results: Results) -> dict[str, Any] | None:
     gains = on_common_examples(frame.assign(gain=frame["score"] - frame["baseline_score"]), "gain")
     speedup, same = rows_of(frame)[-1], frame["same_answer"].dropna()
     better, worse = int((gains > 0).to_numpy().sum()), int((gains < 0).to_numpy().sum())
-    return {
+    beside = {
         "examples": len(gains),
         **dict(zip(forms("score"), with_ends(drawn_means(gains)[:, 0]), strict=True)),
-        **{f"ttft{end}": float(speedup[f"ttft_speedup{end}"]) for end in ("", "_low", "_high")},
+        **{ttft: float(speedup[of]) for ttft, of in zip(forms("ttft"), forms("ttft_speedup"), strict=True)},
         "better": better,
         "worse": worse,
         "p": binomial(better, worse),
         "changed": None if same.empty else int((same < 100).sum()),
-    } | dict.fromkeys(["score_low", "score_high", "ttft_low", "ttft_high"] * (len(gains) < FEWEST), float("nan"))
+    }
+    if len(gains) < FEWEST:
+        beside |= dict.fromkeys(["score_low", "score_high", "ttft_low", "ttft_high"], float("nan"))
+    return beside
 
 
 def _told(beside: dict[str, Any]) -> str:
-    score, ttft = "95 % interval {score_low:+.2f} to {score_high:+.2f}", " ({ttft_low:.2f} to {ttft_high:.2f})"
+    score = "score {score:+.2f} (95 % interval {score_low:+.2f} to {score_high:+.2f})"
+    ttft = "TTFT speedup {ttft:.2f} ({ttft_low:.2f} to {ttft_high:.2f})"
     if np.isnan(beside["score_low"]):
-        score, ttft = "too few examples for an interval", ""
-    text = (
-        f"score {{score:+.2f}} ({score}), {counted(beside['better'], 'example')} better and {{worse}} worse "
-        f"(p = {{p:.2g}}); TTFT speedup {{ttft:.2f}}{ttft}"
-    )
-    return (text + "; {changed} of {examples} answers differ" * (beside["changed"] is not None)).format_map(beside)
+        score, ttft = "score {score:+.2f} (too few examples for an interval)", "TTFT speedup {ttft:.2f}"
+    parts = [f"{score}, {counted(beside['better'], 'example')} better and {{worse}} worse (p = {{p:.2g}})", ttft]
+    parts += ["{changed} of {examples} answers differ"] * (beside["changed"] is not None)
+    return "; ".join(parts).format_map(beside)
 
 
 def binomial(better: int, worse: int) -> float:

@@ -1,4 +1,4 @@
-"""After 12 kills nothing is lost: `tests.eval.run.kill_run` in a separate process, which can fork safely.
+"""After 10 kills nothing is lost: `tests.eval.run.kill_run` in a separate process, which can fork safely.
 
 `python -m tests.eval.run.kill_run 100` kills more often.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-KILLS = 12
+KILLS = 10
 
 
 @pytest.mark.slow

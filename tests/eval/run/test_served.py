@@ -402,7 +402,8 @@ def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path)
     measure += ["limit=14", f"out={out}", "timing.warmup=0"]
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "eval.cli", *arguments]
+        soon = "import sys; from eval import cli, server; server.PAUSES_S = (0.5,); sys.exit(cli.main(sys.argv[1:]))"
+        command = [sys.executable, "-c", soon, *arguments]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def serve() -> subprocess.Popen[str]:
