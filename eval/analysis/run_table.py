@@ -176,7 +176,8 @@ def _caption(runs: Mapping[str, Results], rows: Mapping[str, list[dict[str, Any]
     else:
         text += "Generation speedup compares whole answers, which may differ in length (see summary.csv)."
     beside = {label: difference(of_run) for label, of_run in runs.items()}
-    text += "".join(f"\n{label}beside its baseline: {_told(result)}." for label, result in beside.items() if result)
+    told = {label.removesuffix(": ") or "The method": _told(result) for label, result in beside.items() if result}
+    text += "".join(f"\n{label} beside its baseline: {said}." for label, said in told.items())
     controls = [difference(of_run.control) for of_run in runs.values() if of_run.control is not None]
     text += "".join(f"\nBy chance, the baseline beside itself: {_told(result)}." for result in controls[:1] if result)
     text += _physics(stored)
