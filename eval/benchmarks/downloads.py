@@ -11,7 +11,6 @@ import os
 import threading
 import urllib.error
 import urllib.request
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from lazyllm.errors import UserError, reason_of
 from lazyllm.files import cache_folder, write_whole
 
 log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)
 
 
 @cache
@@ -145,10 +145,6 @@ def given_file(folder: Path, name: str, give: str) -> Path:
     return file
 
 
-class TemplateWarning(UserWarning):
-    """A user's copy of an official file differs from it: scores are not comparable with published ones."""
-
-
 def official_file(
     owner: str,
     name: str,
@@ -163,8 +159,8 @@ def official_file(
 
     owner: the suite, for messages. name: the file's path in both folders. folder: the user's (`data.dir`), or None.
     give: the content that the user's folder must have. digest: the sha256 of a content, or of the part that counts.
-    Raises UserError if the file is missing or cannot be downloaded, or if the downloaded one has another hash. Warns
-    (TemplateWarning) if the user's has, or refuses it too (exact).
+    Raises UserError if the file is missing or cannot be downloaded, or if the downloaded one has another hash. If the
+    user's has, the log says so once, or it is refused too (exact).
     """
     if folder is not None:
         file = given_file(folder, name, give)
@@ -173,7 +169,7 @@ def official_file(
             differs = f"{file}: differs from {owner}'s own ({url})"
             if exact:
                 raise UserError(differs)
-            warnings.warn(f"{differs}, so scores are not comparable with published ones", TemplateWarning, stacklevel=3)
+            _warn_once(f"{differs}, so scores are not comparable with published ones")
         return content
     cache = official_cache(owner)
     file, ways_out = cache / name, ways_out_of(give, str(cache))

@@ -78,7 +78,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One dataset, from a folder or from the archive.
 
     Raises UserError for an unusable row (unless skipped), a missing or unusable file, or files that are neither cached
-    nor downloadable. Warns (TemplateWarning) if the folder's templates are not LongBench's own.
+    nor downloadable.
     """
     folder, name = settings.dir, dataset.prompt_of or dataset.name
     if folder is not None:

@@ -52,7 +52,7 @@ _FIELDS: tuple[Field, ...] = (
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The rows, from a folder or from `datasets`.
 
-    Raises UserError as `longbench.load`. Warns (TemplateWarning) if the folder's prompt is not the official one.
+    Raises UserError as `longbench.load`.
     """
     content = official_file("LongBench v2", PROMPT, PROMPT_URL, PROMPT_SHA256, settings.dir, _HUB.give)
     try:

@@ -70,7 +70,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The rows of one task, from a folder or through `datasets`.
 
     Raises UserError for an unusable row (unless skipped), for a missing or unusable file, and without cache and
-    network. Warns (TemplateWarning) if the folder's prompts differ from the official ones.
+    network.
     """
     content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _HUB.give, prompts_sha256)
     first, plain, in_chat = (prompts[dataset.name] for prompts in _parsed_prompts(content))

@@ -51,9 +51,16 @@ SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
 _GROUPS = ("model", "method", "dataset", "tracker", "experiment")
-_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows", "load.concurrency")
-_MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens")
+_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows", "model.max_prompt_tokens")
+_MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens", "seed")
 _OPEN = ("dataset", "compare", "model.device_map", "model.chat_args", "model.extra_body", "method.extra_body")
+
+# A part of OmegaConf's message about a value of another type -> what was expected
+_EXPECTED = {
+    "to Integer": "a whole number", "to Float": "a number", "valid bool": "true or false", "Optional": "not null",
+    "ListConfig": "a list, such as [1, 2]", "type hint": "a mapping in it, such as {mine: {name: lazy}}",
+    "Dict[": "a mapping, such as {key: value}", "a subclass of": "its settings, such as {key: value}",
+}  # fmt: skip
 
 # The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
@@ -316,7 +323,9 @@ def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfi
             _defaults(name)  # of an installed package's method that cannot be used, Hydra would call the keys unknown
     options, after = get_args_parser().parse_known_args(list(arguments))
     parser = OverridesParser.create()
-    for argument in [*options.overrides, *(word for word in after if not word.startswith("-"))]:
+    for argument in [*after, *options.overrides]:
+        if argument.startswith("-"):
+            raise UserError(f"{argument}: expected KEY=VALUE, such as limit=3; --help lists all keys")
         try:
             override = parser.parse_override(argument)
         except HydraException as error:
@@ -325,7 +334,7 @@ def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfi
                 raise UserError(f"{argument}: expected KEY=VALUE") from error
             if value and str(error).startswith("token recognition error"):
                 raise UserError(f"{argument}: quote the value, for the shell too: '{key}=\"{value}\"'") from error
-            raise one_line(error) from error
+            raise UserError(f"{argument}: {one_line(error)}") from error
         _check_key(override.key_or_group, methods or ["lazy"], schema)
         if (override.key_or_group, override.value()) == ("dataset", []):
             raise UserError("dataset=[]: expected at least one dataset, or no dataset= for the model's default")
@@ -422,17 +431,24 @@ def one_line(error: Exception) -> UserError:
     """Hydra's or OmegaConf's error as one short message."""
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if group.startswith("model/"):
+            path = f"{group.removeprefix('model/')}/{name}"
+            return UserError(f"model={path}: expected a preset's name, or model=custom model.name={path}")
         near = difflib.get_close_matches(name, error.options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
     added = re.search(r"To append to your config use \+(.+)", str(error))
     if added:
-        return UserError(f"{added[1]}: expected +{added[1]}, as it adds to the settings")
+        with_it = "dataset=all " if added[1].startswith("dataset.") else "+"
+        return UserError(f"{added[1]}: expected {with_it}{added[1]}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    lines = [line for line in lines if line not in ("", "None") and not line.startswith(("full_key:", "object_type="))]
     message = ": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override ")
+    for told, expected in _EXPECTED.items() if len(lines) > 1 else ():
+        if told in lines[1]:
+            return UserError(f"{lines[0].removeprefix('Error merging override ')}: expected {expected}")
     if message.partition("at input '")[2].startswith(("{'", '{"')):
-        message = f"the keys of a mapping take no quotes, as in {{2: 0.5}}: {message}"
+        return UserError("the keys of a mapping take no quotes, as in {2: 0.5}")
     return UserError(message)
 
 
@@ -465,13 +481,15 @@ def to_run_config(config: DictConfig) -> RunConfig:
         "model.api": ("completions", "chat"),
         "model.cache": ("cold", "warm"),
     }
+    require(plain.only is None or bool(plain.compare), "only", plain.only, "an experiment or compare with it")
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)
         shown = " or ".join(json.dumps(known).strip('"') for known in known_values)
         require(repr(value) in map(repr, known_values), key, value, shown)  # 1 is not true
-    for key, least in (*((key, 0) for key in _MAY_BE_0), *((key, 1) for key in _COUNTS)):
-        value = OmegaConf.select(config, key)
-        require(value is None or value >= least, key, value, f"{least} or more{', or null' if least else ''}")
+    for key in (*_MAY_BE_0, "load.concurrency", *_COUNTS):
+        value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
+        expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
+        require(value is None or value >= least, key, value, expected)
     require(
         plain.fidelity is None or plain.timing.paired is True, "fidelity", plain.fidelity, "timing.paired=true with it"
     )

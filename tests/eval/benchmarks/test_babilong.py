@@ -13,7 +13,6 @@ from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 
 # Our own prompts: BABILong's must not enter the repository
-pytestmark = pytest.mark.filterwarnings("ignore::eval.benchmarks.downloads.TemplateWarning")
 PARTS = {"instruction": "Do {this}.", "examples": "<example>\nA\n</example>", "post_prompt": "One word."}
 ROW = {"input": " John went to the office. Text. ", "question": "Where is John? ", "target": "office"}
 

@@ -7,7 +7,6 @@ import io
 import json
 import subprocess
 import sys
-import warnings
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from eval import cli
 from eval.analysis.registry import TABLES
 from eval.benchmarks import downloads, longbench
 from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
-from eval.benchmarks.downloads import TemplateWarning
 from eval.benchmarks.metrics import dataset_score
 from eval.benchmarks.rows import parse_example, read_lines
 from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
@@ -72,17 +70,14 @@ def write_rows(folder: Path, *rows: object) -> Path:
 
 
 def load(folder: Path, on_error: OnError = "raise") -> LoadedDataset:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TemplateWarning)
-        return load_rows(QASPER, folder, on_error)
+    return load_rows(QASPER, folder, on_error)
 
 
 @official.needs(official.LONGBENCH)
 @pytest.mark.parametrize("name", LONGBENCH_NAMES)
-def test_real_rows_are_loaded_unchanged(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the templates there are LongBench's own
-        loaded = load_rows(DATASETS[name], official.LONGBENCH)
+def test_real_rows_are_loaded_unchanged(name, caplog):
+    loaded = load_rows(DATASETS[name], official.LONGBENCH)
+    assert caplog.messages == []  # the templates there are LongBench's own
     facts = [(example.id, example.input, example.context, [*example.answers]) for example in loaded.examples]
     assert facts == [
         tuple(row[key] for key in ("_id", "input", "context", "answers")) for row in official.shared_rows()[name]
@@ -228,10 +223,11 @@ def test_missing_folder_is_refused(tmp_path):
         load(tmp_path / "nowhere")
 
 
-def test_other_templates_warn(folder):
+def test_other_templates_are_told_once(folder, caplog):
     write_rows(folder, ROW)
-    with pytest.warns(TemplateWarning, match=r"dataset2prompt\.json"), pytest.warns(TemplateWarning, match="maxlen"):
-        load_rows(QASPER, folder)
+    assert load(folder) == load(folder)
+    told = [line.partition(": differs from LongBench's own")[0] for line in caplog.messages]
+    assert told == [f"{folder}/config/{name}" for name in (longbench.PROMPTS, longbench.MAX_LENGTHS)]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +364,6 @@ def test_longbench_e_differs_from_longbench_in_rows_only():
         assert same == DATASETS[name]
 
 
-@pytest.mark.filterwarnings("ignore::eval.benchmarks.downloads.TemplateWarning")
 def test_longbench_e_groups_rows_by_length(folder):
     lengths = [0, 3999, 4000, 7999, 8000, 70_000]
     write_e(folder, *(ROW | {"length": length, "_id": f"{length}"} for length in lengths))
@@ -381,7 +376,6 @@ def test_longbench_e_groups_rows_by_length(folder):
     assert len(load_rows(DATASETS["qasper_e"], folder).examples) == 1
 
 
-@pytest.mark.filterwarnings("ignore::eval.benchmarks.downloads.TemplateWarning")
 def test_rows_command_writes_rows_that_can_be_read_again(folder, tmp_path):
     write_e(folder, ROW, ROW | {"_id": "two", "length": 5000})
     out = tmp_path / "out"

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from eval.benchmarks import downloads, longbench_v2
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.downloads import TemplateWarning
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
@@ -180,7 +179,7 @@ def test_malformed_file_is_refused(content, message, tmp_path):
 def test_incomplete_folder_is_refused(tmp_path):
     write(tmp_path, row(0))
     (tmp_path / "prompts" / "0shot.txt").write_text("$DOC$")
-    with pytest.warns(TemplateWarning), pytest.raises(UserError, match=r"0shot\.txt: .* with the place \$Q\$"):
+    with pytest.raises(UserError, match=r"0shot\.txt: .* with the place \$Q\$"):
         load(tmp_path)
     (tmp_path / "prompts" / "0shot.txt").unlink()
     with pytest.raises(UserError, match=r"prompts/0shot\.txt is missing; give data\.dir=FOLDER with LongBench v2's"):
