@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from eval.benchmarks import longbench
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from eval.store.record import Record
 from lazyllm.models.xgen_tokenizer import GPT2
 from tests.hub_server import HubServer, Repository
@@ -84,7 +84,7 @@ class Played:
 
     def records(self, model: str, method: str) -> list[Record]:
         """Of the longest run."""
-        return max((read_run(folder)[1] for folder in (self.folder / "runs").glob(f"{model}-{method}-*")), key=len)
+        return max((read_records(folder) for folder in (self.folder / "runs").glob(f"{model}-{method}-*")), key=len)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ import pytest
 
 from eval.run.config import LAUNCHERS, check_launcher
 from eval.run.loop import run
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from eval.store.results import as_frame, find_runs
 from lazyllm.errors import UserError
 from tests.runs import run_of
@@ -117,7 +117,7 @@ def test_joblib_shards_make_one_run_whatever_job_fails(
     caplog.set_level("INFO")
     run(run_of(*QUICK), show=False)
     assert "4 examples, 4 of them already measured" in caplog.text
-    assert read_run(stored.folder)[1] == stored.records
+    assert read_records(stored.folder) == stored.records
     assert not (stored.folder / "records.jsonl").exists()
 
 

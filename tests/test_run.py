@@ -12,7 +12,7 @@ from eval.benchmarks.datasets import resolve_datasets
 from eval.cli import main
 from eval.run.loop import compare, run
 from eval.run.prepare import prepare
-from eval.store.folder import read_run
+from eval.store.folder import read_about, read_records
 from eval.store.record import Record, read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
@@ -28,7 +28,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 def records_of() -> list[Record]:
-    return read_run(Path("run"))[1]
+    return read_records(Path("run"))
 
 
 def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[st
     assert "model=llama2" in lines[-1]
     assert len(list(Path("runs").glob("tiny-*"))) == 4  # each method has its own run, with its own baseline
     (compressed,) = Path("runs").glob("tiny-prompt_compression-*")
-    for record in read_run(compressed)[1]:
+    for record in read_records(compressed):
         assert record.baseline is not None
         assert 0 < record.method.scoring_s < record.method.ttft_s  # selecting is part of its time
         assert (record.baseline.scoring_s, record.baseline.pct_prompt_tokens_computed) == (0, 100)
@@ -120,7 +120,7 @@ def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[st
 
 def test_tuned_targets_depend_on_the_task_and_are_stored() -> None:
     run(run_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", "timing.paired=false", *SHORT))
-    about, records = read_run(Path("run"))
+    about, records = read_about(Path("run/run.json")), read_records(Path("run"))
     parameters = about["identity"]["parameters"]
     for record in records:  # the tokens that entered each layer are those of the dataset's own schedule
         method = Lazy(parameters[record.dataset]["schedule"])

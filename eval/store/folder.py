@@ -212,11 +212,6 @@ def _mended(files: Sequence[Path], name: str) -> list[Any]:
     return [line.value for line in lines if not is_bad(line)]
 
 
-def read_run(folder: Path) -> tuple[dict[str, Any], list[Record]]:
-    """run.json's content and the records. Raises UserError."""
-    return read_about(folder / "run.json"), read_records(folder)
-
-
 def read_records(folder: Path) -> list[Record]:
     """The run's records, each example once. Raises UserError for an invalid line, or two different records of a row."""
     first: dict[tuple[str, str], _Line] = {}

@@ -17,7 +17,7 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import TEMPLATE, DataSettings
 from eval.run.loop import run
 from eval.run.prepare import prepare
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
@@ -151,7 +151,7 @@ def test_tiny_finds_its_needles_and_the_map_shows_misses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["dataset=needle", "needle.lengths=[256]", "needle.depths=[0,50,100]", "timing.warmup=0"]
     run(run_of(*arguments, "method=random_drop", "method.keep=0.3", "out=run"))
-    records = read_run(Path("run"))[1]
+    records = read_records(Path("run"))
     assert all(record.baseline is not None and record.baseline.score == 1 for record in records)
     figure = FIGURES["needle"]
     frame: Any = figure.data(Results.read([Path("run")]))

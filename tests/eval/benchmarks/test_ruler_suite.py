@@ -17,7 +17,7 @@ from eval.benchmarks.ruler import SUITE, TASKS, RulerConfig, sources
 from eval.benchmarks.suite import DataSettings, Example
 from eval.run import resolved
 from eval.run.loop import run
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
@@ -73,9 +73,9 @@ def test_run_resumes_with_more_rows_but_not_with_other_settings(folder):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "max_new_tokens=2"]
     arguments += ["timing.warmup=0", "out=run"]
     run(run_of(*arguments, "limit=1"))
-    first = read_run(Path("run"))[1]
+    first = read_records(Path("run"))
     run(run_of(*arguments, "limit=2"))
-    both = read_run(Path("run"))[1]
+    both = read_records(Path("run"))
     assert both[:1] == first
     assert [record.id for record in both] == ["niah_single_1-1024-42-0000", "niah_single_1-1024-42-0001"]
     for record in both:

@@ -35,7 +35,7 @@ import eval.run.loop
 from eval.benchmarks.datasets import load
 from eval.run.config import AnswersConfig, TimingConfig
 from eval.run.resolved import Resolved
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from eval.store.record import Measurement, Record
 from tests.runs import small_run
 
@@ -127,7 +127,7 @@ def outcomes(folder: Path) -> list[tuple[Any, ...]]:
     """The run's records, by their keys, without times."""
     return sorted(
         (record.key, record.prompt_sha256, record.answers, _outcome(record.method), _outcome(record.baseline))
-        for record in read_run(folder)[1]
+        for record in read_records(folder)
     )
 
 

@@ -18,7 +18,7 @@ from eval.run.config import TimingConfig
 from eval.run.loop import RunResult, compare, run, show_together
 from eval.run.measure import free
 from eval.run.prepare import within_reach
-from eval.store.folder import RunStore, read_failures, read_run
+from eval.store.folder import RunStore, read_about, read_failures, read_records
 from eval.store.record import Record
 from eval.store.results import Results, as_frame, find_runs
 from lazyllm import Generation
@@ -56,7 +56,7 @@ def test_failed_example_is_written_down_and_the_others_go_on(tmp_path: Path, mon
     failing(monkeypatch, errors)
     caplog.set_level("INFO")
     result = run(small_run(tmp_path / "run"), show=False)
-    _, records = read_run(tmp_path / "run")
+    records = read_records(tmp_path / "run")
     failures = [json.loads(line) for line in (tmp_path / "run" / "failures.jsonl").read_text().splitlines()]
     assert len(records) == 4
     assert re.search(r"; out of memory at 9\d prompt tokens: lower model.max_prompt_tokens", failures[0]["reason"])
@@ -71,7 +71,7 @@ def test_failed_example_is_written_down_and_the_others_go_on(tmp_path: Path, mon
     monkeypatch.setattr(eval.run.measure, "generate", generate)
     caplog.clear()
     assert not run(small_run(tmp_path / "run"), show=False).failed  # tries them again
-    assert len(read_run(tmp_path / "run")[1]) == 6
+    assert len(read_records(tmp_path / "run")) == 6
     assert " failed" not in caplog.text  # the folder has the name of this test
 
 
@@ -168,8 +168,8 @@ def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path:
     shards = [small_run(tmp_path / "run").changed(shard=f"{number}/3") for number in (1, 2, 3)]
     results = [run(shard, show=False) for shard in shards]
     assert [result.results is None for result in results] == [True, True, False]
-    about, records = read_run(tmp_path / "run")
-    assert about["identity"] == read_run(tmp_path / "whole")[0]["identity"]
+    about, records = read_about(tmp_path / "run/run.json"), read_records(tmp_path / "run")
+    assert about["identity"] == read_about(tmp_path / "whole/run.json")["identity"]
     assert about["config"]["shard"] is None
     files = [(tmp_path / "run" / f"records-{number}-of-3.jsonl").read_text().splitlines() for number in (1, 2, 3)]
     assert [len(file) for file in files] == [2, 2, 2]
@@ -178,7 +178,7 @@ def test_shards_measure_each_example_once_and_the_last_makes_the_table(tmp_path:
 
     def outcome(folder: str) -> dict:
         return {
-            record.key: (record.prompt_sha256, record.method.token_ids) for record in read_run(tmp_path / folder)[1]
+            record.key: (record.prompt_sha256, record.method.token_ids) for record in read_records(tmp_path / folder)
         }
 
     assert outcome("run") == outcome("whole")
@@ -234,7 +234,7 @@ def test_logits_that_are_not_finite_fail_their_example_only(tmp_path: Path, monk
     assert {failure.reason for failure in failures} == {
         "FloatingPointError: the model's logits are not finite (NaN or infinite)"
     }
-    records = read_run(tmp_path / "run")[1]
+    records = read_records(tmp_path / "run")
     assert {record.key for record in records}.isdisjoint(failure.key for failure in failures)
     assert len(records) + len(failures) == 6
     assert result.results is not None
@@ -262,7 +262,7 @@ def test_device_that_does_not_recover_ends_the_run_with_its_records_safe(tmp_pat
     failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
     with pytest.raises(UserError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
         run(small_run(tmp_path / "run"), show=False)
-    assert len(read_run(tmp_path / "run")[1]) == 2
+    assert len(read_records(tmp_path / "run")) == 2
     assert len(read_failures(tmp_path / "run")) == 1
     assert "its memory could not be freed" in caplog.text
 
@@ -303,7 +303,7 @@ def test_full_disk_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "summary.json").exists()
     run(config, show=False)
     assert file.read_bytes().startswith(before)
-    assert len({record.key for record in read_run(tmp_path / "run")[1]}) == file.read_bytes().count(b"\n") == 6
+    assert len({record.key for record in read_records(tmp_path / "run")}) == file.read_bytes().count(b"\n") == 6
 
 
 def test_error_of_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -325,7 +325,7 @@ def test_resumed_run_sets_damaged_line_aside_and_measures_its_example_again(tmp_
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:2], b"garbled\n", *lines[3:]]))
     with pytest.raises(UserError, match=r"records\.jsonl:3: not a line of records"):
-        read_run(tmp_path / "run")
+        read_records(tmp_path / "run")
     failing(monkeypatch, dict.fromkeys(range(2, 99), RuntimeError("more than one example is measured")))
     run(config, show=False)
     assert [Record.from_json(line).key for line in file.read_text().splitlines()] == [

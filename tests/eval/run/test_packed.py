@@ -16,7 +16,7 @@ from eval.run.loop import run
 from eval.run.prepare import prepare
 from eval.run.work import Model, rows_of_answers
 from eval.store.aggregate import by_task
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from eval.store.record import Record
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
@@ -68,7 +68,7 @@ def test_packed_shards_with_forced_answers_traces_and_evidence_are_a_single_run(
     packed = small_run(tmp_path / "packed", answers=AnswersConfig(rows=4), **settings)
     for shard in ("1/2", "2/2"):
         run(packed.changed(shard=shard), show=False)
-    single, found = ({r.key: untimed(r) for r in read_run(tmp_path / name)[1]} for name in ("single", "packed"))
+    single, found = ({r.key: untimed(r) for r in read_records(tmp_path / name)} for name in ("single", "packed"))
     assert len(found) == 6
     for key, record in found.items():
         for forced in ("answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood"):

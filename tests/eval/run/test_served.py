@@ -24,7 +24,7 @@ from eval.run import loop
 from eval.run.job import main
 from eval.run.prepare import prepare
 from eval.run.resolved import Resolved
-from eval.store.folder import read_failures, read_run
+from eval.store.folder import read_failures, read_records
 from eval.store.record import Record
 from eval.store.results import Results, find_runs
 from lazyllm.errors import UserError
@@ -60,7 +60,7 @@ def served(url: str, out: Path | None, *overrides: str) -> Resolved:
 
 def run(url: str, out: Path, *overrides: str) -> list[Record]:
     loop.run(served(url, out, *overrides), show=False)
-    return read_run(out)[1]
+    return read_records(out)
 
 
 def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple[list[Record], Seen]:
@@ -223,7 +223,7 @@ def test_server_that_has_gone_ends_the_run_and_the_same_command_goes_on(tmp_path
     with scripted(leaves, entry("vllm")) as (url, seen):
         with pytest.raises(UserError, match=r"no server answers at .*: start it, then give the same command again"):
             run(url, tmp_path / "run")
-        assert (len(read_run(tmp_path / "run")[1]), read_failures(tmp_path / "run")) == (1, [])
+        assert (len(read_records(tmp_path / "run")), read_failures(tmp_path / "run")) == (1, [])
         gone.set()
         records = run(url, tmp_path / "run")
         assert (len(records), len({record.key for record in records})) == (3, 3)
@@ -336,7 +336,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
     loop.run(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
     names = ("model.name=tiny/baseline", "method=server", "method.name=tiny")
     run(endpoint, tmp_path / "there", *names, *shared)
-    here, there = (read_run(tmp_path / name)[1] for name in ("here", "there"))
+    here, there = (read_records(tmp_path / name) for name in ("here", "there"))
     for ours, theirs in zip(here, there, strict=True):
         assert (ours.key, ours.prompt_sha256, ours.prompt_tokens) == (
             theirs.key,
@@ -389,7 +389,7 @@ def test_control_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: s
     control = about["control"]
     assert (control["changed"], control["score"], control["better"] + control["worse"]) == (0, 0, 0)
     assert control["ttft_low"] <= control["ttft"] <= control["ttft_high"]
-    assert len(read_run(tmp_path / "run-control")[1]) == about["difference"]["examples"] == 5
+    assert len(read_records(tmp_path / "run-control")) == about["difference"]["examples"] == 5
 
 
 @pytest.mark.slow
@@ -431,11 +431,11 @@ def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path)
     said, _ = client_.communicate(timeout=120)
     assert client_.returncode == 2
     assert "no server answers" in said
-    done = [record.key for record in read_run(out)[1]]
+    done = [record.key for record in read_records(out)]
     assert 6 <= len(done) < 14
     server = serve()
     assert start(*measure).wait(300) == 0
-    keys = [record.key for record in read_run(out)[1]]
+    keys = [record.key for record in read_records(out)]
     assert keys[: len(done)] == done
     assert len(keys) == len(set(keys)) == 14
     server.terminate()

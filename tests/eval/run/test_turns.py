@@ -19,7 +19,7 @@ from eval.run.loop import load_model, run
 from eval.run.measure import Bench, Case
 from eval.run.prepare import Plan, prepare
 from eval.run.resolved import Resolved
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
 from lazyllm.engine.flops import LayerShape
@@ -200,7 +200,7 @@ def test_run_interrupted_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
     [line] = file.read_text().splitlines()
     file.write_text(f"{line}\n{line[: len(line) // 2]}")  # as after a kill in the middle of the second
     results = run(config, show=False).results
-    records = read_run(tmp_path / "run")[1]
+    records = read_records(tmp_path / "run")
     assert [record.key for record in records] == [case.key for case in prepare(config).cases]
     assert all([turn.turn for turn in record.by_turn] == [1, 2, 3] for record in records)
     frame = Results.read([tmp_path]).frame
@@ -212,7 +212,7 @@ def test_run_interrupted_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, mo
     assert row["score"] == pytest.approx(frame["score"].mean(), abs=0.01)
     assert row["ttft_speedup"] == pytest.approx(frame["baseline_ttft_s"].sum() / frame["ttft_s"].sum())
     run(config.changed(limit=1), show=False)  # nothing is measured again
-    assert read_run(tmp_path / "run")[1] == records
+    assert read_records(tmp_path / "run") == records
 
 
 def test_more_turns_than_a_row_has_are_refused(caplog, monkeypatch) -> None:

@@ -19,7 +19,7 @@ from eval.analysis.table import Table
 from eval.run.config import TrackerConfig
 from eval.run.loop import run
 from eval.run.wandb_run import facts_of, open_tracker
-from eval.store.folder import read_run
+from eval.store.folder import read_about, read_records
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -168,7 +168,7 @@ def test_run_passes_tracker_its_records_and_table(monkeypatch: pytest.MonkeyPatc
     calls = Shown(monkeypatch).calls
     quick = ["dataset=lookup", "limit=2", "max_new_tokens=3", "timing.warmup=0", "out=run", "timing.paired=false"]
     run(run_of("tracker=wandb", "label=mine", *quick), show=False)
-    about, records = read_run(Path("run"))[:2]
+    about, records = read_about(Path("run/run.json")), read_records(Path("run"))
     assert (calls["init"][0]["id"], calls["init"][0]["group"]) == (about["fingerprint"], "mine")
     assert [row["examples"] for row in calls["log"] if "examples" in row] == [1, 2]
     (table,) = [row["per_example"] for row in calls["log"] if "per_example" in row]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from eval.run.status import status
-from eval.store.folder import fingerprint, open_store, read_failures, read_run
+from eval.store.folder import fingerprint, open_store, read_failures, read_records
 from eval.store.record import Failure, Record
 from lazyllm.errors import UserError
 from tests.eval.store.made import record
@@ -133,7 +133,7 @@ def test_resuming_sets_damaged_lines_aside(folder: Path, caplog) -> None:
     (folder / "records.jsonl").write_bytes(lines[0] + garbled + lines[2] + b'{"half')
     (folder / "failures.jsonl").write_bytes(b"\xff\n" + (folder / "failures.jsonl").read_bytes())
     with pytest.raises(UserError, match=r"records\.jsonl:2: not a line of records.*run the run's command again"):
-        read_run(folder)
+        read_records(folder)
     with open_store(folder, IDENTITY, {}) as store:
         assert [record.id for record in store.records.values()] == ["row-0", "row-2"]
         store.append(record(1))  # the lost one, measured again
@@ -174,9 +174,9 @@ def test_resuming_sets_all_different_records_of_an_example_aside(folder: Path, c
     lines = [record(0), record(5), record(1, text="another")]
     (folder / "records-1-of-2.jsonl").write_text("".join(f"{line.to_json()}\n" for line in lines))
     with pytest.raises(UserError, match=r"records-1-of-2\.jsonl:3: another record of hotpotqa, row row-1, than .*:2"):
-        read_run(folder)
+        read_records(folder)
     opened(folder)
-    assert [record.id for record in read_run(folder)[1]] == ["row-0", "row-2", "row-5"]
+    assert [record.id for record in read_records(folder)] == ["row-0", "row-2", "row-5"]
     aside = [(folder / f"records{part}.jsonl.damaged-1").read_text() for part in ("", "-1-of-2")]
     assert aside == [f"{one.to_json()}\n" for one in (record(1), lines[2])]
     assert "line 3: another record of hotpotqa, row row-1" in caplog.text
@@ -310,7 +310,7 @@ def test_resuming_keeps_all_good_records_and_every_line(case: tuple[dict[str, by
                 assert {one.key: one for one in store.records.values()} == {
                     record(number).key: record(number) for number in good
                 }
-        assert {one.key for one in read_run(folder)[1]} == {record(number).key for number in good}
+        assert {one.key for one in read_records(folder)} == {record(number).key for number in good}
         for name, content in files.items():
             aside = folder / f"{name}.damaged-1"
             left = (folder / name).read_bytes() + (aside.read_bytes() if aside.exists() else b"")
@@ -393,7 +393,7 @@ class Jobs(RuleBasedStateMachine):
     @invariant()
     def readers_see_all_that_was_written_and_nothing_else(self) -> None:
         if hasattr(self, "folder"):
-            assert {record.key: record for record in read_run(self.folder)[1]} == self.records
+            assert {record.key: record for record in read_records(self.folder)} == self.records
             assert {failure.key: failure for failure in read_failures(self.folder)} == self.failed
 
     @rule(part=st.sampled_from(PARTS))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.store.folder import read_run
+from eval.store.folder import read_records
 from eval.store.record import MEASURED, Record, compact_counts, to_records, to_table
 from eval.store.results import as_frame
 from eval.store.runs import StoredRun, example_rows, stored_runs
@@ -101,7 +101,7 @@ def test_line_without_a_newer_field_takes_its_default(tmp_path: Path, name: str)
         part.pop(name, None)
     write_run(tmp_path, [])
     (tmp_path / "records.jsonl").write_bytes(lines(values, record(1)))
-    assert read_run(tmp_path)[1] == StoredRun(tmp_path, {}).records == [record(0), record(1)]
+    assert read_records(tmp_path) == StoredRun(tmp_path, {}).records == [record(0), record(1)]
     assert as_frame(stored_runs([tmp_path]))["turn"].tolist() == [1, 1]
 
 
@@ -124,7 +124,7 @@ def test_last_line_without_its_end_counts_if_it_is_whole(tmp_path: Path, cut: in
     file.write_bytes(file.read_bytes()[:-cut])
     assert (
         to_records(StoredRun(tmp_path, {}).table())
-        == read_run(tmp_path)[1]
+        == read_records(tmp_path)
         == [record(0), record(1)][: 2 if cut == 1 else 1]
     )
 
@@ -133,10 +133,10 @@ def test_equal_lines_count_once_and_different_ones_are_refused(tmp_path: Path) -
     write_run(tmp_path, [record(0), record(1)])
     with (tmp_path / "records.jsonl").open("ab") as opened:
         opened.write(lines(record(0), ""))
-    assert to_records(StoredRun(tmp_path, {}).table()) == read_run(tmp_path)[1] == [record(0), record(1)]
+    assert to_records(StoredRun(tmp_path, {}).table()) == read_records(tmp_path) == [record(0), record(1)]
     with (tmp_path / "records.jsonl").open("ab") as opened:
         opened.write(lines(record(1, score=1.0)))
-    for read in (lambda folder: StoredRun(folder, {}).table(), read_run):
+    for read in (lambda folder: StoredRun(folder, {}).table(), read_records):
         with pytest.raises(UserError, match=r"records\.jsonl:5: another record of hotpotqa, row row-1"):
             read(tmp_path)
 
