@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.benchmarks.datasets import CHOICES, datasets_asked_for
 from eval.benchmarks.prompts import build_prompt, end_token_ids
-from eval.benchmarks.subsets import Shard, in_half, parse_shard, shard_numbers
+from eval.benchmarks.subsets import in_half, parse_shard, shard_numbers
 from eval.benchmarks.suite import Example, LoadedDataset, Skipped
 from eval.run import targets
 from eval.run.config import compose_config, model_arguments, register_schema, to_run_config
@@ -134,7 +134,9 @@ def prepare(run: Resolved) -> Plan:
         name = data.dataset.name
         cases += _cases(run, data, chosen[name], parameters.get(name, {}), tokenizer, end_ids, limit, longest)
     shard = None if config.shard is None else parse_shard(config.shard)
-    ours = _ours(cases, shard)
+    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
+    numbers = {} if shard is None else shard_numbers(tokens, shard.count)
+    ours = {key for key in tokens if shard is None or numbers[key] == shard.number}
     by_dataset = groupby(cases, lambda case: case.dataset.name)
     firsts = [case for _, group in by_dataset for case in islice(group, config.trace)]
     label, method = _data_label(run), identity["method"]
@@ -158,14 +160,6 @@ def prepare(run: Resolved) -> Plan:
         skipped=[row for data in loaded for row in data.skipped],
         file_part=shard.file_part if shard is not None else "",
     )
-
-
-def _ours(cases: list[Case], shard: Shard | None) -> set[tuple[str, str]]:
-    """The keys of the examples that this job measures."""
-    tokens = {case.key: len(case.prompt.token_ids) for case in cases}
-    if shard is None:
-        return set(tokens)
-    return {key for key, number in shard_numbers(tokens, shard.count).items() if number == shard.number}
 
 
 def _about(run: Resolved, loaded: list[LoadedDataset], devices: tuple[torch.device, ...], label: str) -> dict[str, Any]:
