@@ -22,11 +22,11 @@ from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, sha2
 from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
-VERSION = 1
+VERSION = 2
 ANSWER_TOKENS = {"hub": 2048, "made": 512}
 
 _HUB = HubDataset("openai/graphwalks", "its parquet files, or graphwalks.lengths=[8000] for made rows")
-_FINAL = re.compile(r"Final Answer: \[(.*)\]")
+_FINAL = re.compile(r"Final Answer: ?\[(.*)\]")
 _INSTRUCTION = "A directed graph is given as a list of edges, one in each line. Answer the question after the list.\n\n"
 _QUESTIONS = {
     "bfs": "Start a breadth-first search at node {node}. Which nodes does it reach after exactly {depth} steps, not "

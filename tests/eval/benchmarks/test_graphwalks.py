@@ -22,7 +22,7 @@ BFS, PARENTS = SUITE.datasets
     [
         ("Final Answer: [a, b]", "Final Answer: [b, a]", 1.0),
         ("I think.\nFinal Answer: [a, b, c]\n\n", "Final Answer: [a]", 0.5),  # precision 1/3, recall 1
-        ("Final Answer: [a, a, a]", "Final Answer: [a]", 1.0),  # sets
+        ("Final Answer:[a, a, a]", "Final Answer: [a]", 1.0),  # sets; the card's pattern needs no space
         ("Final Answer: [a]\nThat is all.", "Final Answer: [a]", 0.0),  # only the last line counts
         ("Final Answer: [a", "Final Answer: [a]", 0.0),
         ("final answer: [a]", "Final Answer: [a]", 0.0),
