@@ -21,7 +21,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, loaded, sha256_of
+from eval.benchmarks.rows import check_fields, is_filled, loaded, sha256_of, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths, setting
 from lazyllm.errors import UserError
 
@@ -94,7 +94,7 @@ def _example(
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"prompt is not a list of messages with role and content ({error})") from error
     if roles != ("user", "assistant") * (len(roles) // 2) + ("user",) or not all(map(is_filled, said)):
-        raise UserError(f"prompt has messages of {', '.join(roles[:4])}...: expected user, assistant, ..., user")
+        raise UserError(f"prompt has messages of {shortened(roles)}: expected user, assistant, ..., user")
     if not answer.startswith(prefix):
         raise UserError("answer does not start with random_string_to_prepend")
     tokens = sum(map(count, (*said, answer)))

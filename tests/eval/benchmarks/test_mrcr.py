@@ -91,7 +91,7 @@ def test_rows_are_chosen_by_needles_and_bins(settings) -> None:
     ("changes", "named"),
     [
         ({"prompt": "no list"}, "not a list of messages"),
-        ({"prompt": json.dumps([{"role": "assistant", "content": "x"}])}, "expected user, assistant"),
+        ({"prompt": json.dumps([{"role": None, "content": "x"}])}, "expected user, assistant"),
         ({"answer": "It slept."}, "does not start with random_string_to_prepend"),
         ({"random_string_to_prepend": ""}, "random_string_to_prepend"),
     ],
