@@ -176,19 +176,21 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
 
 
 def _missing(runs: Sequence[StoredRun]) -> list[str]:
-    """A sentence for the runs that lack the same examples of another run of their model."""
-    wanted: dict[str, set[tuple[str, str]]] = {}
+    """A sentence for the runs that lack the same examples of another run of their model and suite."""
+    sentences, alike = list[str](), dict[Any, list[StoredRun]]()
     for run in runs:
-        wanted.setdefault(run.model, set()).update(run.keys)
-    without: dict[tuple[str, frozenset[tuple[str, str]]], list[StoredRun]] = {}
-    for run in runs:
-        without.setdefault((run.model, frozenset(wanted[run.model] - set(run.keys))), []).append(run)
-    return [
-        f"Without {len(lacking)} of the {len(wanted[model])} examples that runs of {model} hold "
-        f"({_listed(sorted(dataset for dataset, _ in lacking))}), so with means over other examples: {_names(named)}."
-        for (model, lacking), named in without.items()
-        if lacking
-    ]
+        alike.setdefault((run.model, run.examples["suite"].iat[0]), []).append(run)
+    for (model, _), group in alike.items():
+        wanted, lacking = {key for run in group for key in run.keys}, dict[Any, list[StoredRun]]()
+        for run in group:
+            lacking.setdefault(frozenset(wanted - {*run.keys}), []).append(run)
+        sentences += [
+            f"Means over fewer examples: without {len(keys)} of the {len(wanted)} that other runs of {model} hold, of "
+            f"{_listed(sorted(dataset for dataset, _ in keys))} ({_names(named)})."
+            for keys, named in lacking.items()
+            if keys
+        ]
+    return sentences
 
 
 def _names(runs: Sequence[StoredRun]) -> str:

@@ -105,7 +105,7 @@ def test_overview_tables_and_figures_show_what_was_measured(page: webdriver.Chro
     warnings = texts(page, ".warnings li")
     assert len(warnings) == 2
     assert "without a paired baseline" in warnings[0]
-    assert "Without 43 of the 45 examples" in warnings[1]
+    assert "without 43 of the 45 that other runs" in warnings[1]
     provenance = dict(zip(texts(page, ".provenance dt"), texts(page, ".provenance dd"), strict=True))
     assert (provenance["git_commit"], provenance["versions.torch"]) == ("c0ffee", "9")
     assert texts(page, "#runs tbody td:nth-child(2)") == ["lazy, schedule={2: 0.5}", "static_pruning, keep=0.5"]

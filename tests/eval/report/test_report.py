@@ -214,6 +214,7 @@ def test_warnings_name_their_runs(tmp_path: Path) -> None:
     records = [example(number) for number in range(3)]
     store(tmp_path / "fine", {"name": "lazy"}, records)
     store(tmp_path / "base", {"name": "baseline"}, [example(n, baseline=None) for n in range(3)], paired=False)
+    store(tmp_path / "another suite", {"name": "lazy"}, [example(0, "needle")])  # has means of its own
     assert overview.warnings(find_runs([tmp_path]), None) == []
     store(tmp_path / "alone", {"name": "static_pruning"}, [example(0, baseline=None)], paired=False, warmup=0)
     store(tmp_path / "dirty", {"name": "random_drop"}, [example(0)], git_commit="c0ffee+changes")
@@ -221,7 +222,7 @@ def test_warnings_name_their_runs(tmp_path: Path) -> None:
         ("without a paired baseline", "(alone)"),
         ("without warm-up", "(alone)"),
         ("uncommitted code", "(dirty)"),
-        ("Without 2 of the 3 examples", "alone, dirty"),
+        ("without 2 of the 3 that other runs of", "(alone, dirty)"),
         ("only the first 2 records are", "shown"),
     ]
     for text, (said, named) in zip(overview.warnings(find_runs([tmp_path]), 2), expected, strict=True):
