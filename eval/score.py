@@ -16,7 +16,7 @@ from typing import Any
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import check_gold, dataset_score, second_score
-from eval.benchmarks.rows import Field, check_fields, read_lines
+from eval.benchmarks.rows import Field, check_fields, is_texts, read_lines
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError, parser_of
 
@@ -86,15 +86,11 @@ def score_folder(path: str | Path) -> FolderScores:
     return FolderScores(str(folder), datasets, _task_scores(datasets), ignored)
 
 
-def _is_strings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 # without `length`, which only LongBench-E's buckets need
 _FIELDS: tuple[Field, ...] = (
     ("pred", lambda value: isinstance(value, str), "a string"),
-    ("answers", _is_strings, "a list of strings"),
-    ("all_classes", lambda value: value is None or _is_strings(value), "a list of strings or null"),
+    ("answers", is_texts, "a list of strings"),
+    ("all_classes", lambda value: value is None or is_texts(value), "a list of strings or null"),
 )
 
 

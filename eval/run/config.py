@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -59,7 +59,7 @@ _OPEN = ("dataset", "compare", "model.device_map", "model.chat_args", "model.ext
 _EXPECTED = {
     "to Integer": "a whole number", "to Float": "a number", "valid bool": "true or false", "Optional": "not null",
     "ListConfig": "a list, such as [1, 2]", "type hint": "a mapping in it, such as {mine: {name: lazy}}",
-    "Dict[": "a mapping, such as {key: value}", "a subclass of": "its settings, such as {key: value}",
+    "Dict[": "a mapping, such as {key: value}",
 }  # fmt: skip
 
 # The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
@@ -353,22 +353,13 @@ def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> Non
         choices = ["name", *dict.fromkeys(settings), "turns"]
         listed, where, key = choices[1:], f" of method {' or '.join(methods)}", below
     else:
-        choices = [*_GROUPS, *_keys_of(schema())]
-        listed, where = [choice for choice in choices if "." not in choice], ""
+        choices = [*_GROUPS, *(name for name, _, _ in documented(schema()))]
+        listed, where = [choice.partition(".")[0] for choice in choices], ""
     if key in choices:
         return
     near = [choice for choice in choices if choice.startswith(key)] or difflib.get_close_matches(key, choices, 1)
     hint = f"did you mean {near[0]}? Known" if near else "known"
     raise UserError(f"unknown key {key}{where}: {hint} are {', '.join(dict.fromkeys(listed)) or 'none'}")
-
-
-def _keys_of(node: Any) -> Iterator[str]:
-    """The dotted keys of a config's dataclass."""
-    for item in fields(node):
-        value = getattr(node, item.name)
-        yield item.name
-        if is_dataclass(value):
-            yield from (f"{item.name}.{key}" for key in _keys_of(value))
 
 
 def check_launcher(arguments: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ Nothing is downloaded, and no network is needed. torch is imported only on a GPU
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 from collections.abc import Callable, Sequence
@@ -145,9 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from eval.server import Server, describe
 
         server = describe(Server(options.url, ""))
-        facts = vars(server) | vars(server.takes)
-        for name in ("kind", "version", "models", "positions", "token_ids", "cold", "sampling"):
-            print(f"{name:<12}{facts[name]}")
+        facts = {
+            "kind": server.kind, "version": server.version or "unknown", "models": ", ".join(server.models),
+            "positions": server.positions or "unknown", "prompts": "token ids" if server.takes.token_ids else "text",
+            "not cached by": server.takes.cold, "sampling": json.dumps(server.takes.sampling),
+        }  # fmt: skip
+        for name, value in facts.items():
+            print(f"{name:<15}{value}")
         return 0
     states = examine(options.model)
     for thing, (state, says) in states.items():

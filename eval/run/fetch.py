@@ -10,6 +10,7 @@ datasets' rows and templates, unless they are in the caches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 
 from eval.run.config import compose_config, jobs_of, to_run_config
 from eval.run.resolved import Resolved, resolve
@@ -22,13 +23,11 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    printed: set[str] = set()
+    say_once = cache(partial(print, flush=True))
     try:
         for job in jobs_of(arguments):
             for line in fetched(resolve(to_run_config(compose_config(job)))):
-                if line not in printed:
-                    print(line, flush=True)
-                printed.add(line)
+                say_once(line)
     except HubError as error:
         raise UserError(f"{error.reason}. Fetch it where the hub answers, without HF_HUB_OFFLINE") from error
     return 0

@@ -60,8 +60,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--gate")
     options, arguments = parser.parse_known_args(arguments)
     bounds = None if options.gate is None else parse_gate(options.gate)
+    in_others = any(argument.startswith("hydra/launcher=") for argument in arguments)  # processes
+    jobs = [] if bounds is None else [resolve(to_run_config(compose_config(job))) for job in jobs_of(arguments)]
+    if (bounds and in_others) or not all(run.paired for job in jobs for run in job.runs.values()):
+        raise UserError("--gate: expected a method beside its baseline in each job (timing.paired), and no launcher")
     _finished.clear()
-    if any(argument.startswith("hydra/launcher=") for argument in arguments):
+    if in_others:
         with suppress(UserError):  # the first job tells what is left out here, once for the launcher's processes
             resolve(to_run_config(compose_config(jobs_of(arguments)[0])))
     try:

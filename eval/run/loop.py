@@ -254,7 +254,8 @@ def _measure_missing(plan: Plan, store: RunStore, tracker: Tracker, load: Callab
     todo = [case for case in plan.cases if case.key in plan.ours and case.key not in store.records]
     traces = {case.key: f"traces/{Trace.file_name(*case.key)}" for case in plan.traced}
     untraced = [case for case in plan.traced if not (store.folder / traces[case.key]).is_file()]
-    log.info("%s: %d examples, %d of them already measured", plan.folder, len(plan.ours), len(plan.ours) - len(todo))
+    ours = len(plan.ours)
+    log.info("%s: %s, %d of them already measured", plan.folder, counted(ours, "example"), ours - len(todo))
     if not todo and not untraced:
         return
     holder = f"process {os.getpid()} for {plan.folder}"
@@ -288,7 +289,7 @@ def _opened(plan: Plan, load: Callable[[], PreTrainedModel]) -> Iterator[Bench |
 
 def _measure(subject: Bench | Servers, cases: list[Case], warmup: int, store: RunStore, tracker: Tracker) -> None:
     """Store the outcome of each case as soon as it is there. Progress is a bar on a terminal, else lines."""
-    log.info("warming up: %d runs", warmup)
+    log.info("warming up: %s", counted(warmup, "run"))
     subject.warm_up(cases, warmup)
     screen, start, last = Console(stderr=True), time.monotonic(), time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.run.config import compose_config, jobs_of, to_run_config
-from eval.run.resolved import Resolved, build_method, later_turns, resolve
+from eval.run.resolved import Resolved, build_method, canonical, later_turns, resolve
 from eval.run.work import Model, Work, rows_of_answers
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, Accelerator
@@ -110,7 +110,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
                 seconds += row.count * seconds_on(device, work) if device is not None else 0
             peaks.append(model.memory(method, row.length, row.new_tokens, together))
     return Cost(
-        run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(run.method))}",
+        run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(canonical(run.method)))}",
         examples=sum(row.count for row in rows),
         prompt_tokens=sum(row.count * sum(row.messages) for row in rows),
         longest=max(sum(row.messages) for row in rows),

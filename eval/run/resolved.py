@@ -163,6 +163,8 @@ def resolve(config: RunConfig) -> Resolved:
         chat=chat,
         turns=config.turns,
     )
+    expected = f"dataset=NAME with it, as {suite.name} has rows of its own"
+    require(data.dir is None or not suite.rows_here, "data.dir", data.dir, expected)
     for other in SUITES.values():
         options = getattr(config, other.name, None)
         if options is not None and other is not suite:

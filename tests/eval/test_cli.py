@@ -63,7 +63,6 @@ COMMANDS = {
     "check static_pruning layer=5 keep=0.5": (2, "error: method 'static_pruning': static pruning prunes after layer 5"),
     "check lazy schedule": (2, "error: schedule: expected KEY=VALUE"),
     "bench --shape llama9": (2, "error: shape llama9: expected one of llama2"),
-    "bench --shape layers=2": (2, "error: shape layers=2: expected one of llama2"),
     "bench --shape depth=3,width=2": (2, "error: shape depth=3,width=2: expected one of llama2"),
     "bench --dtype float8": (2, "error: unknown dtype 'float8': give one of float32, bfloat16"),
     "bench --repeats 0 --against hf": (2, "error: --repeats 0 is one generation of each method"),
@@ -115,6 +114,8 @@ COMMANDS = {
     "run out=MADE/file/run": (2, "error: MADE/file/run: cannot be written (MADE/file)"),
     "run out=ünï": (2, "error: out=ünï: quote the value, for the shell too: 'out=\"ünï\"'"),
     "run --cfg job": (0, "max_new_tokens: null"),
+    "run method=lazy,baseline --gate ttft>=1": (2, "error: --gate: expected a method beside its baseline in each job"),
+    "run data.dir=MADE/rows": (2, "error: data.dir=MADE/rows: expected dataset=NAME with it, as embedded has"),
 }
 
 
