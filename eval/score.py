@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks import SUITES
+from eval.benchmarks import SUITES, longbench
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.metrics import check_gold, dataset_score, second_score
+from eval.benchmarks.metrics import check_gold, dataset_score, score_example, second_score
 from eval.benchmarks.rows import Field, check_fields, is_texts, read_lines
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError, parser_of
 
 # LongBench's Chinese datasets: official folders hold them too; the paper leaves them out.
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+_SCORED = {name: each for name, each in DATASETS.items() if each.metric in {one.metric for one in longbench.DATASETS}}
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,13 @@ def score_folder(path: str | Path) -> FolderScores:
         raise UserError(f"{folder}: no such folder; expected one with <dataset>.jsonl files of LongBench's pred.py")
     files = {file.stem: file for file in sorted(folder.glob("*.jsonl")) if not file.name.startswith(".")}
     ignored = tuple(file.name for name, file in files.items() if name in CHINESE_DATASETS)
-    unknown = [name for name in files if name not in (*DATASETS, *CHINESE_DATASETS)]
+    unknown = [name for name in files if name not in (*_SCORED, *CHINESE_DATASETS)]
     if unknown:
-        raise UserError(f"{files[unknown[0]]}: unknown dataset {unknown[0]!r}; expected one of {', '.join(DATASETS)}")
-    predictions = {name: _read(files[name], dataset) for name, dataset in DATASETS.items() if name in files}
+        raise UserError(f"{files[unknown[0]]}: unknown dataset {unknown[0]!r}; expected one of {', '.join(_SCORED)}")
+    predictions = {name: _read(files[name], dataset) for name, dataset in _SCORED.items() if name in files}
     if not predictions:
         beside = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""
-        raise UserError(f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are {', '.join(DATASETS)}")
+        raise UserError(f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are {', '.join(_SCORED)}")
     datasets = tuple(_score(DATASETS[name], rows) for name, rows in predictions.items())
     return FolderScores(str(folder), datasets, _task_scores(datasets), ignored)
 
@@ -113,7 +114,7 @@ def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
 
 def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> DatasetScore:
     """One dataset's score. As in the official `eval.py`, the class names of the last line hold for all lines."""
-    classes, score_example = rows[-1]["all_classes"], SUITES[dataset.suite].score
+    classes = rows[-1]["all_classes"]
     score = dataset_score([score_example(dataset, row["pred"], row["answers"], classes) for row in rows])
     seconds = [second_score(dataset, row["pred"], row["answers"]) for row in rows]
     rouge_score = dataset_score([second for second in seconds if second is not None]) if None not in seconds else None

@@ -113,6 +113,7 @@ def test_bad_line_is_named(tmp_path, row, reason):
         ({}, "no <dataset>.jsonl"),
         ({"dureader": [GOOD]}, "only dureader.jsonl"),
         ({"hotpot": [GOOD]}, "unknown dataset 'hotpot'"),
+        ({"mrcr_2": [GOOD]}, "unknown dataset 'mrcr_2'"),  # needs a random string too
         ({"qasper": []}, "no lines"),
         ({"trec": [GOOD]}, "all_classes"),
     ],
