@@ -355,7 +355,7 @@ def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> Non
     else:
         choices = [*_GROUPS, *(name for name, _, _ in documented(schema()))]
         listed, where = [choice.partition(".")[0] for choice in choices], ""
-    if key in choices:
+    if key in (*choices, *listed):
         return
     near = [choice for choice in choices if choice.startswith(key)] or difflib.get_close_matches(key, choices, 1)
     hint = f"did you mean {near[0]}? Known" if near else "known"

@@ -113,7 +113,7 @@ COMMANDS = {
     "run out=MADE/records": (2, "error: MADE/records: holds records but no run.json; give another"),
     "run out=MADE/file/run": (2, "error: MADE/file/run: cannot be written (MADE/file)"),
     "run out=ünï": (2, "error: out=ünï: quote the value, for the shell too: 'out=\"ünï\"'"),
-    "run --cfg job": (0, "max_new_tokens: null"),
+    "run --cfg job timing={warmup:1}": (0, "max_new_tokens: null"),
     "run method=lazy,baseline --gate ttft>=1": (2, "error: --gate: expected a method beside its baseline in each job"),
     "run data.dir=MADE/rows": (2, "error: data.dir=MADE/rows: expected dataset=NAME with it, as embedded has"),
 }
