@@ -9,17 +9,13 @@ from eval.store.results import Results, add_choice
 from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
 
-LARGE_MB = 30
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0. Raises UserError if there is no page to make."""
     parser = parser_of("report", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, default=Path("runs/report.html"), help="the page (default: %(default)s)")
-    parser.add_argument(
-        "--records", type=int, metavar="N", help="show the first N records of each run and dataset only"
-    )
+    parser.add_argument("--records", type=int, metavar="N", help="show only the first N records of a run and dataset")
     options = parser.parse_args(argv)
     require(options.records is None or options.records > 0, "--records", options.records, "1 or more")
     results = Results.read(options.runs, options.where, options.newest)
@@ -30,6 +26,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_whole(options.out, page)
     size = len(page.encode()) / 1e6
     print(f"{options.out} ({size:.1f} MB): open it in a browser; it needs no other file")
-    if size > LARGE_MB:
+    if size > 30:
         print("A browser loads it slowly: --records N shows the first N records of each run and dataset only")
     return 0

@@ -481,9 +481,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
-    require(
-        plain.fidelity is None or plain.timing.paired is True, "fidelity", plain.fidelity, "timing.paired=true with it"
-    )
+    require(plain.fidelity is None or plain.timing.paired is True, "fidelity", plain.fidelity, "timing.paired=true")
     require(plain.spread is None or plain.limit is not None, "spread", plain.spread, "limit=50 or so with it")
     require(plain.out is None or one_run, "out", plain.out, "no out= with compare, as each run has its own folder")
     require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL with it, as it divides one run")

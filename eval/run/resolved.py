@@ -182,6 +182,13 @@ def check_early(run: Resolved) -> None:
     """
     config, suite, folder = run.config, run.suite, Path(run.config.out or RUNS)
     check_writable(folder)
+    if config.tracker.mode == "online":
+        require(config.tracker.name == "wandb", "tracker.mode", "online", "tracker=wandb with it")
+        os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+        import wandb  # not at the top: only if it is used
+
+        has_key = wandb.login(prompt=False, verify=False)
+        require(has_key, "tracker.mode", "online", "a key of W&B (wandb login, or WANDB_API_KEY)")
     num_layers = 0 if run.is_served else _check_model(run)
     from eval.server import describe_servers  # not at the top, both: they import pyarrow
     from eval.store.folder import about_in, check_free

@@ -2,8 +2,9 @@
 
 lazyllm-bench status RUNS [RUNS ...] [--json]
 
-One line a run. Exit code: 0 if all are done, 1 if some failed, 3 if some are not finished and none failed, 2 if folders
-cannot be read. Give a sweep's command again to run what is missing: finished runs end without loading a model.
+One line a run; done: it has all examples of its newest command, which may have had a smaller limit. Exit code: 0 if all
+are done, 1 if some failed, 3 if some are not finished and none failed, 2 if folders cannot be read. Give a sweep's
+command again to run what is missing: finished runs end without loading a model.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
         (["timing.paired=first"], "timing.paired=first: expected true or ttft or false"),
         (["timing.paired=1"], "timing.paired=1: expected true"),
-        (["timing.paired=ttft", "fidelity=answer"], "fidelity=answer: expected timing.paired=true with it"),
+        (["timing.paired=ttft", "fidelity=answer"], "fidelity=answer: expected timing.paired=true"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),
         (["load.concurrency=0"], "load.concurrency=0: expected 1 or more"),
         (["+compare={a: lazy}"], "expected a mapping in it, such as {mine: {name: lazy}}"),

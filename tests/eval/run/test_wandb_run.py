@@ -18,11 +18,13 @@ from eval.analysis.run_table import run_table
 from eval.analysis.table import Table
 from eval.run.config import TrackerConfig
 from eval.run.loop import run
+from eval.run.resolved import check_early
 from eval.run.wandb_run import facts_of, open_tracker
 from eval.store.folder import read_about, read_records
 from eval.store.record import Measurement, Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun
+from lazyllm.errors import UserError
 from tests.eval.store.made import measurement
 from tests.runs import run_of
 
@@ -162,6 +164,14 @@ def test_tracker_ends_with_error_of_run(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ZeroDivisionError), open_tracker(CONFIG, Path("run")):
         _ = 1 / 0
     assert shown.calls["finish"] == [{"exit_code": 1}]
+
+
+def test_online_run_without_a_key_or_without_wandb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", "nowhere")
+    for tracker, expected in (("none", "tracker=wandb with it"), ("wandb", "a key of W&B")):
+        with pytest.raises(UserError, match=f"tracker.mode=online: expected {expected}"):
+            check_early(run_of(f"tracker={tracker}", "tracker.mode=online"))
 
 
 def test_run_passes_tracker_its_records_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
