@@ -70,7 +70,8 @@ def _final_nodes(answer: str) -> set[str] | None:
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that allow no rows. Raises UserError."""
     lengths, repeats = settings.options.lengths, settings.options.repeats
-    require(lengths is None or min(lengths, default=0) > 0, "graphwalks.lengths", lengths, "numbers of tokens, or null")
+    fits = lengths is None or (min(lengths, default=0) > 0 and len({*lengths}) == len(lengths))
+    require(fits, "graphwalks.lengths", lengths, "different numbers of tokens, or null")
     require(repeats > 0, "graphwalks.repeats", repeats, "1 or more")
 
 

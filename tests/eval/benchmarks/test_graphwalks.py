@@ -84,7 +84,7 @@ def test_made_rows_fill_the_length_and_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("options", "key"),
-    [(GraphWalksConfig([]), "lengths"), (GraphWalksConfig([0]), "lengths"), (GraphWalksConfig([9], 0), "repeats")],
+    [*((GraphWalksConfig(lengths), "lengths") for lengths in ([], [0], [9, 9])), (GraphWalksConfig([9], 0), "repeats")],
 )
 def test_settings_without_rows_are_refused(options: GraphWalksConfig, key: str) -> None:
     with pytest.raises(UserError, match=rf"graphwalks\.{key}"):
