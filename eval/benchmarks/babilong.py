@@ -23,7 +23,7 @@ PROMPTS_URL = (
     "https://raw.githubusercontent.com/booydar/babilong/ffa075fb7aff504275037efc04d3aeaa5b1f65b0/babilong/prompts.py"
 )
 PROMPTS_SHA256 = "f4eba1cfd14199ef40809dcb25ee732307a13200a0e19e4e8953a1972ead38aa"
-"""`prompts_sha256` of the official file."""
+"""Of the five tasks' prompts, as `read_prompts` gives them."""
 
 MAX_NEW_TOKENS = 20
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M", "10M")
@@ -45,15 +45,18 @@ class BabilongConfig:
 
 
 def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """1 if the first sentence names the gold label and no other one. all_classes: labels that the question lacks."""
+    """1 if the first sentence names the gold label and no other one, but for those in the question, which follow it."""
     sentence = answer.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
-    return float([label for label in all_classes or () if label in sentence] == [answers[0].lower()])
+    (gold, *asked), labels = answers, LABELS[dataset.name.removeprefix("babilong_")]
+    return float([label for label in labels if label in sentence and label not in asked] == [gold.lower()])
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One task's rows at all lengths. Raises UserError for an unusable row or file, and without cache and network."""
     task, folder, lengths = dataset.name.removeprefix("babilong_"), settings.dir, settings.options.lengths
-    content = official_file("BABILong", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, folder, _HUB.give, prompts_sha256)
+    content = official_file(
+        "BABILong", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, folder, _HUB.give, lambda text: sha256_of(read_prompts(text))
+    )
     prompts = read_prompts(content)[task]
     files = {length: _HUB.rows(settings, f"data/{task}/{length}.json", length, task) for length in lengths}
     rows = [(where, (length, row)) for length, (rows, _, _) in files.items() for where, row in rows]
@@ -73,13 +76,9 @@ def read_prompts(content: bytes) -> dict[str, dict[str, str]]:
         raise UserError(f"{PROMPTS}: not BABILong's prompts ({type(error).__name__}: {error})") from error
 
 
-def prompts_sha256(content: bytes) -> str:
-    """The sha256 of the five tasks' prompts."""
-    return sha256_of(read_prompts(content))
-
-
 SUITE = Suite(
     name="babilong",
+    version=2,
     datasets=tuple(
         Dataset(f"babilong_{task}", "facts_in_books", "label", suite="babilong", decode_halves=False) for task in LABELS
     ),
@@ -102,8 +101,7 @@ def _example(dataset: Dataset, prompts: dict[str, str], at_length: tuple[str, An
         id=f"{length}-{number}",
         input=f"\n</context>\n\nQuestion: {row['question']}".rstrip(),
         context=row["input"].strip(),
-        answers=(row["target"],),
-        all_classes=tuple(label for label in labels if label not in row["question"].lower()),
+        answers=(row["target"], *(label for label in labels if label in row["question"].lower())),
         length=len(row["input"]),
         instruction="\n\n".join([*(prompts[part] for part in _PARTS), "<context>\n"]),
         groups=(f"length={length}",),
