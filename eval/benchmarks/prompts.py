@@ -299,7 +299,8 @@ def gold_token_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, gold: str) -
 
 def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The tokens of a text that continues another one: without the space that some tokenizers put before a text."""
-    alone, behind = (_tokenize(tokenizer, each, special_tokens=False) for each in ("x", f"x{text}"))
+    before = "x" if text[:1].isspace() else "\n"  # which no token joins with the text
+    alone, behind = (_tokenize(tokenizer, each, special_tokens=False) for each in (before, before + text))
     return behind[len(alone) :]
 
 
