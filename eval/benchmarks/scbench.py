@@ -6,7 +6,7 @@ file are read, and checked by sha256. Prompts, answer lengths and scores are tho
 and `compute_scores.py` (9987de6) in multi-turn mode.
 
 Ours differs in four points:
-- A question is followed by the model's own answer, as with the official `--disable_golden_context`, not the gold one.
+- The model's own answer stands in place of the gold one; `--disable_golden_context` also words plain prompts otherwise.
 - In a chat template, each later question of mf asks for its own number, not for the last turn's.
 - A prompt is cut in the middle before the chat template is put around it, not after.
 - All turns of summary_with_needles may have 800 tokens; officially, turns that ask for a needle have 15.
