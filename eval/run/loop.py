@@ -157,7 +157,7 @@ def compare(comparison: Resolved) -> list[RunResult]:
     paths = [*(result.folder for result in results.values()), f"{stem}.md", *pictures]
     lines = ["Files:", *(f"  {path}" for path in paths)]
     if config.model.name == "tiny":
-        lines.append("The same on a checkpoint and LongBench, on a GPU:")
+        lines.append("A first look at a checkpoint on LongBench, on a GPU:")
         lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
     screen.print("\n".join(lines), highlight=False)
     return list(results.values())

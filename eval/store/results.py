@@ -265,11 +265,11 @@ def add_choice(parser: argparse.ArgumentParser) -> None:
 def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = False) -> list[StoredRun]:
     """The runs that the arguments of `add_choice` select. Raises UserError for a bad condition, or if none is left."""
     left = list(runs)
-    for condition in where:
+    for condition in where if left else ():
         key, equals, value = condition.partition("=")
         known = [_described(run) for run in left]
         if not equals or not any(key in facts for facts in known):
-            names = ", ".join(sorted({name for facts in known for name in facts}))
+            names = ", ".join(sorted({name for facts in known for name in facts if "parameters." not in name}))
             raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {names}")
         left = [run for run, facts in zip(left, known, strict=True) if facts.get(key) == value]
         if not left:

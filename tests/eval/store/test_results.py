@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eval.store.folder import fingerprint, read_records
-from eval.store.results import COLUMNS, as_frame, find_runs
+from eval.store.results import COLUMNS, as_frame, chosen, find_runs
 from eval.store.runs import label_of
 from lazyllm.errors import UserError
 from tests.eval.store.made import LAZY, PROVENANCE, measurement, record, write_run
@@ -94,6 +94,7 @@ def test_where_selects_by_config_and_identity(tmp_path: Path) -> None:
     assert names("max_new_tokens=3") == names("method.name=baseline", "dtype=float32") == ["b"]
     with pytest.raises(UserError, match=r"--where dtype=int8: no such run; dtype is one of bfloat16, float32"):
         names("dtype=int8")
+    assert chosen([], ["dtype=int8"]) == []
     for wrong in ("dtypo=int8", "dtype"):
         with pytest.raises(UserError, match=rf"--where {wrong}: expected KEY=VALUE with a key of these runs: .*dtype"):
             names(wrong)
