@@ -166,7 +166,6 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
         Column("machines", "machine"),
         Column("records", "records"),
     ]
-
     lines = [_INTRODUCTION.format(records=sum(len(submission.results.frame) for submission in board))]
     lines += [_described(submission, beside) for submission in board]
     for names, rows in frame.groupby(["suite", "model"], sort=False):

@@ -158,7 +158,7 @@ class Server:
 
     def _read(self, response: httpx2.Response, start: float, **told: Any) -> Answer:
         """The answer of a stream, in which each event is one line of data. told: fields of `Request`."""
-        text, reasoning, usage, ended = "", "", {}, False
+        text, reasoning, other, usage, ended = "", "", "", {}, False
         tokens: list[float] = []  # stamps of the events with a token
         try:
             if response.status_code != 200:
@@ -168,6 +168,7 @@ class Server:
                 if now > self.timeout_s:
                     raise RequestError(f"the answer took more than {self.timeout_s:g} s (model.timeout_s)")
                 if not line.startswith("data:"):
+                    other = line.strip() or other
                     continue
                 told.setdefault("first_event_s", now)
                 data = line.removeprefix("data:").strip()
@@ -178,7 +179,7 @@ class Server:
                 if "error" in event or "choices" not in event:
                     raise httpx2.RemoteProtocolError(self._message(data))
                 usage = event.get("usage") or usage
-                choice = next(iter(event["choices"]), {})
+                choice = next(iter(event["choices"] or []), {})
                 delta, reason = choice.get("delta") or choice, choice.get("finish_reason")
                 content = delta.get("content") or delta.get("text") or ""
                 thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
@@ -189,8 +190,8 @@ class Server:
                 if content:
                     told.setdefault("first_content_s", now)
             if not ended or not tokens:
-                raise httpx2.RemoteProtocolError("without an end")
-        except httpx2.TransportError as error:
+                raise httpx2.RemoteProtocolError(self._message(other) or "without an end")
+        except (httpx2.RequestError, AttributeError, TypeError) as error:  # of the connection, or no such events
             broken = f"the answer broke off after {time.perf_counter() - start:.1f} s"
             raise RequestError(f"{broken}: {str(error) or repr(error)}") from error
         number, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if all tokens came in one event

@@ -47,6 +47,7 @@ DEFAULT_LABEL = "comparison"  # of an experiment without a label
 # method, and `model` is the model's name.
 SERVER = "server"
 SERVER_SETTINGS = ("name", "url", "kind", "extra_body", "label")
+QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # environment; W&B reports even if offline
 SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
 
 # Config groups whose choice is an argument, and keys whose subkeys the schema leaves open

@@ -18,7 +18,7 @@ from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import parse_shard, spread_over
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.config import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, prompt_limit
+from eval.run.config import QUIET, SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, prompt_limit
 from eval.run.identity import SERVED_CODE, code_sha256, versions
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
@@ -184,11 +184,11 @@ def check_early(run: Resolved) -> None:
     check_writable(folder)
     if config.tracker.mode == "online":
         require(config.tracker.name == "wandb", "tracker.mode", "online", "tracker=wandb with it")
-        os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
+        os.environ |= QUIET | os.environ
         import wandb  # not at the top: only if it is used
 
         has_key = wandb.login(prompt=False, verify=False)
-        require(has_key, "tracker.mode", "online", "a key of W&B (wandb login, or WANDB_API_KEY)")
+        require(has_key, "tracker.mode", "online", "a key (wandb login, or WANDB_API_KEY)")
     num_layers = 0 if run.is_served else _check_model(run)
     from eval.server import describe_servers  # not at the top, both: they import pyarrow
     from eval.store.folder import about_in, check_free

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.analysis.table import Table
-from eval.run.config import TrackerConfig
+from eval.run.config import QUIET, TrackerConfig
 from eval.store.record import Record
 from eval.store.runs import StoredRun, example_rows
 from lazyllm.errors import reason_of
@@ -61,8 +61,7 @@ class Tracker:
     @_harmless
     def start(self, config: TrackerConfig, folder: Path, init: Mapping[str, Any]) -> None:
         """Begin the W&B run."""
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # has no setting; W&B reports even if offline
-        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ |= QUIET | os.environ
         import wandb  # not at the top: only if it is used
 
         self._wandb = wandb

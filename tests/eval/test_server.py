@@ -13,6 +13,7 @@ from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted,
 
 MODEL = {"id": "m", "owned_by": "vllm", "max_model_len": 512}
 FINE = Reply([event("Yes"), event(".", "stop"), usage(7, 3), DONE])
+EMPTY = b': ping\n\ndata: {"choices": null}\n\n'
 HALF = event("Yés").find("é".encode("unicode-escape")[:1]) + 3
 
 
@@ -32,7 +33,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     ("api", "parts", "text", "reasoning", "counts"),
     [
         ("completions", [event("a"), event("b"), event("", "stop"), usage(5, 3, cached=0), DONE], "ab", "", (5, 3, 0)),
-        ("completions", [b": ping\n\n", event("two words", "length")], "two words", "", (None, None, None)),
+        ("completions", [EMPTY, event("two words", "length")], "two words", "", (None, None, None)),
         ("completions", [event("Yés")[:HALF], event("Yés")[HALF:], event("", "stop")], "Yés", "", (None, None, None)),
         ("completions", ['data: {"choices": [{"text": "Y\u2028é\x85", "finish_reason": "stop"}]}\r\n\r\n'.encode()],
          "Y\u2028é\x85", "", (None, None, None)),
@@ -88,6 +89,8 @@ def test_request_is_sent_again_before_the_first_byte(failures: list[Reply], retr
     [
         ([Reply([event("Yes")], broken=True)], 1, "the answer broke off after"),
         ([Reply([event("Yes")])], 1, "without an end"),
+        ([Reply([b'{"error": {"message": "no adapter"}}'])], 1, "no adapter"),  # in place of a stream
+        ([Reply([b'data: {"choices": [{"text": 3}]}\n\n'])], 1, "the answer broke off after"),
         ([Reply([event("Yes"), b'data: {"error": {"message": "out of memory"}}\n\n'])], 1, "out of memory"),
         ([Reply([b'data: {"error": "bad "quotes""}\n\n'])], 1, 'bad "quotes"'),
         ([Reply([1.5, event("Yes", "stop")])], 1, r"no answer within 0.5 s \(model.timeout_s\)"),

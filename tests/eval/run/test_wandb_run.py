@@ -169,7 +169,7 @@ def test_tracker_ends_with_error_of_run(monkeypatch: pytest.MonkeyPatch) -> None
 def test_online_run_without_a_key_or_without_wandb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", "nowhere")
-    for tracker, expected in (("none", "tracker=wandb with it"), ("wandb", "a key of W&B")):
+    for tracker, expected in (("none", "tracker=wandb with it"), ("wandb", "a key .wandb login")):
         with pytest.raises(UserError, match=f"tracker.mode=online: expected {expected}"):
             check_early(run_of(f"tracker={tracker}", "tracker.mode=online"))
 
