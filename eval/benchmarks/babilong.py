@@ -59,7 +59,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     )
     prompts = read_prompts(content)[task]
     files = {length: _HUB.rows(settings, f"data/{task}/{length}.json", length, task) for length in lengths}
-    rows = [(where, (length, row)) for length, (rows, _, _) in files.items() for where, row in rows]
+    rows = [(where, (length, n, row)) for length, (rows, _, _) in files.items() for n, (where, row) in enumerate(rows)]
     source, sha256 = files[lengths[0]][1], sha256_of([sha256 for _, _, sha256 in files.values()])
     parse, expected = partial(_example, dataset, prompts), "rows with input, question and target"
     return loaded(
@@ -91,9 +91,9 @@ SUITE = Suite(
 )
 
 
-def _example(dataset: Dataset, prompts: dict[str, str], at_length: tuple[str, Any], number: int) -> Example:
-    """The example of a row at a length. Raises UserError."""
-    length, row = at_length
+def _example(dataset: Dataset, prompts: dict[str, str], placed: tuple[str, int, Any], _: int) -> Example:
+    """The example of a row, with its length and its place there. Raises UserError."""
+    length, number, row = placed
     check_fields(row, _FIELDS)
     labels = LABELS[dataset.name.removeprefix("babilong_")]
     return Example(

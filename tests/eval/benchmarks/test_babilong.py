@@ -82,6 +82,8 @@ def test_prompt_is_the_official_one(tmp_path: Path) -> None:
         "<context>\nJohn went to the office. Text.\n</context>\n\nQuestion: Where is John?"
     )
     assert example.groups == ("length=4k",)
+    (tmp_path / "data" / "qa1" / "0k.json").write_text(json.dumps([ROW]))
+    assert loaded(tmp_path, ("0k", "4k")).examples[1].id == example.id  # tables join runs of several lengths by id
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_rows_are_chosen_by_needles_and_bins(settings) -> None:
     assert [one.official for one in load(four, given).examples] == [long(5000, needles=4)]
     assert load(two, given).source.endswith("tokens by words")
     assert [one.length for one in load(two, settings(*map(long, sizes))).examples] == [4097, 8192]
+    loaded = [load(two, settings(long(40_000), long(5000), lengths=bins)) for bins in ((8192,), (8192, 65_536))]
+    assert len({one.examples[-1].id for one in loaded}) == 1  # tables join runs of several lengths by id
 
 
 @pytest.mark.parametrize(
