@@ -317,15 +317,14 @@ def _served_identity(run: Resolved, servers: dict[str, Server]) -> dict[str, Any
 def _chat_identity(run: Resolved, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The facts of the chat format that can change a number."""
     chat = run.chat
-    if not chat.uses_template(tokenizer):
-        return {"chat": run.config.model.chat or "none"}
-    about = {
-        "chat": "auto",
-        "chat_args": chat.template_args(tokenizer),
-        "system": chat.system,
-        "today": chat.today if chat.reads_clock(tokenizer) else None,
-        "thinking_tokens": chat.thinking_tokens,
-    }
+    about: dict[str, Any] = {"chat": run.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
+    if chat.uses_template(tokenizer):
+        about |= {
+            "chat": "auto",
+            "chat_args": chat.template_args(tokenizer),
+            "system": chat.system,
+            "today": chat.today if chat.reads_clock(tokenizer) else None,
+        }
     return {key: value for key, value in about.items() if value}
 
 

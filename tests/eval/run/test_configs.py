@@ -232,8 +232,8 @@ def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **con
 
 def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
-    bare = prepare(run_of(*custom(tmp_path, None))).identity
-    assert (bare["chat"], bare["max_prompt_tokens"]) == ("none", 3500)
+    bare = prepare(run_of(*custom(tmp_path, None), "model.thinking_tokens=7")).identity
+    assert (bare["chat"], bare["max_prompt_tokens"], bare["thinking_tokens"]) == ("none", 3500, 7)
     assert "has 4096 positions, so prompts beyond 3500 tokens lose their middle; it has no chat template" in caplog.text
     template = "{{ strftime_now('%Y') }}{% if enable_thinking %}!{% endif %}{{ messages[0]['content'] }}"
     plan = prepare(run_of(*custom(tmp_path, template, max_position_embeddings=2048)))
