@@ -167,7 +167,8 @@ def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
     """Tokens that the chat format adds, special ones included; 0 for "none". Raises UserError as `build_prompt`."""
     if chat.uses_template(tokenizer):
         return len(_tokenize(tokenizer, chat.wrapped(tokenizer, ""), special_tokens=False))
-    return len(_tokenize(tokenizer, chat.before + chat.after)) if chat.before + chat.after else 0
+    around = f"{chat.before}x{chat.after}"  # before and after would be joined: "]["
+    return 0 if around == "x" else len(_tokenize(tokenizer, around)) - len(_tokenize(tokenizer, "x", False))
 
 
 @lru_cache(maxsize=2)  # the datasets of a run share one

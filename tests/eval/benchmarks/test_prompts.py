@@ -19,6 +19,7 @@ from eval.benchmarks.prompts import (
     build_prompt,
     end_token_ids,
     token_ids_sha256,
+    wrap_tokens,
 )
 from eval.benchmarks.suite import Example, Turn
 from lazyllm.errors import UserError
@@ -107,6 +108,7 @@ def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
     wrapped, bare = (build_prompt(row, "{input}", llama2(), chat=CHAT_FORMATS["llama2"], chat_wrap=is_wrapped)
                      for is_wrapped in (True, False))  # fmt: skip
     encode = sentencepiece().encode
+    assert wrap_tokens(llama2(), CHAT_FORMATS["llama2"]) == len(wrapped.token_ids) - len(encode("Who?")) == 8
     assert list(wrapped.turns[0].token_ids) == [2, 1, *encode("[INST]Why, you?[/INST]")]
     assert list(wrapped.turns[1].token_ids) == [2, 1, *encode("[INST]\nAsk: why[/INST] Because")]
     assert list(bare.turns[0].token_ids) == encode("Why, you?")  # a word that is not in the answer's last line
