@@ -95,8 +95,8 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
             try:
                 if body.setdefault("model", name) not in models:
                     raise HTTPException(404, f"no model {body['model']!r}; there are {', '.join(models)}")
-                if not isinstance(body.get("stop") or "", str | list):  # transformers sees it too late
-                    raise TypeError("stop: expected a text, or a list of texts")
+                if not isinstance(stop := body.get("stop") or [], str | list) or {*map(type, stop)} - {str}:
+                    raise TypeError("stop: expected a text, or a list of texts")  # transformers sees it too late
                 return await handler.handle_request(body, uuid4().hex)
             except (KeyError, TypeError, ValueError) as error:
                 raise HTTPException(400, f"{type(error).__name__}: {error}") from error

@@ -20,7 +20,6 @@ import httpx2
 from eval.store.record import Request
 from lazyllm.errors import UserError
 
-CONNECT_S = 10.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each retry; a longer Retry-After of the server counts
 _RETRIED = (429, 500, 502, 503, 504)
 _ADVICE = {  # by status
@@ -109,15 +108,17 @@ class Server:
 
     @property
     def _key(self) -> str:
-        return os.environ.get(self.key_env, "")
+        return os.environ.get(self.key_env, "").strip()
 
     @cached_property
     def _http(self) -> httpx2.Client:
-        """Connections, as many as requests at once. The key is in the headers only."""
+        """Connections, as many as requests at once. The key is in the headers only. Raises UserError."""
+        if not (self._key.isascii() and self._key.isprintable()):  # the client's error would tell it
+            raise UserError(f"the key in {self.key_env} (model.key_env) has characters that no header can hold")
         key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         return httpx2.Client(
             headers={"Content-Type": "application/json", **key},
-            timeout=httpx2.Timeout(self.timeout_s, connect=CONNECT_S),
+            timeout=httpx2.Timeout(self.timeout_s, connect=10.0),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
@@ -125,7 +126,7 @@ class Server:
         """The JSON object of a page, {} if there is none; a POST has no body. Raises UserError or RequestError."""
         try:
             response = self._http.request(method, url)
-        except httpx2.TransportError as error:
+        except (httpx2.RequestError, httpx2.InvalidURL) as error:
             raise self._no_server(error) from error
         if response.status_code in (401, 403) or (method == "POST" and not response.is_success):
             raise self._refusal(response)
@@ -150,7 +151,7 @@ class Server:
                     after = response.headers.get("Retry-After", "")
             except httpx2.ReadTimeout as error:
                 raise RequestError(f"no answer within {self.timeout_s:g} s (model.timeout_s)") from error
-            except httpx2.TransportError as error:
+            except httpx2.RequestError as error:
                 if pause_s is None:
                     raise self._no_server(error) from error
             time.sleep(max(pause_s, float(after) if after.isdigit() else 0))
@@ -176,7 +177,7 @@ class Server:
                     ended = True
                     continue
                 event = _json(data)
-                if "error" in event or "choices" not in event:
+                if event.get("error") or "choices" not in event:
                     raise httpx2.RemoteProtocolError(self._message(data))
                 usage = event.get("usage") or usage
                 choice = next(iter(event["choices"] or []), {})
@@ -185,7 +186,7 @@ class Server:
                 thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
                 ended |= reason is not None
                 text, reasoning = text + content, reasoning + thought
-                if content or thought or delta.get("tool_calls") or reason == "stop":  # an end token has no text
+                if content or thought or delta.get("tool_calls") or reason == "stop" or (reason and not tokens):
                     tokens.append(now)
                 if content:
                     told.setdefault("first_content_s", now)
@@ -222,8 +223,8 @@ class Server:
         """What a server says of an error, in one line, without the key."""
         said = _json(text)
         error = said.get("error") or said.get("detail") or said.get("message") or text
-        line = " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())[:300]
-        return line.replace(self._key, "***") if self._key else line
+        line = " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())
+        return (line.replace(self._key, "***") if self._key else line)[:300]
 
 
 def _lines(response: httpx2.Response) -> Iterator[str]:

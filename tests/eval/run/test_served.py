@@ -292,9 +292,10 @@ def test_config_refuses_what_only_a_server_takes(given: str) -> None:
         run_of(given)
 
 
-def test_absent_server_is_told_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no server answers at http://127\.0\.0\.1:9/v1"):
-        run("http://127.0.0.1:9/v1", tmp_path / "run")
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "http://127.0.0.1:http/v1"])
+def test_absent_server_is_told_before_anything_runs(tmp_path: Path, url: str) -> None:
+    with pytest.raises(UserError, match=f"no server answers at {url}"):
+        run(url, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -363,7 +364,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
         ({"prompt": "lamp " * 5000}, 400, "4096"),
         ({"prompt": [1, 2]}, 400, "string"),
         ({"prompt": "lamp", "max_tokens": "x"}, 400, "'x'"),
-        ({"prompt": "lamp", "stop": 2}, 400, "list of texts"),
+        ({"prompt": "lamp", "stop": [2]}, 400, "list of texts"),
         ({"prompt": "lamp", "depth": 2}, 422, "depth"),
         ({"prompt": "lamp", "model": "other"}, 404, "other"),
     ],
