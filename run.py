@@ -1,6 +1,6 @@
 """The main command: one model, one method, some datasets. The same as `lazyllm-bench run`.
 
-python run.py                                                    the embedded default, offline
+python run.py                                                    all of the embedded suite, offline
 python run.py model=llama2 method=lazy dataset=hotpotqa          a checkpoint on LongBench
 python run.py -m experiment=table1 model=llama2,xgen             a job for each model and method
 python run.py -m ... hydra/launcher=submitit_slurm               the same on a cluster (conf/hydra/launcher)

@@ -429,10 +429,11 @@ def one_line(error: Exception) -> UserError:
         near = difflib.get_close_matches(name, error.options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
-    added = re.search(r"To append to your config use \+(.+)", str(error))
-    if added:
+    if added := re.search(r"To append to your config use \+(.+)", str(error)):
         with_it = "dataset=all " if added[1].startswith("dataset.") else "+"
         return UserError(f"{added[1]}: expected {with_it}{added[1]}")
+    if several := re.match("Ambiguous value for argument '(.+)'", str(error)):
+        return UserError(f"{several[1]}: expected -m too, for a sweep, or a list, [A,B]")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(("full_key:", "object_type="))]
     message = ": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override ")

@@ -151,8 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "positions": server.positions or "unknown", "prompts": "token ids" if server.takes.token_ids else "text",
             "not cached by": server.takes.cold, "sampling": json.dumps(server.takes.sampling),
         }  # fmt: skip
-        for name, value in facts.items():
-            print(f"{name:<15}{value}")
+        print("\n".join(f"{name:<15}{value}" for name, value in facts.items()))
         return 0
     states = examine(options.model)
     for thing, (state, says) in states.items():

@@ -214,6 +214,8 @@ def _check_model(run: Resolved) -> int | None:
     if spec.device.startswith("cuda") and not may_have_gpu():
         raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
     config = read_config(spec)
+    for other in {other for one in run.runs.values() for other in one.other_models()}:
+        read_config(other)
     if run.chat.from_tokenizer and not run.chat.or_none:
         source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer, None)
         if not has_chat_template(*source):

@@ -204,12 +204,8 @@ def _apart(words: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
 
 def _in_words(facts: Mapping[str, str], digits: int) -> list[str]:
     """The facts in short, hashes of rows as one and last."""
-
-    def short(value: str) -> str:
-        shown = digits if re.fullmatch("[0-9a-f]{16,}", value) else 6 * digits
-        return value[:shown]
-
-    words = [f"{fact}={short(value)}" for fact, value in facts.items() if not fact.startswith(_ROWS)]
+    lengths = {fact: digits if re.fullmatch("[0-9a-f]{16,}", value) else 6 * digits for fact, value in facts.items()}
+    words = [f"{fact}={value[: lengths[fact]]}" for fact, value in facts.items() if not fact.startswith(_ROWS)]
     rows = {fact: value for fact, value in facts.items() if fact.startswith(_ROWS)}
     return [*words, f"rows {fingerprint(rows)[:digits]}"] if rows else words
 

@@ -88,12 +88,14 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
     """
     settings, kind = dict(settings or {}), by_name(name)
     has = settings_of(kind)
-    unknown = [key for key in settings if key not in has]
-    if unknown:
-        raise UserError(f"method {name!r} has no setting {unknown[0]!r}; it has {', '.join(has) or 'none at all'}")
-    missing = [key for key, default in has.items() if default is MISSING and key not in settings]
-    if missing:
-        raise UserError(f"method {name!r} needs {missing[0]}=...; its settings are {', '.join(has)}")
+    for key in settings:
+        if key not in has:
+            raise UserError(f"method {name!r} has no setting {key!r}; it has {', '.join(has) or 'none at all'}")
+    for key, default in has.items():
+        if default is MISSING and key not in settings:
+            raise UserError(f"method {name!r} needs {key}=...; its settings are {', '.join(has)}")
+        if isinstance(default, bool) and not isinstance(settings.get(key, default), bool):  # a word would be true
+            raise UserError(f"method {name!r}: {key}={settings[key]}: give true or false")
     try:
         return kind(**settings)
     except (TypeError, ValueError) as error:

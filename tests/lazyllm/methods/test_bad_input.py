@@ -39,6 +39,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *((name, {"keep": 1.5}, r"keep.*\(0, 1\].*1\.5") for name in METHODS if "keep" in settings_of(by_name(name))),
     ("lazy", {"schedule": {2: 1.5}}, r"layer 2.*\(0, 1\].*1\.5"),
     ("lazy", {"prune_generated": True, "revive": False}, "revive=False"),
+    ("lazy", {"revive": "off"}, "revive=off: give true or false"),
     ("pyramidinfer", {"decay": 1.5}, r"decay.*\(0, 1\].*1\.5"),
     ("random_drop", {"keep": 0}, r"keep.*\(0, 1\]"),
     ("random_drop", {"keep": "half"}, "keep.*number"),
