@@ -245,8 +245,9 @@ def _cases(
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
         tokens = sum(len(message.token_ids) for message in (prompt, *prompt.turns))
-        if longest is not None and tokens + new_tokens > longest:
-            fits = longest - new_tokens - tokens + min(prompt.tokens_before_truncation, limit)
+        needed = tokens + new_tokens - (not run.is_served)  # the last new token has no position here; servers count it
+        if longest is not None and needed > longest:
+            fits = longest - needed + min(prompt.tokens_before_truncation, limit)
             of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
             raise UserError(
                 f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
