@@ -10,14 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers import prompt_of
-from tests.reference import (
-    ARCHITECTURES,
-    casts_in_float64,
-    forward_reference,
-    keep_count,
-    lazy_reference,
-    random_model,
-)
+from tests.reference import ARCHITECTURES, casts_in_float64, forward_reference, keep_count, lazy_reference, random_model
 
 TOLERANCE = 1e-9
 

@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.prompts import (
-    build_prompt,
-    end_token_ids,
-    token_ids_sha256,
-    wrap_tokens,
-)
+from eval.benchmarks.prompts import build_prompt, end_token_ids, token_ids_sha256, wrap_tokens
 from eval.benchmarks.suite import Example, Turn
 from lazyllm.errors import UserError
 from tests.eval import official

@@ -19,14 +19,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from eval.report.page import render
 from eval.store.results import Results
-from tests.eval.report.test_report import (
-    HOSTILE,
-    LAST_LAYERS,
-    REVIVED,
-    SUBJECTS,
-    TRACE,
-    make_runs,
-)
+from tests.eval.report.test_report import HOSTILE, LAST_LAYERS, REVIVED, SUBJECTS, TRACE, make_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -9,11 +9,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.methods.prompt_compression import scoring as module
-from lazyllm.methods.prompt_compression.scoring import (
-    carried_over,
-    scoring_flops,
-    self_information,
-)
+from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information
 from tests.reference import ARCHITECTURES, random_model
 
 BOS = 5
