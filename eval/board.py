@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.metrics import needs_classes
 from eval.store.folder import fingerprint, read_planned
 from eval.store.record import Measurement, Record
 from eval.store.results import Results, tell_apart, with_baselines
@@ -127,7 +128,7 @@ def _disagreeing(run: StoredRun) -> Iterator[str]:
 def _disagrees(run: StoredRun, record: Record, stored: Measurement) -> str | None:
     dataset, classes = DATASETS[record.dataset], None
     try:
-        if dataset.metric == "classification":  # records lack the class names
+        if needs_classes(dataset):  # records lack the class names
             sha256, names = _rows_of(dataset.name)
             if not run.identity["data"].get(dataset.name, "").startswith(sha256):
                 raise UserError(f"its class names are in the rows of {dataset.name}, which differ here from the run's")

@@ -286,6 +286,11 @@ METRICS: dict[str, Metric] = {
 }
 
 
+def needs_classes(dataset: Dataset) -> bool:
+    """Whether an answer's score depends on the row's class names."""
+    return dataset.metric == "classification"
+
+
 def scored_text(dataset: Dataset, prediction: str) -> str:
     """The part of an answer that is scored: all of it, or its first line after leading newlines (`eval.py`, scorer)."""
     return prediction.lstrip("\n").split("\n")[0] if dataset.first_line else prediction
@@ -310,7 +315,7 @@ def check_gold(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[s
     """Raise UserError for gold answers that the dataset's metric cannot score: the official scorer fails or gives 0."""
     if not answers:
         raise UserError("answers is empty: there is nothing to score against")
-    if dataset.metric == "classification" and not all_classes:
+    if needs_classes(dataset) and not all_classes:
         raise UserError("all_classes must list the class names, which this dataset's metric needs")
     wrong = [gold for gold in answers if dataset.metric == "retrieval" and not _GOLD_PARAGRAPH.search(gold)]
     if wrong:
