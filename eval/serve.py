@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = {"port": "8000", "host": "127.0.0.1", "methods": ""}
     others = [word for word in arguments if word.partition("=")[0] not in own]
     own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
-    require(own["port"].isdigit(), "port", own["port"], "a number")
+    require(own["port"].isdigit() and int(own["port"]) < 2**16, "port", own["port"], "a number below 65536")
     names = re.findall(r"[^\s,\[\]]+", own["methods"])
     methods = [[f"method={name}"] for name in names] or [[]]
     register_schema()  # the dataset, which none is needed for, is one that is made here
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         logging.getLogger("transformers.cli").setLevel(logging.ERROR)  # it warns of each request
         app, models = app_of(runs)
-        print(f"http://{own['host']}:{own['port']}/v1: {', '.join(models)}", flush=True)
+        host = f"[{own['host']}]" if ":" in own["host"] else own["host"]
+        print(f"http://{host}:{own['port']}/v1: {', '.join(models)}", flush=True)
         options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 2}  # seconds for answers in progress
         uvicorn.run(app, host=own["host"], port=int(own["port"]), **options)
     return 0

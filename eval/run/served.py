@@ -8,7 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -66,6 +66,8 @@ class Servers:
                     for case in block:
                         futures.append(pool.submit(self._converse, side, case))
                         time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
+                    wait(futures, return_when=FIRST_EXCEPTION)
+                    pool.shutdown(cancel_futures=True)  # a server that has gone is not tried for all the others
                 answers[side] = [future.result() for future in futures]
             for number, case in enumerate(block):
                 yield self._outcome(case, {side: given[number] for side, given in answers.items()})
@@ -81,8 +83,7 @@ class Servers:
                 mark = random.Random(f"{self._secret}{case.key}{turn}{'' if apart else side}").randbytes(8).hex()
                 answers.append(self._timed(side, case, answers, 1 if is_first_only else case.max_new_tokens, mark))
         except RequestError as error:
-            reason = f"{self.sides[side].url}: {error}"
-            return Failure(*case.key, reason, f"RequestError: {reason}")
+            return Failure(*case.key, f"{self.sides[side].url}: {error}", repr(error))
         return answers
 
     def _timed(self, side: str, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
@@ -101,9 +102,7 @@ class Servers:
         body = json.dumps({**fields, **server.takes.sampling, **server.extra_body}).encode()
         if cold == "flush":
             server.ask("POST", f"{server.root}/flush_cache")
-        if is_warm:
-            server.answer(body)
-        answer = server.answer(body)
+        answer = [server.answer(body) for _ in range(1 + is_warm)][-1]
         told, cached = answer.request.prompt_tokens, answer.request.cached_tokens
         where = f"{case.dataset.name}, row {case.example.id}: {server.url}"
         if None not in (told, count) and told != count and not config.model.trust_prompt:
