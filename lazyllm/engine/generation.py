@@ -377,7 +377,7 @@ def check_length(model: PreTrainedModel, tokens: int, max_new_tokens: int, advic
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: give 1 or more")
     total, most = tokens + max_new_tokens, longest_text(model.config)
-    if total > most:
+    if total - 1 > most:  # the last new token is not run
         raise UserError(
             f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens{advice}"
         )

@@ -116,18 +116,18 @@ def test_second_generation_is_refused_while_one_runs() -> None:
 def test_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
     model = random_variant("llama", 3, max_position_embeddings=32)
     inside: Any = lazyllm.generate_with(Baseline())
-    assert len(lazyllm.generate(model, range(20), Baseline(), 12, ()).token_ids) == 12
-    with pytest.raises(UserError, match="would have 33 tokens, but the model has 32 positions: give fewer tokens"):
-        lazyllm.generate(model, range(20), Baseline(), 13, ())
+    assert len(lazyllm.generate(model, range(20), Baseline(), 13, ()).token_ids) == 13  # the last one has no position
+    with pytest.raises(UserError, match="would have 34 tokens, but the model has 32 positions: give fewer tokens"):
+        lazyllm.generate(model, range(20), Baseline(), 14, ())
     with pytest.raises(UserError, match="would have 38 tokens"):
         lazyllm.generate(model, range(36), Baseline(), 2, ())
-    with pytest.raises(UserError, match="would have 33 tokens"):
-        model.generate(torch.tensor([[*range(20)]]), custom_generate=inside, max_new_tokens=13)  # type: ignore[operator]
+    with pytest.raises(UserError, match="would have 34 tokens"):
+        model.generate(torch.tensor([[*range(20)]]), custom_generate=inside, max_new_tokens=14)  # type: ignore[operator]
     session = lazyllm.start(model, range(20), Baseline())
     session.answer(None, 8, ())
-    with pytest.raises(UserError, match="would have 33 tokens"):
-        session.answer([1, 2, 3], 2, ())
-    assert len(session.answer([1, 2, 3], 1, ()).token_ids) == 1
+    with pytest.raises(UserError, match="would have 34 tokens"):
+        session.answer([1, 2, 3], 3, ())
+    assert len(session.answer([1, 2, 3], 2, ()).token_ids) == 2
     growing = random_variant("llama, dynamic NTK", 3)
     assert len(lazyllm.generate(growing, range(20), Baseline(), 13, ()).token_ids) == 13
 
