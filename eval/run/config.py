@@ -333,7 +333,7 @@ def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfi
             key, equals, value = argument.partition("=")
             if not equals:
                 raise UserError(f"{argument}: expected KEY=VALUE") from error
-            if value and str(error).startswith("token recognition error"):
+            if value and any(sign in str(error) for sign in ("token recognition error", "expecting <EOF>")):
                 raise UserError(f"{argument}: quote the value, for the shell too: '{key}=\"{value}\"'") from error
             raise UserError(f"{argument}: {one_line(error)}") from error
         _check_key(override.key_or_group, methods or ["lazy"], schema)

@@ -329,7 +329,7 @@ def _results(plan: Plan, store: RunStore) -> tuple[Results | None, str]:
         if len(failed) == len(keys):  # never while other shards have examples to measure
             helps = "a longer model.timeout_s" if plan.servers else "another model.dtype, more memory"
             raise FailedExamplesError(
-                f"every example failed ({len(failed)}), {first}. {file} has the tracebacks; {helps} or a smaller "
+                f"every example failed ({len(failed)}), {first}. {file} has all; {helps} or a smaller "
                 "model.max_prompt_tokens may help"
             )
         told = (

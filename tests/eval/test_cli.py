@@ -55,6 +55,7 @@ COMMANDS = {
     "run dataset=vt ruler.seed=-1": (2, "error: ruler.seed=-1: expected 0 to 4294967295"),
     "run dataset=vt ruler.haystack=nowhere": (2, "error: ruler.haystack=nowhere: expected a text file or a folder"),
     "run dataset=vtt": (2, "error: dataset=vtt: did you mean vt?"),
+    "run model.url=http://[::1]:9/v1": (2, """quote the value, for the shell too: 'model.url="http://[::1]:9/v1"'"""),
     "serve port=99999": (2, "error: port=99999: expected a number below 65536"),
     "rows dataset=lookup": (2, "error: rows need a folder: give out=FOLDER"),
     "run data.dir=nowhere": (2, "error: data.dir=nowhere: expected an existing folder"),
