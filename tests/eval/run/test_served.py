@@ -384,6 +384,8 @@ def test_control_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: s
     fixed += ["timing.warmup=1"]
     codes = [main([*fixed, "--gate", gate]) for gate in ("score>=-101 ttft>=0", "ttft>=999")]
     assert codes == [0, 1]
+    parts = [main([*fixed, f"out={tmp_path / 'parts'}", f"shard={n}/2", "--gate", "ttft>=999"]) for n in (1, 2)]
+    assert parts == [0, 1]  # the last shard decides
     assert "gate ttft>=999: FAILED" in capsys.readouterr().out
     about = json.loads((tmp_path / "run" / "summary.json").read_text())
     control = about["control"]
