@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
-from eval.run.config import compose_config, register_schema, to_run_config
+from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
 from eval.run.job import job
 from eval.run.resolved import Resolved, build_method, resolve
 from lazyllm.errors import UserError, parser_of, require
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = re.findall(r"[^\s,\[\]]+", own["methods"])
     methods = [[f"method={name}"] for name in names] or [[]]
     register_schema()  # the dataset, which none is needed for, is one that is made here
+    check_arguments([*others, *(word for method in methods for word in method)])
     runs = [resolve(to_run_config(compose_config(["dataset=lookup", *others, *method]))) for method in methods]
     if any(run.is_served or run.config.compare for run in runs):
         raise UserError("serve takes a model and methods of this process: model=NAME method=NAME, or methods=[...]")

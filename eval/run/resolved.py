@@ -187,8 +187,7 @@ def check_early(run: Resolved) -> None:
         os.environ |= QUIET | os.environ
         import wandb  # not at the top: only if it is used
 
-        has_key = wandb.login(prompt=False, verify=False)
-        require(has_key, "tracker.mode", "online", "a key (wandb login, or WANDB_API_KEY)")
+        require(wandb.login(prompt=False, verify=False), "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
     num_layers = 0 if run.is_served else _check_model(run)
     from eval.server import describe_servers  # not at the top, both: they import pyarrow
     from eval.store.folder import about_in, check_free

@@ -62,9 +62,9 @@ COMMANDS = {
     "run model=custom model.name=./nowhere": (2, "error: './nowhere' is not a model: no such folder"),
     "board nowhere": (2, "error: nowhere: no submission; expected folders"),
     "methods": (0, "    draft=null keep=0.3 lookahead=8 chunk=32 pool=13 sound=false"),
-    "check nosuch": (2, "error: unknown method 'nosuch'; known are asl, baseline"),
     "check static_pruning layer=5 keep=0.5": (2, "error: method 'static_pruning': static pruning prunes after layer 5"),
     "check lazy schedule": (2, "error: schedule: expected KEY=VALUE"),
+    "serve prot=8000": (2, "error: unknown key prot"),
     "bench --shape llama9": (2, "error: shape llama9: expected one of llama2"),
     "bench --dtype float8": (2, "error: unknown dtype 'float8': give one of float32, bfloat16"),
     "bench --repeats 0 --against hf": (2, "error: --repeats 0 is one generation of each method"),
@@ -73,7 +73,6 @@ COMMANDS = {
     "bench --turn 5 --field": (2, "error: --field times all methods: leave out --method, --against and --turn"),
     "chat --schedule {2:half}": (2, "error: method 'lazy': schedule '{2:half}': expected 'paper', 'none', or"),
     "chat --method gemfilter=5": (2, "error: unknown method 'gemfilter=5'; known are asl, baseline"),
-    "chat --model nothing": (2, "error: 'nothing' is not a model: no such folder"),
     "tune target=2": (2, "error: unknown key target: did you mean target_speedup?"),
     "tune target_speedup=2 method=baseline": (2, "error: method.name=baseline: expected method=lazy"),
     "tune target_speedup=2 model.device=cuda": (
