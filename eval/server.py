@@ -20,7 +20,7 @@ import httpx2
 from eval.store.record import Request
 from lazyllm.errors import UserError
 
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each retry; a longer Retry-After of the server counts
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each retry; Retry-After counts if longer, to a minute
 _RETRIED = (429, 500, 502, 503, 504)
 _ADVICE = {  # by status
     **dict.fromkeys((401, 403), "the key is read from the environment variable {key_env} (model.key_env)"),
@@ -154,7 +154,7 @@ class Server:
             except httpx2.RequestError as error:
                 if pause_s is None:
                     raise self._no_server(error) from error
-            time.sleep(max(pause_s, float(after) if after.isdigit() else 0))
+            time.sleep(max(pause_s, min(60, float(after)) if after.isdigit() else 0))
         raise AssertionError
 
     def _read(self, response: httpx2.Response, start: float, **told: Any) -> Answer:

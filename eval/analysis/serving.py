@@ -45,7 +45,7 @@ def serving(results: Results) -> Table:
         "TTFT: from just before the request to the first event with a token. TPOT: (last - first) / (tokens - 1), as "
         "an event may hold several tokens; - if the server does not count them. Percentiles over requests. Good: "
         "answers within load.ttft_limit_s and load.tpot_limit_s (all, if neither is given); goodput: their number per "
-        "second in which this server had a request to answer."
+        "second in which this server had a request to answer. Requests that failed are in no column."
     )
     return Table("serving", "Servers under load", caption, table, cells(table, _COLUMNS, results), keys=3)
 
