@@ -337,8 +337,11 @@ def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfi
                 raise UserError(f"{argument}: quote the value, for the shell too: '{key}=\"{value}\"'") from error
             raise UserError(f"{argument}: {one_line(error)}") from error
         _check_key(override.key_or_group, methods or ["lazy"], schema)
-        if (override.key_or_group, override.value()) == ("dataset", []):
-            raise UserError("dataset=[]: expected at least one dataset, or no dataset= for the model's default")
+        value = override.value()
+        named = value if isinstance(value, list) else [value]
+        is_odd = not named or any(isinstance(name, int | float | None) for name in named)
+        if override.key_or_group in _GROUPS and "=" in argument and is_odd:
+            raise UserError(f"{argument}: expected a name, or a list of names")
 
 
 def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> None:
