@@ -1,0 +1,278 @@
+"""A visit: one example, answered by all arms of a run one after the other. One line of the store, and its one schema.
+
+A new measured number is a field of `Measurement`, with a default for the visits that lack it, and a value in
+`eval.run.measure`. Every field that is a number is a column of the frames, under its own name (`MEASURED`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from eval.benchmarks.rows import sha256_of
+from lazyllm.errors import UserError
+
+PROMPT_END = 600  # characters at a prompt's end that a visit keeps, for people to read
+
+# Of the classes in a line: exact types (1 is no text, true is no number), finite numbers, no unknown fields
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_PERCENT = {"scale": 100}  # for numbers stored as 0 to 1 and shown as 0 to 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client saw of one request to a server. Times are seconds since just before the POST.
+
+    headers_s, first_event_s: when they came.
+    first_content_s: the first text of the answer, which may follow reasoning.
+    end_s: the end of the stream.
+    tpot_s: seconds per token after the first, (last token - first) / (tokens - 1).
+    sent_at: in seconds since 1970.
+    prompt_tokens, completion_tokens, cached_tokens: the server's counts.
+    retries: before this attempt.
+    noise: the line before the prompt that kept it out of a prefix cache.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    headers_s: float
+    first_event_s: float
+    first_content_s: float | None
+    end_s: float
+    tpot_s: float | None
+    sent_at: float
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+    retries: int
+    noise: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """An arm's answer in one turn, scored. What a server does not report is None.
+
+    text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens.
+    score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
+    ttft_s, scoring_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`; the last two are None if other
+        answers decoded in the same steps (`batch_size`).
+    scoring_tokens: prompt tokens that any model computed before the method's prefill.
+    pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
+    group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
+    computed: [steps][groups] distinct prompt tokens computed so far.
+    kv_bytes, aux_bytes: held at the end.
+    peak_memory_bytes: the device's (the process's on CPU), weights included, without those of other arms' models.
+    prefill_flops: of the tokens that each layer computed in prefill, and of scoring (`lazyllm.engine.flops`).
+    prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a known accelerator, or on
+        a CPU over the rate of a matrix product that the run measured; None for other devices.
+
+    Compared with the visit's baseline; None in the baseline's own measurement, and without a baseline:
+    kl: KL(baseline || arm) in nats of the first token's distribution.
+    top1_agrees: 1 if both have the same most likely first token, else 0.
+    leading_tokens: number of leading tokens that the two answers share.
+    same_answer: 1 if they are equal, else 0.
+    edit_similarity: 0 to 1, of the two lists of tokens (1 - Levenshtein distance / length of the longer one).
+    answer_kl, answer_log_likelihood: with `fidelity=answer`, of the baseline's answer fed to the arm: mean KL per
+        token, and log-likelihood per token minus the baseline's.
+    gold_kl, gold_log_likelihood: the same of the gold answer.
+
+    Evidence: the prompt's tokens that hold the answer; None if unknown:
+    evidence_tokens: their number.
+    evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them that are computed in prefill, and later.
+    evidence_recall: the last layer's share in prefill. In a later turn, tokens computed by earlier turns count as
+        prefill if the method continues from them.
+
+    Of a turn; tokens are prompt tokens of all turns so far, mean over layers:
+    tokens_computed: run for this turn, `scoring_tokens` included.
+    revived_tokens: of these, tokens that earlier steps or turns had left out of a layer.
+    tokens_computed_so_far, total_s_so_far: sums over the turns up to this one.
+
+    request: of a server's answer; None in process. Its ttft_s and total_s end at the first and the last event with a
+        token.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    text: str
+    token_ids: list[int] | None = None
+    score: float = field(metadata=_PERCENT)
+    rouge_l: float | None = field(metadata=_PERCENT)
+    ttft_s: float
+    scoring_s: float | None = None
+    scoring_tokens: int | None = 0
+    total_s: float | None
+    decode_step_s: list[float] | None = None
+    pct_prompt_tokens_computed: float | None = None
+    group_starts: list[int] | None = None
+    computed: list[list[int]] | None = None
+    kv_bytes: int | None = None
+    aux_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+    prefill_flops: int | None = None
+    prefill_mfu: float | None = field(default=None, metadata=_PERCENT)
+    kl: float | None = None
+    top1_agrees: int | None = field(default=None, metadata=_PERCENT)
+    leading_tokens: int | None = None
+    edit_similarity: float | None = field(default=None, metadata=_PERCENT)
+    same_answer: int | None = field(default=None, metadata=_PERCENT)
+    answer_kl: float | None = None
+    answer_log_likelihood: float | None = None
+    gold_kl: float | None = None
+    gold_log_likelihood: float | None = None
+    evidence_tokens: int | None = None
+    evidence_recall: float | None = field(default=None, metadata=_PERCENT)
+    evidence_prefill: list[float] | None = None
+    evidence_revived: list[float] | None = None
+    tokens_computed: float | None = None
+    revived_tokens: float | None = None
+    tokens_computed_so_far: float | None = None
+    total_s_so_far: float | None = None
+    request: Request | None = None
+
+
+# {column of the frames: its factor over the field of `Measurement`}
+SCALES: dict[str, float] = {
+    item.name: item.metadata.get("scale", 1)
+    for item in fields(Measurement)
+    if str(item.type).removesuffix(" | None") in ("int", "float")
+}
+# The frames' columns of a measurement: its numbers, the mean decoding step, the number of generated tokens, and 100 for
+# an answer that is not empty, else 0
+MEASURED = (*SCALES, "step_s", "generated_tokens", "pct_answered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What a turn asks: the whole prompt first, then the messages of later turns.
+
+    sha256: of the text's token ids.
+    tokens: of the prompt or message, as the model gets it. tokens_before_truncation: later turns are never truncated.
+    end: the last `PROMPT_END` characters.
+    answers: the gold answers.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    sha256: str
+    tokens: int
+    tokens_before_truncation: int
+    end: str = ""
+    answers: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """An arm that could not answer. reason: one line for people. traceback: of the error."""
+
+    __pydantic_config__ = _STRICT
+
+    reason: str
+    traceback: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """One example and what the arms answered, within seconds of each other.
+
+    groups: of the example, such as "length=8k+".
+    turns: what is asked, in order.
+    order: the labels of the arms in the order in which they were measured.
+    answers: {label of an arm: its answer to each turn}. failures: {label of an arm that could not answer: why}.
+    attention_kernel: of the baseline's prefill (of the first arm's without one), by profiler at warm-up.
+
+    An example has several visits if an arm failed: a later one holds the baseline again, for the clock, and the arms
+    that had no answer. An arm's answer counts in its first visit only; ratios are made within one visit only.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    dataset: str
+    id: str
+    groups: list[str] = field(default_factory=list)
+    turns: list[Turn]
+    order: list[str]
+    answers: dict[str, list[Measurement]]
+    failures: dict[str, Failure] = field(default_factory=dict)
+    attention_kernel: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The example."""
+        return self.dataset, self.id
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Visit:
+        """The visit of a line. Raises ValueError that names the field for an invalid one."""
+        try:
+            return _adapter().validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}") from error
+
+    def to_json(self) -> str:
+        """One line of JSON, without a newline at its end."""
+        return json.dumps(vars(self), default=vars, ensure_ascii=True, separators=(",", ":"))
+
+
+@cache
+def _adapter() -> TypeAdapter[Visit]:
+    return TypeAdapter(Visit)
+
+
+def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
+    """(group_starts, computed) of [steps, layers] counts: neighbouring layers with equal counts form a group."""
+    differs = (computed[:, 1:] != computed[:, :-1]).any(axis=0)
+    first = np.concatenate([[0], 1 + np.flatnonzero(differs)])
+    return (first + 1).tolist(), computed[:, first].tolist()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One example under one arm.
+
+    tokens: [n] the text of each prompt token; joined they are the prompt, with the names of special tokens.
+    generated: the text of each generated token; "" for a token that ends within a letter.
+    importance: [layers][n] Eq. 1 in a prefill without pruning.
+    selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter the next layer},
+        prompt and generated tokens; empty in later steps if a method selects in prefill only.
+    group_starts, computed: as in `Measurement`.
+    """
+
+    dataset: str
+    id: str
+    arm: str
+    tokens: list[str]
+    generated: list[str]
+    importance: list[list[float]]
+    selected: list[dict[int, list[int]]]
+    group_starts: list[int]
+    computed: list[list[int]]
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self), separators=(",", ":")) + "\n"
+
+    @staticmethod
+    def file_name(dataset: str, example: str, arm: str) -> str:
+        """The trace's file name. If the example's id or the arm cannot be part of one, they are cut, and their hash is
+        added."""
+        wanted = f"{example}-{arm}"
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", wanted)[:80]
+        end = "" if safe == wanted else f"-{sha256_of([example, arm])[:8]}"
+        return f"{dataset}-{safe}{end}.json"
+
+
+def read_trace(file: Path) -> Trace:
+    """The trace in a file. Raises UserError if it is not a trace."""
+    try:
+        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        values["selected"] = [{int(layer): kept for layer, kept in step.items()} for step in values["selected"]]
+        return Trace(**values)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{file}: not a trace ({type(error).__name__}: {error})") from error
