@@ -17,20 +17,20 @@ from typing import Any
 
 import httpx2
 
-from eval.store.record import Request
+from eval.store.visit import Request
 from lazyllm.errors import UserError
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each retry; Retry-After counts if longer, to a minute
 _RETRIED = (429, 500, 502, 503, 504)
 _ADVICE = {  # by status
-    **dict.fromkeys((401, 403), "the key is read from the environment variable {key_env} (model.key_env)"),
-    404: "expected a server with /v1/{api} (model.api) and a model {name!r}",
-    422: "the server refuses a field of the request: give its model.kind, or change extra_body",
+    **dict.fromkeys((401, 403), "the key is read from the environment variable {api_key_env} (server.api_key_env)"),
+    404: "expected a server with /v1/{api} (server.api) and a model {name!r}",
+    422: "the server refuses a field of the request: give its server.kind, or change extra_body",
 }
 
 
 class RequestError(Exception):
-    """A request that failed, in a line for people. Others may not fail."""
+    """This request failed; others may succeed. The message is one line for people."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Server:
-    """A model of a server: the settings `model.*` of the same names, and what the server said (`describe`): its
+    """A model of a server: the settings `server.*` of the same names, and what the server said (`describe`): its
     version, the positions of prompt and answer, the models that it lists."""
 
     url: str
@@ -90,7 +90,7 @@ class Server:
     kind: str | None = None
     api: str = "completions"
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    key_env: str = "OPENAI_API_KEY"
+    api_key_env: str = "OPENAI_API_KEY"
     timeout_s: float = 600.0
     version: str | None = None
     positions: int | None = None
@@ -108,13 +108,15 @@ class Server:
 
     @property
     def _key(self) -> str:
-        return os.environ.get(self.key_env, "").strip()
+        return os.environ.get(self.api_key_env, "").strip()
 
     @cached_property
     def _http(self) -> httpx2.Client:
         """Connections, as many as requests at once. The key is in the headers only. Raises UserError."""
         if not (self._key.isascii() and self._key.isprintable()):  # the client's error would tell it
-            raise UserError(f"the key in {self.key_env} (model.key_env) has characters that no header can hold")
+            raise UserError(
+                f"the key in {self.api_key_env} (server.api_key_env) has characters that no header can hold"
+            )
         key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         return httpx2.Client(
             headers={"Content-Type": "application/json", **key},
@@ -150,7 +152,7 @@ class Server:
                         return self._read(response, start, sent_at=sent_at, headers_s=headers_s, retries=retries)
                     after = response.headers.get("Retry-After", "")
             except httpx2.ReadTimeout as error:
-                raise RequestError(f"no answer within {self.timeout_s:g} s (model.timeout_s)") from error
+                raise RequestError(f"no answer within {self.timeout_s:g} s (server.timeout_s)") from error
             except httpx2.RequestError as error:
                 if pause_s is None:
                     raise self._no_server(error) from error
@@ -167,7 +169,7 @@ class Server:
             for line in _lines(response):
                 now = time.perf_counter() - start
                 if now > self.timeout_s:
-                    raise RequestError(f"the answer took more than {self.timeout_s:g} s (model.timeout_s)")
+                    raise RequestError(f"the answer took more than {self.timeout_s:g} s (server.timeout_s)")
                 if not line.startswith("data:"):
                     other = line.strip() or other
                     continue
@@ -264,17 +266,3 @@ def describe(server: Server) -> Server:
     version = page.get("version") or page.get("build_info") or entry.get("version")
     positions = (page.get("default_generation_settings") or {}).get("n_ctx") or entry.get("max_model_len")
     return replace(server, kind=kind, version=version, positions=positions, models=models)
-
-
-def describe_servers(model: Any, method: Mapping[str, Any]) -> dict[str, Server]:
-    """The server at model.url, and the method's: the same for the method `baseline`. Raises UserError.
-
-    model: `eval.run.config.ModelConfig`. method: settings (`eval.run.config.SERVER_SETTINGS`).
-    """
-    asked = Server(model.url, model.name, model.kind, model.api, model.extra_body, model.key_env, model.timeout_s)
-    baseline = describe(asked)
-    url, name = method.get("url") or model.url, method.get("model", model.name)
-    kind = method.get("kind") or (model.kind if url.rstrip("/") == baseline.url else None)
-    extra = {**model.extra_body, **(method.get("extra_body") or {})}
-    own = replace(asked, url=url, name=name, kind=kind, extra_body=extra)
-    return {"baseline": baseline, "method": baseline if own == asked else describe(own)}

@@ -123,10 +123,6 @@ def register_configs() -> None:
     store = ConfigStore.instance().store
     store(group="dataset", name="default", node={})
     kept = {*_TASK, *(suite.whole for suite in SUITES.values() if suite.missing is not None)}
-    limits = {suite.whole: suite.limit for suite in SUITES.values() if suite.limit is not None}
     for name, datasets in CHOICES.items():
         node = {**({name: True} if name in kept else {}), **{dataset.name: True for dataset in datasets}}
-        if name in limits:  # outside the group, so that limit=N overrides it
-            store(group="dataset", name=name, node={"dataset": node, "limit": limits[name]}, package="_global_")
-        else:
-            store(group="dataset", name=name, node=node)
+        store(group="dataset", name=name, node=node)

@@ -1,12 +1,13 @@
-"""Divisions of a run's examples: a spread, for quick checks; halves, one to choose a setting and one to report it; and
+"""Divisions of a run's examples: a subset, for quick checks; splits, one to choose a setting and one to report it; and
 shards, for jobs.
 
-A spread of N examples: sorted by length, then by the id's hash, they are cut into N parts of equal size; the middle one
-of each part is in. So it has the lengths of the whole, and is the same for everyone.
+A subset of N examples of a dataset: the first; at random, those with the smallest hashes of seed and id, so that a
+larger N only adds to them; or by length: sorted by length, then by the id's hash, they are cut into N parts of equal
+size, and the middle one of each part is in. So it has the lengths of the whole, and is the same for everyone.
 
-Halves: of each two neighbours in a dataset's order, the hash of the first one's id decides which is tuned on; the other
-is held out. So the halves of a dataset have equal size (up to one example) and the same mix of lengths and sources, and
-an example's half does not depend on `limit`.
+Splits: of each two neighbours in a dataset's order, the hash of the first one's id decides which is in `dev`; the other
+is in `test`. So the two have equal size (up to one example) and the same mix of lengths and sources, and an example's
+split does not depend on `limit`.
 
 Shards: a shard is written i/n, the i-th (from 1) of n. All shards of a run share its fingerprint and folder. Each
 writes its own files there (`eval.store.folder`), and the last one to end writes the summary.
@@ -22,33 +23,38 @@ from dataclasses import dataclass
 from eval.benchmarks.suite import Example
 from lazyllm.errors import UserError
 
-TUNING, HELD_OUT = "tuning", "held-out"
-HALVES = (TUNING, HELD_OUT)
+SUBSETS = ("first", "random", "by_length")
+SPLITS = ("dev", "test")
 
 
-def spread_over(examples: Sequence[Example], count: int) -> list[Example]:
-    """The spread of `count` examples of a dataset, in their order; all if there are no more."""
+def in_subset(examples: Sequence[Example], count: int | None, subset: str, seed: int) -> list[Example]:
+    """`count` examples of a dataset in their order, chosen as `subset` says; all if there are no more, or for None."""
+    if count is None or count >= len(examples) or subset == "first":
+        return list(examples[:count])
 
-    def rank(number: int) -> tuple[int, bytes]:
-        return examples[number].length, hashlib.sha256(examples[number].id.encode()).digest()
+    def coin(number: int, *with_it: int) -> bytes:
+        return hashlib.sha256("\0".join([*map(str, with_it), examples[number].id]).encode()).digest()
 
-    ranked, count = sorted(range(len(examples)), key=rank), min(count, len(examples))
-    middles = [ranked[(2 * part + 1) * len(ranked) // (2 * count)] for part in range(count)]
-    return [examples[number] for number in sorted(middles)]
+    if subset == "random":
+        chosen = sorted(range(len(examples)), key=lambda number: coin(number, seed))[:count]
+    else:
+        ranked = sorted(range(len(examples)), key=lambda number: (examples[number].length, coin(number)))
+        chosen = [ranked[(2 * part + 1) * len(ranked) // (2 * count)] for part in range(count)]
+    return [examples[number] for number in sorted(chosen)]
 
 
-def in_half(dataset: str, examples: Sequence[Example], half: str | None) -> list[Example]:
-    """The examples of a half ("tuning" or "held-out"), in order; all for None.
+def in_split(dataset: str, examples: Sequence[Example], split: str | None) -> list[Example]:
+    """The examples of a split ("dev" or "test"), in order; all for None.
 
     dataset: its name. examples: of the dataset, from the first one on.
     """
-    if half is None:
+    if split is None:
         return list(examples)
     chosen = []
     for number, example in enumerate(examples):
         first = examples[number - number % 2].id
         coin = hashlib.sha256(f"{dataset}\0{first}".encode()).digest()[0] % 2
-        if HALVES[(coin + number) % 2] == half:
+        if SPLITS[(coin + number) % 2] == split:
             chosen.append(example)
     return chosen
 

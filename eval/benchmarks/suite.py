@@ -186,7 +186,7 @@ class Suite:
     options: the dataclass of its settings, each with a default, in a config under the suite's name; None for none.
     models: presets made for this suite: it is their default, and a task's name means its datasets.
     tasks: tasks that a config may name, for its datasets of that task.
-    limit: the number of examples of each dataset in a run of all datasets without a `limit`; None for all.
+    limit: the number of examples of each dataset in a run without a `limit`; None for all.
     in_paper: whether LazyLLM's paper reports this suite.
     reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
     rows_in_dir: whether a given `data.dir` holds its rows, which are then read and checked before torch is imported.

@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
@@ -26,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks.chat_format import TODAY
 from eval.benchmarks.datasets import SuiteSettings, register_configs
-from eval.benchmarks.subsets import HALVES, parse_shard
+from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.benchmarks.suite import setting
 from lazyllm.errors import UserError, require
 from lazyllm.methods import METHODS, by_name, known, settings_of
@@ -41,27 +38,14 @@ LAUNCHERS = {
     "submitit_local": ("hydra-submitit-launcher", "slurm"),
     "submitit_slurm": ("hydra-submitit-launcher", "slurm"),
 }
-DEFAULT_LABEL = "comparison"  # of an experiment without a label
-# A method that is a server, compared with the one at model.url. On the command line, its settings take the place of the
-# model's, and `name` is the model's name there; in `compare` and in a run's identity, `name` is "server" as of any
-# method, and `model` is the model's name.
+# The name of an arm's method that is a server, and its settings: `server.*` and `model.name`, unless they differ
 SERVER = "server"
-SERVER_SETTINGS = ("name", "url", "kind", "extra_body", "label")
+SERVER_SETTINGS = ("model", "url", "kind", "extra_body")
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # environment; W&B reports even if offline
 SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
 
-# Config groups whose choice is an argument, and keys whose subkeys the schema leaves open
-_GROUPS = ("model", "method", "dataset", "tracker", "experiment")
-_COUNTS = ("limit", "sample", "max_new_tokens", "threads", "turns", "answers.rows", "model.max_prompt_tokens")
-_MAY_BE_0 = ("timing.warmup", "trace", "model.thinking_tokens", "seed")
-_OPEN = ("dataset", "compare", "model.device_map", "model.chat_args", "model.extra_body", "method.extra_body")
-
-# A part of OmegaConf's message about a value of another type -> what was expected
-_EXPECTED = {
-    "to Integer": "a whole number", "to Float": "a number", "valid bool": "true or false", "Optional": "not null",
-    "ListConfig": "a list, such as [1, 2]", "type hint": "a mapping in it, such as {mine: {name: lazy}}",
-    "Dict[": "a mapping, such as {key: value}",
-}  # fmt: skip
+_COUNTS = ("limit", "max_new_tokens", "threads", "turns", "batch_size", "model.max_prompt_tokens")
+_MAY_BE_0 = ("warmup", "trace", "model.thinking_tokens", "seed")
 
 # The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
 warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against ConfigStore schema")
@@ -71,7 +55,7 @@ warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated
 class ModelConfig:
     """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
-    name: str = setting(MISSING_VALUE, "a preset, a folder or a hub id")
+    name: str = setting(MISSING_VALUE, "a preset, a folder or a hub id; of a server's model, its name there")
     load_format: str = setting("auto", "`dummy` builds random weights and downloads nothing, for timing")
     dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`, `coder`), `float16`, `float64`")
     device: str = setting("auto", "`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
@@ -95,16 +79,6 @@ class ModelConfig:
     today: str = setting(TODAY, "the date, for templates that write one into the prompt")
     thinking_tokens: int = setting(0, "extra tokens for thinking; the text after `</think>` is scored")
     paper: str | None = setting(None, "the column of the paper's tables to compare with: `llama2`, `xgen`")
-    url: str | None = setting(None, "of a server with the model, such as `http://127.0.0.1:8000/v1`")
-    kind: str | None = setting(
-        None, "the server: `vllm`, `sglang`, `llama.cpp`, `transformers`, `plain`; `null`: it is asked"
-    )
-    api: str = setting("completions", "`chat` for a server without `/v1/completions`, which then applies its template")
-    extra_body: dict[str, Any] = setting({}, "further fields of each request to the server")
-    cache: str = setting("cold", "`warm` asks the server twice and times the second request")
-    trust_prompt: bool = setting(False, "accept a server whose count of prompt tokens differs from ours")
-    key_env: str = setting("OPENAI_API_KEY", "the environment variable that holds the server's key")
-    timeout_s: float = setting(600.0, "seconds for a server's whole answer")
 
 
 @dataclass
@@ -121,26 +95,19 @@ class DataConfig:
 
 
 @dataclass
-class TimingConfig:
-    """Which runs are timed."""
+class ServerConfig:
+    """The server that answers, instead of a model in this process."""
 
-    paired: Any = setting(
-        True,
-        "also run the baseline on every example, in alternation; `ttft`: only up to its first token, the rest is in "
-        "its own run (`method=baseline`); `false`: not at all",
+    url: str | None = setting(None, "of a server with the model, such as `http://127.0.0.1:8000/v1`")
+    kind: str | None = setting(
+        None, "its software: `vllm`, `sglang`, `llama.cpp`, `transformers`, `plain`; `null`: it is asked"
     )
-    warmup: int = setting(5, "warm-up runs of each before the first example")
-
-
-@dataclass
-class AnswersConfig:
-    """How answers are generated after their first tokens."""
-
-    rows: int | None = setting(
-        None,
-        "answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as many as fit "
-        "into a GPU's memory, up to 8, and 1 on a CPU",
-    )
+    api: str = setting("completions", "`chat` for a server without `/v1/completions`, which then applies its template")
+    extra_body: dict[str, Any] = setting({}, "further fields of each request")
+    cache: str = setting("cold", "`warm` asks twice and times the second request")
+    allow_token_mismatch: bool = setting(False, "accept a server whose count of prompt tokens differs from ours")
+    api_key_env: str = setting("OPENAI_API_KEY", "the environment variable that holds the server's key")
+    timeout_s: float = setting(600.0, "seconds for a whole answer")
 
 
 @dataclass
@@ -149,8 +116,6 @@ class LoadConfig:
 
     concurrency: int = setting(1, "requests at once, each sent when another has ended")
     rate: float | None = setting(None, "requests per second instead, at random times (Poisson)")
-    ttft_limit_s: float | None = setting(None, "goodput counts answers with at most this TTFT")
-    tpot_limit_s: float | None = setting(None, "and at most this time per later token")
 
     @property
     def is_shared(self) -> bool:
@@ -165,7 +130,7 @@ class TrackerConfig:
     name: str = setting("none", "`wandb`")
     project: str = setting("lazyllm-bench", "W&B's project")
     entity: str | None = setting(None, "W&B's user or team; `null`: the key's owner")
-    group: str | None = setting(None, "W&B's group; `null`: the experiment's label")
+    group: str | None = setting(None, "W&B's group; `null`: the name of the run's folder")
     mode: str = setting("offline", "`offline` writes to `<run folder>/wandb`; `online` needs a key")
     tags: list[str] = setting([], "W&B's tags")
 
@@ -176,37 +141,45 @@ class RunConfig(SuiteSettings):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     method: dict[str, Any] = field(default_factory=dict)
+    compare: Any = setting(
+        {},
+        "several arms instead of `method`: `compare=[lazy,fastkv]`, or `+compare={label: {name: lazy, schedule: "
+        "paper}, ...}`; a list of values, or `seeds: 5`, makes an arm of each",
+    )
+    baseline: bool = setting(True, "also measure the standard model on every example, among the arms")
+    aa_test: bool = setting(
+        False, "also measure the baseline once more, as an arm: how much answers and times vary by chance"
+    )
     dataset: dict[str, bool] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
-    timing: TimingConfig = field(default_factory=TimingConfig)
-    answers: AnswersConfig = field(default_factory=AnswersConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    load: LoadConfig = field(default_factory=LoadConfig)
-    control: bool = setting(False, "also measure the baseline beside itself: how much answers and times vary by chance")
     limit: int | None = setting(
-        None, "the first N examples of each dataset; `null`: all (`dataset=embedded`: 12; `stdlib`: 24; `ruler`: 500)"
+        None, "N examples of each dataset; `null`: all (embedded: 12; `stdlib`: 24; `ruler`: 500)"
     )
-    spread: str | None = setting(
-        None,
-        "`length`: `limit` takes N examples of each dataset, spread over its lengths, the same for everyone",
+    subset: str = setting(
+        "first", "which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths"
     )
-    max_new_tokens: int | None = setting(None, "shorter answers than the dataset allows, for a quick look")
-    seed: int = setting(0, "of random weights, of `sample`, and the default of methods with a `seed`")
-    threads: int | None = setting(None, "CPU threads; `null`: torch's choice (`tiny`, `coder`: 1)")
-    out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method>-<data>-<fingerprint>`")
-    sample: int | None = setting(None, "N examples at random (seeded), after `dataset`, `limit` and `half`")
-    half: str | None = setting(
-        None, "`tuning` or `held-out`: the half of the examples, after `limit`, for searching schedules, or the other"
+    split: str | None = setting(
+        None, "`dev` or `test`: half of each dataset, for searching settings, or the other; `limit` counts in it"
     )
     turns: int | None = setting(
         None, "questions asked of each row, in turns of one conversation; `null`: all that a row has (`embedded`: 1)"
     )
+    max_new_tokens: int | None = setting(None, "shorter answers than the dataset allows, for a quick look")
+    shard: str | None = setting(None, "`i/n`: the i-th (from 1) of n jobs that share the run's examples")
+    batch_size: int | None = setting(
+        None,
+        "answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as many as fit "
+        "into a GPU's memory, up to 8, and 1 on a CPU",
+    )
+    warmup: int = setting(5, "warm-up runs of each arm before the first example")
+    seed: int = setting(0, "of random weights, of random subsets, and the default of methods with a `seed`")
+    threads: int | None = setting(None, "CPU threads; `null`: torch's choice (`tiny`, `coder`: 1)")
+    out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`")
     trace: int = setting(0, "keep each layer's importance and selection for the first N examples of each dataset")
     fidelity: str | None = setting(
-        None, "`answer`: also feed the baseline's answer and the gold one to the method and the baseline; not timed"
+        None, "`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
     )
     evidence: bool = setting(True, "record which tokens of the evidence each layer computes, for rows that name it")
-    only: str | None = setting(None, "the label of the only method of `compare` to run; a sweep makes a job of each")
     speedup: str | None = setting(
         None, "the ideal TTFT speedup at which `experiment=field` and `turns` compare methods, such as `2x`"
     )
@@ -214,11 +187,10 @@ class RunConfig(SuiteSettings):
         None,
         "another model, by folder, hub id or preset: SpecPrefill's in `experiment=field`, the scorer in `compression`",
     )
-    compare: dict[str, dict[str, Any]] = setting(
-        {}, "several methods in one table, instead of `method`: `+compare={label: {name: lazy, schedule: paper}, ...}`"
-    )
-    label: str = setting(DEFAULT_LABEL, "the comparison's name, and its files' in `runs/`")
-    shard: str | None = setting(None, "`i/n`: the i-th (from 1) of n jobs that share the run's examples")
+    label: str | None = setting(None, "the comparison's name, in titles and folders")
+    server: ServerConfig = field(default_factory=ServerConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 
 def documented(schema: Any) -> list[tuple[str, str, str]]:
@@ -244,15 +216,13 @@ def _help(schema: Any) -> str:
 def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     """Register the schema with Hydra, which then refuses unknown keys and values of another type.
 
-    Also registers `${keys:${compare}}`, the labels of a mapping as a sweep's choices, `${settings:}`, the text of
-    `--help`, and the defaults of each method, installed packages' included. A method that cannot be used is refused
-    only if it is chosen (`check_arguments`).
+    Also registers `${settings:}`, the text of `--help`, and the defaults of each method, installed packages' included.
+    A method that cannot be used is refused only if it is chosen.
     """
-    OmegaConf.register_new_resolver("keys", lambda mapping: ",".join(mapping), replace=True)
     OmegaConf.register_new_resolver("settings", lambda: _help(schema()), replace=True)
     store = ConfigStore.instance().store
     store(name="schema", node=schema)
-    store(group="method", name=SERVER, node=dict.fromkeys(SERVER_SETTINGS))
+    store(group="method", name=SERVER, node={"name": SERVER, **dict.fromkeys(SERVER_SETTINGS)})
     register_configs()
     for name, node in model_nodes().items():
         store(group="model", name=name, node=node)
@@ -292,7 +262,10 @@ def model_nodes() -> dict[str, dict[str, Any]]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{setting: default} in a config's syntax, `turns` included; a `seed` is the run's. Raises UserError."""
+    """{setting: default} in a config's syntax, `turns` included; a `seed` is the run's, `seeds` a number of them.
+
+    Raises UserError.
+    """
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
@@ -304,66 +277,7 @@ def _defaults(name: str) -> dict[str, Any]:
                 "or a list or mapping of these"
             ) from error
         defaults[key] = "${seed}" if key == "seed" else written
-    return defaults | {"turns": "continue"}
-
-
-def check_arguments(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
-    """Refuse a command line with an unknown key, an unusable method or an unusable launcher. Raises UserError.
-
-    arguments: the command line without the program's name. `+compare.NAME={...}` adds a method to an experiment.
-    """
-    check_launcher(arguments)
-    methods = [
-        name
-        for argument in arguments
-        if argument.startswith("method=")
-        for name in argument.partition("=")[2].split(",")
-    ]
-    for name in methods:
-        if name in known():
-            _defaults(name)  # of an installed package's method that cannot be used, Hydra would call the keys unknown
-    options, after = get_args_parser().parse_known_args(list(arguments))
-    parser = OverridesParser.create()
-    for argument in [*after, *options.overrides]:
-        if argument.startswith("-"):
-            raise UserError(f"{argument}: expected KEY=VALUE, such as limit=3; --help lists all keys")
-        try:
-            override = parser.parse_override(argument)
-        except HydraException as error:
-            key, equals, value = argument.partition("=")
-            if not equals:
-                raise UserError(f"{argument}: expected KEY=VALUE") from error
-            if value and any(sign in str(error) for sign in ("token recognition error", "expecting <EOF>")):
-                raise UserError(f"{argument}: quote the value, for the shell too: '{key}=\"{value}\"'") from error
-            raise UserError(f"{argument}: {one_line(error)}") from error
-        _check_key(override.key_or_group, methods or ["lazy"], schema)
-        value = override.value()
-        named = value if isinstance(value, list) else [value]
-        is_odd = not named or any(isinstance(name, int | float | None) for name in named)
-        if override.key_or_group in _GROUPS and "=" in argument and is_odd:
-            raise UserError(f"{argument}: expected a name, or a list of names")
-
-
-def _check_key(key: str, methods: Sequence[str], schema: type[RunConfig]) -> None:
-    """Refuse a key that neither the schema nor one of the methods has."""
-    if key.startswith(("hydra/", "hydra.", *(f"{name}." for name in _OPEN))):
-        return
-    top, _, below = key.partition(".")
-    of_method = top == "method" and bool(below)
-    if of_method and not set(methods) <= set(known()):
-        return  # an unusable method, refused elsewhere
-    if of_method:
-        settings = (setting for name in methods for setting in settings_of(by_name(name)))
-        choices = ["name", *dict.fromkeys(settings), "turns"]
-        listed, where, key = choices[1:], f" of method {' or '.join(methods)}", below
-    else:
-        choices = [*_GROUPS, *(name for name, _, _ in documented(schema()))]
-        listed, where = [choice.partition(".")[0] for choice in choices], ""
-    if key in (*choices, *listed):
-        return
-    near = [choice for choice in choices if choice.startswith(key)] or difflib.get_close_matches(key, choices, 1)
-    hint = f"did you mean {near[0]}? Known" if near else "known"
-    raise UserError(f"unknown key {key}{where}: {hint} are {', '.join(dict.fromkeys(listed)) or 'none'}")
+    return defaults | {"turns": "continue"} | ({"seeds": None} if "seed" in defaults else {})
 
 
 def check_launcher(arguments: Sequence[str]) -> None:
@@ -397,33 +311,20 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         raise one_line(error) from error
 
 
+def run_config(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> RunConfig:
+    """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError."""
+    register_schema(schema)
+    check_launcher(arguments)
+    return to_run_config(compose_config(arguments))
+
+
 def model_arguments(name: str) -> list[str]:
     """The arguments that choose a model by `model.name`: a preset, or a folder or hub id."""
     return [f"model={name}"] if name in PRESETS else ["model=custom", f"model.name={name}"]
 
 
-def jobs_of(arguments: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job of a run or a sweep. Raises UserError for arguments that neither takes."""
-    register_schema()
-    overrides = [
-        word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")
-    ]
-    check_arguments(overrides)
-    parser = OverridesParser.create()
-    try:
-        parsed = parser.parse_overrides(overrides)
-        fixed = [override.input_line or "" for override in parsed if not override.is_sweep_override()]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            swept = compose("config", fixed, return_hydra_config=True).hydra.sweeper.params or {}  # an experiment's
-        overrides = [*(f"{key}={value}" for key, value in swept.items()), *overrides]
-        (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)
-    except HydraException as error:
-        raise one_line(error) from error
-    return jobs
-
-
 def one_line(error: Exception) -> UserError:
-    """Hydra's or OmegaConf's error as one short message."""
+    """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         if group.startswith("model/"):
@@ -432,24 +333,22 @@ def one_line(error: Exception) -> UserError:
         near = difflib.get_close_matches(name, error.options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
-    if added := re.search(r"To append to your config use \+(.+)", str(error)):
-        with_it = "dataset=all " if added[1].startswith("dataset.") else "+"
-        return UserError(f"{added[1]}: expected {with_it}{added[1]}")
-    if several := re.match("Ambiguous value for argument '(.+)'", str(error)):
-        return UserError(f"{several[1]}: expected -m too, for a sweep, or a list, [A,B]")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(("full_key:", "object_type="))]
-    message = ": ".join(dict.fromkeys(lines[:2])).removeprefix("Error merging override ")
-    for told, expected in _EXPECTED.items() if len(lines) > 1 else ():
-        if told in lines[1]:
-            return UserError(f"{lines[0].removeprefix('Error merging override ')}: expected {expected}")
-    if message.partition("at input '")[2].startswith(("{'", '{"')):
-        return UserError("the keys of a mapping take no quotes, as in {2: 0.5}")
+    message = ": ".join(dict.fromkeys(lines))
+    if unknown := re.match(r"Could not override '([^']+)'", message):
+        of_methods = (f"method.{key}" for name in METHODS for key in settings_of(METHODS[name]))
+        choices = [*(key for key, _, _ in documented(RunConfig())), *of_methods]
+        near = [key for key in choices if key.startswith(unknown[1])] or difflib.get_close_matches(unknown[1], choices)
+        message += f" (did you mean {near[0]}? --help lists all keys)" if near else " (--help lists all keys)"
     return UserError(message)
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The composed config as plain dataclasses, with allowed values (`resolve` checks the rest). Raises UserError."""
+    """The composed config as plain dataclasses, with allowed values (`eval.run.run.Run` checks the rest).
+
+    Raises UserError.
+    """
     try:
         plain = OmegaConf.to_object(config)
     except MissingMandatoryValue as error:
@@ -457,27 +356,21 @@ def to_run_config(config: DictConfig) -> RunConfig:
         raise UserError(
             f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
         ) from error
+    except OmegaConfBaseException as error:  # a reference to no setting, for example
+        raise one_line(error) from error
     assert isinstance(plain, RunConfig)
-    if plain.method.keys() == set(SERVER_SETTINGS):
-        given = {key: value for key, value in plain.method.items() if value is not None}
-        named = {"model": given.pop("name")} if "name" in given else {}
-        plain.method = {"name": SERVER, **named, **given}
-    one_run = not plain.compare or plain.only is not None
     choices = {
         "data.on_error": ("raise", "skip"),
-        "half": (None, *HALVES),
-        "spread": (None, "length"),
+        "subset": SUBSETS,
+        "split": (None, *SPLITS),
         "fidelity": (None, "answer"),
-        "timing.paired": (True, "ttft", False),
         "tracker.name": ("none", "wandb"),
         "tracker.mode": ("online", "offline", "disabled"),
         "model.paper": (None, "llama2", "xgen"),
-        "only": (None, *plain.compare),
-        "model.kind": (None, *SERVER_KINDS),
-        "model.api": ("completions", "chat"),
-        "model.cache": ("cold", "warm"),
+        "server.kind": (None, *SERVER_KINDS),
+        "server.api": ("completions", "chat"),
+        "server.cache": ("cold", "warm"),
     }
-    require(plain.only is None or bool(plain.compare), "only", plain.only, "an experiment or compare with it")
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)
         shown = " or ".join(json.dumps(known).strip('"') for known in known_values)
@@ -486,10 +379,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
-    require(plain.fidelity is None or plain.timing.paired is True, "fidelity", plain.fidelity, "timing.paired=true")
-    require(plain.spread is None or plain.limit is not None, "spread", plain.spread, "limit=50 or so with it")
-    require(plain.out is None or one_run, "out", plain.out, "no out= with compare, as each run has its own folder")
-    require(plain.shard is None or one_run, "shard", plain.shard, "only=LABEL with it, as it divides one run")
+    require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")
+    require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")
     if plain.shard is not None:
         parse_shard(plain.shard)
     folder = plain.data.dir

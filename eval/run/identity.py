@@ -1,4 +1,4 @@
-"""Provenance of a number: code, weights, versions, machine."""
+"""The identity of a run, and the provenance of its numbers: code, weights, versions, machine."""
 
 from __future__ import annotations
 
@@ -13,24 +13,32 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.machine import device_name
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from eval.run import targets
+from eval.run.arms import Arm, build_method, canonical, plain
+from lazyllm.machine import device_name, git_commit
+from lazyllm.methods import by_name, code_of
+from lazyllm.models.load import devices_in_use, load_config, load_end_ids
+from lazyllm.models.quantisation import quantised_by
+from lazyllm.spec import QUANTISATIONS
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedTokenizerBase
+    from eval.run.run import Run
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
-# The code that can change a record
-CODE = (
+# The code that can change a number, besides that of the suite and of the chosen methods
+ENGINE = (
     "lazyllm/spec.py",
     "lazyllm/presets.py",
     "lazyllm/engine",
-    "lazyllm/methods",
     "lazyllm/models",
-    "eval/benchmarks",
+    "lazyllm/methods/support",
     "eval/run/measure.py",
 )
-SERVED_CODE = ("eval/benchmarks", "eval/server.py", "eval/run/served.py")  # that can change a record of a server
+SERVED = ("eval/server.py", "eval/run/served.py", "eval/run/measure.py")  # the same behind a server
+_PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
@@ -41,8 +49,8 @@ def versions() -> dict[str, str]:
 
 
 @cache
-def code_sha256(parts: tuple[str, ...] = CODE) -> str:
-    """SHA-256 of sources without comments, docstrings and layout.
+def code_sha256(parts: tuple[str, ...]) -> str:
+    """16 hex digits of the SHA-256 of sources without comments, docstrings and layout.
 
     parts: folders with their subfolders, and files, relative to the folder of the packages.
     """
@@ -50,9 +58,40 @@ def code_sha256(parts: tuple[str, ...] = CODE) -> str:
     for part in parts:
         path = _ROOT / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            content = json.dumps(_meaning(ast.parse(file.read_bytes())))
+            content = json.dumps(_meaning(_tree(file)))
             digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{content}\0".encode())
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
+
+
+def suite_code(module: str) -> str:
+    """`code_sha256` of a suite, by the module of one of its functions, and of what all suites share."""
+    own = _own_files(".".join(module.split(".")[:3]), "eval.benchmarks")
+    return code_sha256(tuple(sorted(own | {f"eval/benchmarks/{name}" for name in _PROMPTS})))
+
+
+def method_code(name: str) -> str:
+    """What changes with the code of a method: `code_sha256` of its own files, or the version of another package."""
+    module = ".".join(by_name(name).__module__.split(".")[:3])
+    return code_of(name) or code_sha256(tuple(sorted(_own_files(module, "lazyllm.methods"))))
+
+
+def _own_files(module: str, package: str) -> set[str]:
+    """The files of a module of a package, and of the modules there that it imports; not those in `ENGINE`."""
+    path = _ROOT / module.replace(".", "/")
+    part = (path if path.is_dir() else path.with_suffix(".py")).relative_to(_ROOT).as_posix()
+    found = {part}
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
+        for node in ast.walk(_tree(file)):
+            other = node.module if isinstance(node, ast.ImportFrom) and node.module is not None else ""
+            other = ".".join(other.split(".")[:3])
+            if other.startswith(f"{package}.") and other not in (module, "lazyllm.methods.support"):
+                found |= _own_files(other, package)
+    return found
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_bytes())
 
 
 def _meaning(node: Any) -> Any:
@@ -70,6 +109,103 @@ def _meaning(node: Any) -> Any:
         case list():
             return [meaning for item in node if (meaning := _meaning(item)) is not None]
     return repr(node)
+
+
+def identity_of(run: Run) -> dict[str, Any]:
+    """What must agree for two visits of a run to share a folder. Raises UserError."""
+    from eval.run.run import data_identity
+
+    config = run.config
+    return {
+        **(_served_identity(run) if run.is_served else _model_identity(run)),
+        **data_identity(run),
+        **_chat_identity(run),
+        "suite_code": suite_code(run.suite.load.__module__),
+        "tokenizer": tokenizer_sha256(run.tokenizer)[:16],
+        "max_prompt_tokens": run.max_prompt_tokens,
+        "seed": config.seed,
+        "warmup": config.warmup,
+        **({"turns": config.turns} if config.turns is not None else {}),
+        **({"split": config.split} if config.split is not None else {}),  # splits share no table
+        **({"fidelity": config.fidelity} if config.fidelity is not None else {}),
+        **({"batch_size": run.batch_size} if run.batch_size > 1 else {}),  # rounding differs by the number of answers
+        "arms": {arm.label: _arm_identity(run, arm) for arm in run.arms},
+        "baseline": run.baseline,
+    }
+
+
+def _arm_identity(run: Run, arm: Arm) -> dict[str, Any]:
+    if run.is_served:
+        server = run.servers[arm.label]
+        told = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
+        method = {key: plain(value) for key, value in arm.settings.items() if key != "turns"}
+        return {"method": method, "server": told}
+    # of the method's other models: a local one's hash, a hub model's commit
+    others = [
+        weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
+        for spec in build_method(targets.check(arm.settings)).models()
+    ]
+    return {
+        "method": plain(canonical(arm.settings, run.model_config.num_hidden_layers)),
+        "parameters": plain(arm.parameters) if targets.uses_preset(arm.settings) else None,
+        "code": method_code(arm.settings["name"]),
+        **({"weights": others} if others else {}),
+    }
+
+
+def _model_identity(run: Run) -> dict[str, Any]:
+    """The facts of a model in this process."""
+    config, model, devices = run.config, run.config.model, devices_in_use(run.spec)
+    packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
+    quantiser = packages.get(run.spec.quantise or quantised_by(run.model_config) or "")
+    return {
+        "model": model.name if Path(run.spec.source).is_dir() else run.spec.source,
+        "load_format": model.load_format,
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+        "quantise": model.quantise,
+        "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
+        "revision": model.revision or getattr(run.model_config, "_commit_hash", None),
+        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(run.spec.source),
+        "end_ids": list(load_end_ids(run.spec)),
+        "engine": code_sha256(ENGINE),
+        "versions": versions() | ({quantiser: importlib.metadata.version(quantiser)} if quantiser is not None else {}),
+        "device": " + ".join(map(device_name, devices)),
+        "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
+    }
+
+
+def _served_identity(run: Run) -> dict[str, Any]:
+    """The facts of how all servers are asked."""
+    config = run.config
+    asked = {key: plain(getattr(config.server, key)) for key in ("api", "cache", "extra_body")}
+    return {
+        "model": config.model.name,
+        "server": asked,
+        "load": {"concurrency": config.load.concurrency, "rate": config.load.rate},
+        "engine": code_sha256(SERVED),
+        "versions": versions(),
+    }
+
+
+def _chat_identity(run: Run) -> dict[str, Any]:
+    """The facts of the chat format that can change a number."""
+    chat, tokenizer = run.chat, run.tokenizer
+    about: dict[str, Any] = {"chat": run.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
+    if chat.uses_template(tokenizer):
+        about |= {
+            "chat": "auto",
+            "chat_args": chat.template_args(tokenizer),
+            "system": chat.system,
+            "today": chat.today if chat.reads_clock(tokenizer) else None,
+        }
+    return {key: value for key, value in about.items() if value}
+
+
+def provenance_of(run: Run) -> dict[str, Any]:
+    """Where and when the run's first job ran, with which code. It decides nothing."""
+    device = None if run.is_served else devices_in_use(run.spec)[0]
+    return {"git_commit": git_commit(), "versions": versions(), "machine": machine(device), "started": now()}
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -108,8 +244,6 @@ def now() -> str:
 
 def machine(device: torch.device | None) -> dict[str, Any]:
     """The machine of a run, as the summary reports it. Names no folder and no host. device: None behind a server."""
-    import torch  # not at the top: the rest is known before it is imported
-
     return {
         "device": device_name(device) if device is not None else "server",
         "cpu": device_name(torch.device("cpu")),

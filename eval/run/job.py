@@ -29,14 +29,13 @@ from omegaconf.errors import OmegaConfBaseException
 from eval.run.config import (
     CONF,
     RunConfig,
-    check_arguments,
+    check_launcher,
     compose_config,
-    jobs_of,
     one_line,
     register_schema,
     to_run_config,
 )
-from eval.run.resolved import RUNS, check_early, check_writable, resolve
+from eval.run.run import RUNS, Run, check_writable
 from lazyllm.errors import FailedExamplesError, UserError
 
 if TYPE_CHECKING:
@@ -45,42 +44,41 @@ if TYPE_CHECKING:
 GRACE_S = 0.5  # for the regular end, which frees the device and writes down when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
 _BOUND = re.compile(r"(score|ttft)>=([+-]?\d+(?:\.\d+)?)")  # of a gate
-_finished: list[RunResult] = []  # of this process's jobs; other launchers run theirs in other processes
-_told: set[str] = set()  # errors of this process's jobs
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `run`: one run, a comparison, or a sweep (-m). Returns the exit code. Raises UserError.
+    """The verb `run`: one run, or a sweep (-m). Returns the exit code. Raises UserError.
 
-    --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every method's score difference and TTFT speedup lie
+    --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every arm's score difference and TTFT speedup lie
     above these bounds.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gate")
     options, arguments = parser.parse_known_args(arguments)
     bounds = None if options.gate is None else parse_gate(options.gate)
-    in_others = any(argument.startswith("hydra/launcher=") for argument in arguments)  # processes
-    jobs = [] if bounds is None else [resolve(to_run_config(compose_config(job))) for job in jobs_of(arguments)]
-    if (bounds and in_others) or not all(run.paired for job in jobs for run in job.runs.values()):
-        raise UserError("--gate: expected a method beside its baseline in each job (timing.paired), and no launcher")
-    _finished.clear()
-    if in_others:
-        with suppress(UserError):  # the first job tells what is left out here, once for the launcher's processes
-            resolve(to_run_config(compose_config(jobs_of(arguments)[0])))
+    if bounds and any(argument.startswith("hydra/launcher=") for argument in arguments):
+        raise UserError("--gate: expected no launcher, whose jobs end in other processes")
+    finished: list[RunResult] = []  # of the jobs in this process
+
+    def work(config: DictConfig) -> None:
+        finished.append(run_job(config))
+        if failed := finished[-1].failed:
+            raise FailedExamplesError(failed)
+
     try:
-        start(run_job, arguments)
+        start(work, arguments)
     finally:  # a job that failed does not hide the others
-        if len(_finished) > 1 and any(argument.startswith("-") for argument in arguments):
+        if len(finished) > 1:
             from eval.run.loop import show_together  # the jobs have imported it
 
-            show_together(_finished)
-    whole = [result.results for result in _finished if result.results is not None]
-    if bounds is None or (_finished and not whole):  # the last shard decides
+            show_together(finished)
+    whole = [result.results for result in finished if result.results is not None]
+    if bounds is None or (finished and not whole):  # the last shard decides
         return 0
-    from eval.analysis.run_table import difference, passes  # the jobs have imported it
+    from eval.analysis.run_table import comparisons, passes  # the jobs have imported it
 
-    passed = passes([difference(results) for results in whole], bounds)
+    passed = passes([one for results in whole for one in comparisons(results)], bounds)
     print(f"gate {options.gate}: {'passed' if passed else 'FAILED'}")
     return 0 if passed else 1
 
@@ -93,43 +91,60 @@ def parse_gate(text: str) -> dict[str, float]:
     return {bound[1]: float(bound[2]) for bound in bounds if bound is not None}
 
 
-def run_job(config: DictConfig) -> None:
-    """One job: the run or the comparison that a composed config describes. Raises UserError."""
+def run_job(config: DictConfig) -> RunResult:
+    """One job: the run that a composed config describes. Raises UserError."""
     with job():
-        resolved = resolve(to_run_config(config))
-        check_early(resolved)
+        run = Run(to_run_config(config)).check()
         logging.info("loading torch and transformers")
-        from eval.run.loop import compare, run  # not at the top: imports torch, only after the arguments are checked
+        from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
 
-        results = compare(resolved) if resolved.config.compare else [run(resolved)]
-        _finished.extend(results)
-        if failed := [result.failed for result in results if result.failed]:
-            raise FailedExamplesError("; ".join(failed))
+        return measure(run)
 
 
-def start(work: Callable[[DictConfig], None], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
+def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
     """Do `work` once, or as a sweep through a Hydra launcher if the arguments hold an option such as -m.
 
-    work: a function of a module that other processes can import. Raises UserError.
+    Raises UserError.
     """
     register_schema(schema)
-    check_arguments(arguments, schema)
+    check_launcher(arguments)
     if {"-m", "--multirun"} & set(arguments):
         check_writable(RUNS)
     _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
-        return work(compose_config(arguments))
+        work(compose_config(arguments))
+        return
     # a launcher's processes import this package from the same place
     paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "HYDRA_FULL_ERROR": "1"}  # raise errors instead of exiting
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    try:
+        _through_hydra(work, arguments)
+    except KeyboardInterrupt:
+        end()
+
+
+def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
+    """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError."""
+    configs: list[RunConfig] = []
+    own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
+    register_schema()
+    quiet = ["hydra/hydra_logging=none", "hydra.sweep.dir=."]
+    _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])
+    return configs
+
+
+def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
+    """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`. Raises UserError."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
+    before = sys.argv
     # Hydra refuses -m among the settings
     sys.argv = ["run.py", *sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))]
     try:
-        return hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
-    except KeyboardInterrupt:
-        end()
+    finally:
+        sys.argv = before
 
 
 @contextmanager
@@ -147,10 +162,7 @@ def job() -> Iterator[None]:
         yield
     except Exception as error:
         if sweep is not None:
-            told = f"{type(error).__name__}: {error}"
-            again = told in _told
-            _told.add(told)
-            logging.error("job failed (%s): %s", " ".join(sweep.overrides.task), "as above" if again else told)
+            logging.error("job failed (%s): %s: %s", " ".join(sweep.overrides.task), type(error).__name__, error)
             traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, whose frames hold the model
         raise
     except KeyboardInterrupt:

@@ -1,16 +1,17 @@
-"""Measuring: a method and its baseline on the same prompts, in the same process, in alternation.
+"""Measuring: the arms of a run answer each example one after the other, in the same process: a visit.
 
-An example of several turns is a session of each, one after the other; each continues with its own answers.
+An example of several turns is a conversation with each arm in its place; each continues with its own answers.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -23,8 +24,9 @@ from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import second_score
 from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
-from eval.benchmarks.suite import Dataset, Example
-from eval.store.record import PROMPT_END, Failure, LaterTurn, Measurement, Record, Trace, compact_counts
+from eval.run.arms import Arm
+from eval.run.cases import Case
+from eval.store.visit import PROMPT_END, Failure, Measurement, Trace, Turn, Visit, compact_counts
 from lazyllm import Generation, Prompt, generate, start
 from lazyllm.engine.decoder import importance_of_layers
 from lazyllm.engine.devices import (
@@ -42,43 +44,39 @@ from lazyllm.engine.generation import Greedy
 from lazyllm.engine.pack import Pack, Row, row_of
 from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
-from lazyllm.methods.support.other_models import park
+from lazyllm.methods.support.other_models import bytes_beside, park, unload
+from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
 WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 
 
-@dataclass(frozen=True)
-class Case:
-    """One example with its prompt and method, ready to be measured. turns: of the method, as in `lazyllm.start`."""
+@dataclass(frozen=True, eq=False)
+class Todo:
+    """A visit to make. arms: in the order in which they are measured."""
 
-    dataset: Dataset
-    example: Example
-    prompt: BuiltPrompt
-    method: Method
-    max_new_tokens: int
-    end_ids: tuple[int, ...]
-    turns: str = "continue"
-
-    def turns_of(self, method: Method) -> str:
-        """What later turns do: the baseline that the method is compared with continues."""
-        return self.turns if method is self.method else "continue"
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.dataset.name, self.example.id
-
-    @property
-    def answering(self) -> dict[str, Any]:
-        """The options of `lazyllm.generate`."""
-        least = 1 if self.dataset.newline_ends else 0
-        return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
+    case: Case
+    arms: tuple[Arm, ...]
 
 
-def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Generation]:
-    """The case's answers, turn by turn. Every turn follows the method's own answers, as in a real conversation."""
-    with start(model, case.prompt.as_input(), method, turns=case.turns_of(method)) as conversation:
+def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
+    """The arms in the order of a run's visit with this number, from 0.
+
+    The order rotates with every second visit, and every other visit reverses it. So in 2 visits each arm comes before
+    any other once and after it once, and in 2 k visits of k arms each arm has each place twice.
+    """
+    first = number // 2 % len(arms)
+    order = (*arms[first:], *arms[:first])
+    return order[::-1] if number % 2 else order
+
+
+def converse(model: PreTrainedModel, case: Case, method: Method, turns: str) -> Iterator[Generation]:
+    """The case's answers, turn by turn. Every turn follows the method's own answers, as in a real conversation.
+
+    turns: as of `lazyllm.start`.
+    """
+    with start(model, case.prompt.as_input(), method, turns=turns) as conversation:
         out = conversation.answer(None, **case.answering)
         yield out
         for turn in case.prompt.turns:
@@ -87,8 +85,8 @@ def converse(model: PreTrainedModel, case: Case, method: Method) -> Iterator[Gen
 
 
 @dataclass(frozen=True)
-class _Run:
-    """A method's answers, turn by turn, and the peak memory in bytes by the end of each. turns: as of `Case`.
+class _Answers:
+    """An arm's answers, turn by turn, and the peak memory in bytes by the end of each. turns: as of `lazyllm.start`.
 
     packed: other answers decoded in the same steps, so times after the first token, and the peak, are not its own.
     """
@@ -120,27 +118,29 @@ class _Run:
 
 @dataclass
 class Bench:
-    """A model in this process, to measure methods on.
+    """A model in this process, to measure arms on.
 
-    paired: also measure the baseline on each example, "ttft" only up to its first token. forced: then also feed the
-    baseline's and gold answers to both. evidence: record the evidence that each layer computes. rows: answers that
-    decode together, two of a paired example, after their first tokens. attention_kernel: as of `Record`; known after
-    `warm_up`.
+    arms: in the order of tables. baseline: the label of the arm to compare with; None for none. forced: also feed the
+    baseline's and gold answers to all arms. evidence: record the evidence that each layer computes. batch_size: answers
+    that decode together, after their first tokens. attention_kernel: as of `Visit`; known after `warm_up`.
+    parks: whether other arms' models move to the host while an arm is measured, as memory does not hold all.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    paired: bool | str
+    arms: Sequence[Arm]
+    baseline: str | None
     forced: bool = False
     evidence: bool = True
-    rows: int = 1
+    batch_size: int = 1
     attention_kernel: str | None = None
+    parks: bool = False
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
-        """Run the method, and the baseline if paired, `runs` times on the first prompt; the first run is profiled.
+        """Run each arm `runs` times on the first prompt; the first run, of the baseline if there is one, is profiled.
 
-        So the first record is no slower than the others. If that prompt does not fit into memory, the shortest one
+        So the first visit is no slower than the others. If that prompt does not fit into memory, the shortest one
         takes its place; measuring the first records the failure.
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
@@ -151,198 +151,238 @@ class Bench:
                 raise
             except Exception as error:
                 log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
+                lacks_memory = is_out_of_memory(error)
+            if lacks_memory:
+                self._make_room()
             free(*devices_of(self.model))
 
     def _warm_up_on(self, case: Case, runs: int) -> None:
         options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
-        methods = [Baseline(), case.method] if self.paired else [case.method]
+        methods = [arm.method(case.dataset.name) for arm in self.arms]
         calls = [partial(generate, self.model, case.prompt.as_input(), method, **options) for method in methods] * runs
         if calls:
             self.attention_kernel = attention_kernel(attention_events(calls[0]))
         for call in calls[1:]:
             call()
 
-    def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
-        """Each example's record, or a failure: out of memory, logits that are not finite, an error in a method.
+    def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:
+        """The visits: each arm's answers, or its failure: out of memory, logits that are not finite, an error in it.
 
-        The order of the two generations alternates, so that neither profits from it. Examples of several turns are
-        measured one by one, whatever `rows` is.
+        Examples of several turns are measured one by one, whatever `batch_size` is. With a larger one, the longest
+        prompts come first.
         """
-        alone = [case for case in cases if self.rows == 1 or case.prompt.turns]
-        for number, case in enumerate(alone):
-            outcome = _outcome(case, partial(self.record, case, baseline_first=number % 2 == 0))
-            yield outcome
-            if isinstance(outcome, Failure):
-                free(*devices_of(self.model))
-        if self.rows > 1:
-            at_once = max(1, self.rows // (1 + (self.paired is True)))
-            yield from self._measure_together([case for case in cases if not case.prompt.turns], at_once)
+        together = [one for one in todo if self.batch_size > 1 and not one.case.prompt.turns]
+        for one in todo:
+            if one not in together:
+                yield self._visit(one, {arm.label: self._answers_or_failure(one.case, arm) for arm in one.arms})
+        together.sort(key=lambda one: -len(one.case.prompt.token_ids))
+        outcomes: dict[Todo, dict[str, _Answers | Failure]] = {one: {} for one in together}
+        waiting = deque((one, arm) for one in together for arm in one.arms)
+        for done, arm, outcome in self._decode(waiting, self.batch_size):
+            outcomes[done][arm.label] = outcome
+            if len(outcomes[done]) == len(done.arms):
+                yield self._visit(done, outcomes.pop(done))
 
-    def _measure_together(self, cases: Sequence[Case], most: int) -> Iterator[Record | Failure]:
-        """As `measure`, the longest prompts first, at most `most` examples at once.
-
-        After an error, the examples in the pack start again, half as many at once until all of them have ended; a lone
-        example's is its failure.
-        """
-        waiting, number = sorted(cases, key=lambda case: len(case.prompt.token_ids)), 0
-        pack, inside = Pack(self.model, self.rows), list[tuple[Case, dict[str, Row]]]()
-        done = dict[Row, Generation]()
-        while waiting or inside:
-            failure = None
+    def _answers_or_failure(self, case: Case, arm: Arm) -> _Answers | Failure:
+        """An arm's answers in a visit of its own place. Raises UserError: all other examples would fail too."""
+        while True:
             try:
-                if waiting and len(inside) < most:
-                    case, rows = waiting.pop(), dict[str, Row]()
-                    inside.append((case, rows))
-                    for side, method, its_case in self._sides(case, baseline_first=number % 2 == 0):
-                        prompt, choose = case.prompt.as_input(), Greedy(case.end_ids, case.answering["min_new_tokens"])
-                        rows[side] = row_of(self.model, prompt, method, its_case.max_new_tokens, choose)
-                        pack.join(rows[side])
-                    number += 1
-                else:
-                    done |= pack.run()
+                return self._answers(case, arm)
             except UserError:
-                raise  # all other examples would fail too
+                raise
             except Exception as error:
-                failure = _failure(inside[0][0], error)
+                failure, lacks_memory = _failure(case, error), is_out_of_memory(error)
+            free(*devices_of(self.model))  # not in the handler, as the error's frames hold memory
+            if not lacks_memory or not self._make_room(arm.method(case.dataset.name).models()):
+                return failure
+
+    def _answers(self, case: Case, arm: Arm) -> _Answers:
+        method, devices = arm.method(case.dataset.name), devices_of(self.model)
+        if self.parks:
+            park(method.models())
+        answers = _Answers(method, arm.turns, [], [])
+        reset_peak(*devices)
+        if case.prompt.turns:
+            outs = converse(self.model, case, method, arm.turns)
+        else:
+            outs = iter([generate(self.model, case.prompt.as_input(), method, **case.answering)])
+        for out in outs:
+            answers.outs.append(out)
+            peak = read_peak(*devices)
+            others = sum(bytes_beside(method.models(), device) for device in devices)
+            answers.peaks.append(None if peak is None else peak - others)
+        return answers
+
+    def _make_room(self, used: Sequence[ModelSpec] = ()) -> bool:
+        """Move the other arms' models to the host, from now on before each arm. Returns whether that freed memory."""
+        freed = park(used)
+        if freed and not self.parks:
+            log.warning("memory does not hold the other models of all arms: from now on they move to the host and back")
+        self.parks |= freed
+        return freed
+
+    def _decode(self, waiting: deque[tuple[Todo, Arm]], size: int) -> Iterator[tuple[Todo, Arm, _Answers | Failure]]:
+        """The arms' answers as they end, at most `size` at once. First tokens are made alone and in order; a visit's
+        begin when the pack has room for all of them, if it ever has.
+
+        After an error, the answers in the pack start again, half as many at once until all of them have ended; a lone
+        one's is its failure.
+        """
+        pack, inside = Pack(self.model, size), dict[Row, tuple[Todo, Arm]]()
+        while waiting or inside:
+            failure, freed = None, False
+            done: list[tuple[Row, Generation]] = []
+            try:
+                if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
+                    one, arm = waiting.popleft()
+                    case, method = one.case, arm.method(one.case.dataset.name)
+                    choose = Greedy(case.end_ids, case.answering["min_new_tokens"])
+                    row = row_of(self.model, case.prompt.as_input(), method, case.max_new_tokens, choose)
+                    inside[row] = one, arm
+                    if self.parks:
+                        park(method.models())
+                    pack.join(row)
+                else:
+                    done = pack.run()
+            except UserError:
+                raise
+            except Exception as error:
+                failure, lacks_memory = _failure(next(iter(inside.values()))[0].case, error), is_out_of_memory(error)
             if failure is not None:  # not in the handler, as the error's frames hold memory
-                lost = [case for case, _ in inside]
-                pack, inside, done = Pack(self.model, self.rows), [], {}
+                lost = [*inside.values()]
+                pack, inside = Pack(self.model, size), {}
                 free(*devices_of(self.model))
-                if len(lost) == 1:
-                    yield failure
+                freed = lacks_memory and self._make_room()
+                if len(lost) == 1 and not freed:
+                    yield (*lost[0], failure)
                     continue
+                fewer = size if freed else len(lost) // 2
                 reason = failure.reason.partition(";")[0]
-                log.warning("%d examples at once until %d have ended: %s", len(lost) // 2, len(lost), reason)
-                yield from self._measure_together(lost, len(lost) // 2)
-            for example in [one for one in inside if done.keys() >= {*one[1].values()}]:
-                inside.remove(example)
-                case, rows = example
-                runs = {side: _Run(row.method, "continue", [done.pop(row)], [None], True) for side, row in rows.items()}
-                yield _outcome(case, partial(self.record_of, case, runs["method"], runs.get("baseline")))
+                log.warning("%d answers at once until %d have ended: %s", fewer, len(lost), reason)
+                yield from self._decode(deque(lost), fewer)
+            for row, out in done:
+                one, arm = inside.pop(row)
+                yield one, arm, _Answers(row.method, "continue", [out], [None], packed=True)
 
-    def _sides(self, case: Case, baseline_first: bool) -> Iterator[tuple[str, Method, Case]]:
-        """(side, method, its case) in order. A draft or scorer counts only in its own method's memory."""
-        sides = {"method": case.method} | ({"baseline": Baseline()} if self.paired else {})
-        for side in reversed(sides) if baseline_first else sides:
-            if not sides[side].models():
-                park()
-            only_first = self.paired == "ttft" and side == "baseline"
-            yield side, sides[side], replace(case, max_new_tokens=1) if only_first else case
-
-    def record(self, case: Case, baseline_first: bool) -> Record:
-        """The record of one example."""
-        runs = {side: self._run(its_case, method) for side, method, its_case in self._sides(case, baseline_first)}
-        return self.record_of(case, runs["method"], runs.get("baseline"))
-
-    def record_of(self, case: Case, method: _Run, baseline: _Run | None) -> Record:
-        """The record of a case's answers."""
-        turns = list[tuple[Measurement, Measurement | None]]()
-        for turn in range(len(method.outs)):
-            beside = self._fidelity(case, turn, baseline, method) if baseline is not None else {}
-            whole = self._measurement(case, turn, baseline) if baseline is not None and self.paired is True else None
-            turns.append((replace(self._measurement(case, turn, method), **beside), whole))
-        ttft_s = baseline.outs[0].ttft_s if baseline is not None and self.paired == "ttft" else None
-        return record_of(case, turns, baseline_ttft_s=ttft_s, attention_kernel=self.attention_kernel)
-
-    def trace(self, case: Case) -> Trace:
-        """Generate once more, and keep what records leave out. Raises RuntimeError or FloatingPointError."""
-        out = generate(self.model, case.prompt.as_input(), case.method, **case.answering)
-        importance = importance_of_layers(self.model, case.prompt.token_ids)
-        group_starts, computed = compact_counts(out.computed)
-        return Trace(
-            dataset=case.dataset.name,
-            id=case.example.id,
-            tokens=_texts_of_prompt(self.tokenizer, case.prompt),
-            generated=_texts_of_answer(self.tokenizer, out.token_ids),
-            importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
-            selected=selections_that_ran(out),
-            group_starts=group_starts,
-            computed=computed,
+    def _visit(self, one: Todo, outcomes: Mapping[str, _Answers | Failure]) -> Visit:
+        """The visit of all arms' answers, compared with the baseline's after all were timed."""
+        failures = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, Failure)}
+        answers = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, _Answers)}
+        baseline = answers.get(self.baseline or "")
+        forced_baseline = cache(partial(self._forced_baseline, one.case, baseline))
+        measured: dict[str, list[Measurement]] = {}
+        for label, own in answers.items():
+            try:
+                turns = [self._measurement(one.case, turn, own) for turn in range(len(own.outs))]
+                if baseline is not None and label != self.baseline:
+                    turns = [
+                        replace(turn, **of_generations(theirs, ours))
+                        for turn, theirs, ours in zip(turns, baseline.outs, own.outs, strict=True)
+                    ]
+                    # forced in the first turn only: in later turns, the two have different texts before them
+                    turns[0] = replace(turns[0], **self._forced(one.case, own.method, forced_baseline))
+                measured[label] = turns
+            except UserError:
+                raise
+            except Exception as error:
+                failures[label] = _failure(one.case, error)
+        if failures:
+            free(*devices_of(self.model))
+        labels = [arm.label for arm in self.arms if arm.label in measured]
+        return visit_of(
+            one, {label: measured[label] for label in labels}, failures, attention_kernel=self.attention_kernel
         )
 
-    def _run(self, case: Case, method: Method) -> _Run:
-        devices = devices_of(self.model)
-        reset_peak(*devices)
-        run = _Run(method, case.turns_of(method), [], [])
-        if case.prompt.turns:
-            answers = converse(self.model, case, method)
-        else:
-            answers = [generate(self.model, case.prompt.as_input(), method, **case.answering)]
-        for out in answers:
-            run.outs.append(out)
-            run.peaks.append(read_peak(*devices))
-        return run
-
-    def _fidelity(self, case: Case, turn: int, baseline: _Run, own: _Run) -> dict[str, Any]:
-        """The fields of `Measurement` that compare a method with its baseline, after both were timed.
-
-        Answers are forced in the first turn only: in later turns, the two have different texts before them.
-        """
-        if self.paired == "ttft":
-            return of_first_tokens(baseline.outs[turn], own.outs[turn])
-        found = of_generations(baseline.outs[turn], own.outs[turn])
-        if not self.forced or turn:
-            return found
+    def _forced_baseline(self, case: Case, baseline: _Answers) -> dict[str, tuple[list[int], Tensor]]:
+        """{"answer" and "gold": (its tokens, the baseline's logits before each)}."""
         gold = gold_token_ids(self.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
-        for name, token_ids in (("answer", baseline.outs[0].token_ids), ("gold", gold)):
-            theirs, ours = (
-                forced_logits(self.model, case.prompt.as_input(), method, token_ids)
-                for method in (Baseline(), case.method)
-            )
+        answers = {"answer": baseline.outs[0].token_ids, "gold": gold}
+        prompt = case.prompt.as_input()
+        return {name: (ids, forced_logits(self.model, prompt, Baseline(), ids)) for name, ids in answers.items()}
+
+    def _forced(self, case: Case, method: Method, of_baseline: Any) -> dict[str, float]:
+        """The fields of `Measurement` of answers that are fed to a method; none unless `forced`."""
+        found: dict[str, float] = {}
+        for name, (token_ids, theirs) in of_baseline().items() if self.forced else ():
+            ours = forced_logits(self.model, case.prompt.as_input(), method, token_ids)
             found[f"{name}_kl"], found[f"{name}_log_likelihood"] = of_forced(theirs, ours, token_ids)
         return found
 
-    def _measurement(self, case: Case, turn: int, run: _Run) -> Measurement:
-        out = run.outs[turn]
+    def traces(self, case: Case, arms: Sequence[Arm]) -> Iterator[Trace]:
+        """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
+        importance = importance_of_layers(self.model, case.prompt.token_ids)
+        for arm in arms:
+            out = generate(self.model, case.prompt.as_input(), arm.method(case.dataset.name), **case.answering)
+            group_starts, computed = compact_counts(out.computed)
+            yield Trace(
+                dataset=case.dataset.name,
+                id=case.example.id,
+                arm=arm.label,
+                tokens=_texts_of_prompt(self.tokenizer, case.prompt),
+                generated=_texts_of_answer(self.tokenizer, out.token_ids),
+                importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
+                selected=selections_that_ran(out),
+                group_starts=group_starts,
+                computed=computed,
+            )
+
+    def _measurement(self, case: Case, turn: int, answers: _Answers) -> Measurement:
+        out = answers.outs[turn]
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         group_starts, computed = compact_counts(out.computed)
-        flops = run.prefill_flops(self.model.config, turn)
+        flops = answers.prefill_flops(self.model.config, turn)
         return Measurement(
             **scored(case, decoded, self.chat, turn),
             token_ids=out.token_ids,
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,
             scoring_tokens=out.scoring_tokens,
-            total_s=None if run.packed else out.total_s,
-            decode_step_s=None if run.packed else out.decode_step_s,
+            total_s=None if answers.packed else out.total_s,
+            decode_step_s=None if answers.packed else out.decode_step_s,
             pct_prompt_tokens_computed=out.pct_prompt_tokens_computed,
             group_starts=group_starts,
             computed=computed,
             kv_bytes=out.kv_bytes,
             aux_bytes=out.aux_bytes,
-            peak_memory_bytes=run.peaks[turn],
+            peak_memory_bytes=answers.peaks[turn],
             prefill_flops=flops,
             prefill_mfu=utilisation(self.model, flops, out.ttft_s),
-            tokens_computed=run.tokens_computed(turn),
+            tokens_computed=answers.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
-            tokens_computed_so_far=sum(map(run.tokens_computed, range(turn + 1))),
-            total_s_so_far=None if run.packed else sum(done.total_s for done in run.outs[: turn + 1]),
-            **(_evidence(case.prompt, turn, run) if self.evidence else {}),
+            tokens_computed_so_far=sum(map(answers.tokens_computed, range(turn + 1))),
+            total_s_so_far=None if answers.packed else sum(done.total_s for done in answers.outs[: turn + 1]),
+            **(_evidence(case.prompt, turn, answers) if self.evidence else {}),
         )
 
 
-def record_of(case: Case, turns: Sequence[tuple[Measurement, Measurement | None]], **others: Any) -> Record:
-    """The record of a case's answers. turns: the method's and the baseline's, in order. others: fields of `Record`."""
-    messages, asked = (case.prompt, *case.prompt.turns), (case.example, *case.example.turns)
-    first, *later = (
-        {
-            "prompt_sha256": message.sha256,
-            "prompt_tokens": len(message.token_ids),
-            "method": method,
-            "baseline": baseline,
-            "prompt_end": message.text[-PROMPT_END:],
-            "answers": list(question.answers),
-        }
-        for message, question, (method, baseline) in zip(messages, asked, turns, strict=True)
-    )
-    return Record(
+def _arms_to_begin(waiting: deque[tuple[Todo, Arm]], inside: Mapping[Row, tuple[Todo, Arm]]) -> int:
+    """How many answers the next visit in line begins together: 1 if it has begun."""
+    newest = waiting[0][0]
+    return 1 if any(one is newest for one, _ in inside.values()) else sum(one is newest for one, _ in waiting)
+
+
+def visit_of(one: Todo, answers: dict[str, list[Measurement]], failures: dict[str, Failure], **others: Any) -> Visit:
+    """The visit of a case. answers, failures: by arm. others: fields of `Visit`."""
+    case = one.case
+    turns = [
+        Turn(
+            sha256=message.sha256,
+            tokens=len(message.token_ids),
+            tokens_before_truncation=getattr(message, "tokens_before_truncation", len(message.token_ids)),
+            end=message.text[-PROMPT_END:],
+            answers=list(question.answers),
+        )
+        for message, question in zip(case.prompts, (case.example, *case.example.turns), strict=True)
+    ]
+    return Visit(
         dataset=case.dataset.name,
         id=case.example.id,
-        prompt_tokens_before_truncation=case.prompt.tokens_before_truncation,
         groups=list(case.example.groups),
-        later=[LaterTurn(**turn) for turn in later] or None,
-        **first,
+        turns=turns,
+        order=[arm.label for arm in one.arms],
+        answers=answers,
+        failures=failures,
         **others,
     )
 
@@ -358,12 +398,12 @@ def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[st
     }
 
 
-def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:
+def _evidence(prompt: BuiltPrompt, turn: int, answers: _Answers) -> dict[str, Any]:
     """The fields of `Measurement` about the evidence of a turn's question; none if it is unknown."""
     positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
     if not len(positions):
         return {}
-    in_prefill, revived = evidence_computed(run.outs[turn], positions, run.earlier(turn))
+    in_prefill, revived = evidence_computed(answers.outs[turn], positions, answers.earlier(turn))
     return {
         "evidence_tokens": len(positions),
         "evidence_recall": float(in_prefill[-1]),
@@ -372,16 +412,13 @@ def _evidence(prompt: BuiltPrompt, turn: int, run: _Run) -> dict[str, Any]:
     }
 
 
-def of_first_tokens(baseline: Generation, method: Generation) -> dict[str, Any]:
-    """The fields of `Measurement` that compare the first tokens of two generations."""
-    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(method.first_logits)
-    return {"kl": mean_kl(p, q), "top1_agrees": int(p.argmax() == q.argmax())}
-
-
-def of_generations(baseline: Generation, method: Generation) -> dict[str, Any]:
-    """The fields of `Measurement` that compare two finished generations."""
-    ours, theirs = method.token_ids, baseline.token_ids
-    return of_first_tokens(baseline, method) | {
+def of_generations(baseline: Generation, own: Generation) -> dict[str, Any]:
+    """The fields of `Measurement` that compare an arm's answer with the baseline's."""
+    ours, theirs = own.token_ids, baseline.token_ids
+    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(own.first_logits)
+    return {
+        "kl": mean_kl(p, q),
+        "top1_agrees": int(p.argmax() == q.argmax()),
         "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
         "edit_similarity": edit_similarity(ours, theirs),
         "same_answer": int(ours == theirs),
@@ -480,24 +517,21 @@ def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int)
     return np.array(sets)
 
 
-def _outcome(case: Case, record: Callable[[], Record]) -> Record | Failure:
-    """The case's record, or its failure. Raises UserError: all other examples would fail too."""
-    try:
-        return record()
-    except UserError:
-        raise
-    except Exception as error:
-        return _failure(case, error)
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host lacks memory. cuBLAS has its own words for it."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
 
 
 def _failure(case: Case, error: Exception) -> Failure:
     advice = ""
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):  # of a device, or of the host
+    if is_out_of_memory(error):
         advice = (
             f"; out of memory at {len(case.prompt.token_ids)} prompt tokens: lower model.max_prompt_tokens, or "
             "give model.quantise=int8, model.device_map=auto, or method.aux_device=cpu (lazy)"
         )
-    return Failure(*case.key, reason_of(error) + advice, traceback.format_exc())
+    return Failure(reason=reason_of(error) + advice, traceback=traceback.format_exc())
 
 
 def free(*devices: torch.device) -> None:
@@ -518,6 +552,7 @@ def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
     try:
         yield
     finally:
+        unload()
         try:
             release_memory(*devices)
         except RuntimeError as error:  # only logged: the run's own error is raised

@@ -13,32 +13,30 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from eval.analysis.columns import PROMPT_ENDS
 from eval.benchmarks.chat_format import THOUGHT_END
-from eval.run.measure import WARMUP_TOKENS, Case, record_of, scored
-from eval.run.resolved import Resolved
+from eval.run.arms import Arm
+from eval.run.cases import Case
+from eval.run.measure import WARMUP_TOKENS, Todo, scored, visit_of
+from eval.run.run import Run
 from eval.server import Answer, RequestError, Server
-from eval.store.record import Failure, Measurement, Record
+from eval.store.visit import Failure, Measurement, Visit
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
 
-BLOCK = 32  # requests to one side before the other under load, or four times those at once
+BLOCK = 32  # requests to one arm before the next under load, or four times those at once
 
 
 @dataclass(frozen=True)
 class Servers:
     """The servers of a run: what `eval.run.measure.Bench` is for a model in this process.
 
-    sides: those to ask, by name. The prompts are text, or token ids if the server takes them. By default every prompt
-    is kept out of the prefix caches (`Kind.cold`), and refused if the server counts other prompt tokens than we.
+    The prompts are text, or token ids if the server takes them. By default every prompt is kept out of the prefix
+    caches (`Kind.cold`), and refused if the server counts other prompt tokens than we.
     """
 
-    run: Resolved
-    tokenizer: PreTrainedTokenizerBase
-    sides: dict[str, Server]
+    run: Run
     _secret: str = field(default_factory=secrets.token_hex)
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
@@ -46,50 +44,55 @@ class Servers:
         ordered = sorted(cases, key=lambda case: len(case.prompt.token_ids))
         longest = {sum(len(case.prompt.token_ids) > end for end in PROMPT_ENDS): case for case in ordered}
         for case in longest.values():
-            for side in [*self.sides] * runs:
+            for arm in self.run.arms * runs:
                 try:
-                    self._timed(side, case, [], WARMUP_TOKENS, secrets.token_hex(8))
+                    self._timed(arm, case, [], WARMUP_TOKENS, secrets.token_hex(8))
                 except RequestError as error:
                     log.warning("warming up on %s, row %s failed (%s)", *case.key, error)
 
-    def measure(self, cases: Sequence[Case]) -> Iterator[Record | Failure]:
-        """The sides answer in turns, in an order drawn by the seed: prompt by prompt, or in blocks under load.
+    def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:
+        """The arms answer in turn: prompt by prompt, or in blocks under load, in the order of the block's first visit.
 
-        Under load, a side has the run's number of conversations at once, or they begin at the run's rate.
+        Under load, an arm has the run's number of conversations at once, or they begin at the run's rate.
         """
-        load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(cases)
-        while block := list(islice(waiting, max(BLOCK, 4 * load.concurrency) if load.is_shared else 1)):
-            answers = dict[str, list[list[Answer] | Failure]]()
-            for side in rng.sample([*self.sides], len(self.sides)):
+        load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(todo)
+        most = max(BLOCK, 4 * load.concurrency) if load.is_shared else 1
+        while block := list(islice(waiting, most)):
+            order = dict.fromkeys(arm.label for one in block for arm in one.arms)
+            answers: list[dict[str, list[Answer] | Failure]] = [{} for _ in block]
+            for label in order:
+                asked = [(number, arm) for number, one in enumerate(block) for arm in one.arms if arm.label == label]
                 futures = []
                 with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
-                    for case in block:
-                        futures.append(pool.submit(self._converse, side, case))
+                    for number, arm in asked:
+                        futures.append(pool.submit(self._converse, arm, block[number].case))
                         time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
                     wait(futures, return_when=FIRST_EXCEPTION)
                     pool.shutdown(cancel_futures=True)  # a server that has gone is not tried for all the others
-                answers[side] = [future.result() for future in futures]
-            for number, case in enumerate(block):
-                yield self._outcome(case, {side: given[number] for side, given in answers.items()})
+                for (number, _), future in zip(asked, futures, strict=True):
+                    answers[number][label] = future.result()
+            for one, given in zip(block, answers, strict=True):
+                arms = tuple(sorted(one.arms, key=lambda arm: [*order].index(arm.label)))
+                yield self._visit(Todo(one.case, arms), given)
 
-    def _converse(self, side: str, case: Case) -> list[Answer] | Failure:
+    def _converse(self, arm: Arm, case: Case) -> list[Answer] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""
-        is_first_only = side == "baseline" and self.run.paired == "ttft"
-        # one server would take the other side's prompt from its cache
-        apart = len({server.root for server in self.sides.values()}) == len(self.sides)
+        # one server would take another arm's prompt from its cache
+        roots = [server.root for server in self.run.servers.values()]
+        apart = len({*roots}) == len(roots)
         answers: list[Answer] = []
         try:
             for turn in range(1 + len(case.prompt.turns)):
-                mark = random.Random(f"{self._secret}{case.key}{turn}{'' if apart else side}").randbytes(8).hex()
-                answers.append(self._timed(side, case, answers, 1 if is_first_only else case.max_new_tokens, mark))
+                mark = random.Random(f"{self._secret}{case.key}{turn}{'' if apart else arm.label}").randbytes(8).hex()
+                answers.append(self._timed(arm, case, answers, case.max_new_tokens, mark))
         except RequestError as error:
-            return Failure(*case.key, f"{self.sides[side].url}: {error}", repr(error))
+            return Failure(reason=f"{self.run.servers[arm.label].url}: {error}", traceback=repr(error))
         return answers
 
-    def _timed(self, side: str, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
+    def _timed(self, arm: Arm, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
         """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has."""
-        config, server = self.run.config, self.sides[side]
-        is_warm = config.model.cache == "warm"
+        config, server = self.run.config, self.run.servers[arm.label]
+        is_warm = config.server.cache == "warm"
         cold = "nothing" if is_warm else server.takes.cold
         if cold == "flush" and config.load.is_shared:
             cold = "noise"  # a cache in use cannot be flushed
@@ -105,15 +108,15 @@ class Servers:
         answer = [server.answer(body) for _ in range(1 + is_warm)][-1]
         told, cached = answer.request.prompt_tokens, answer.request.cached_tokens
         where = f"{case.dataset.name}, row {case.example.id}: {server.url}"
-        if None not in (told, count) and told != count and not config.model.trust_prompt:
+        if None not in (told, count) and told != count and not config.server.allow_token_mismatch:
             raise UserError(
                 f"{where} counts {told} prompt tokens, but {count} were sent: it cuts or changes the prompt, or "
-                "model.tokenizer is not its own; model.trust_prompt=true accepts its count"
+                "model.tokenizer is not its own; server.allow_token_mismatch=true accepts its count"
             )
         if cached is not None and cached > 1 and not is_warm:  # the first token may be the same in all prompts
             raise UserError(
-                f"{where} took {cached} prompt tokens from its cache: turn its prefix cache off, or give model.kind, "
-                "or measure it with model.cache=warm"
+                f"{where} took {cached} prompt tokens from its cache: turn its prefix cache off, or give server.kind, "
+                "or measure it with server.cache=warm"
             )
         return replace(answer, request=replace(answer.request, noise=noise or None))
 
@@ -121,11 +124,11 @@ class Servers:
         self, case: Case, server: Server, noise: str, earlier: Sequence[Answer]
     ) -> tuple[dict[str, Any], int | None]:
         """The request's fields with the conversation, and its tokens by our tokenizer; None if unknown."""
-        model, prompt, tokenizer = self.run.config.model, case.prompt, self.tokenizer
+        model, prompt, tokenizer = self.run.config.model, case.prompt, self.run.tokenizer
         said = [prompt.text]
         for answer, turn in zip(earlier, prompt.turns, strict=False):
             said += [answer.text, turn.text]
-        if model.api == "chat":
+        if self.run.config.server.api == "chat":
             said[:1] = [*case.example.earlier, said[0].removeprefix("".join(case.example.earlier))]
             said[0] = noise + said[0]
             messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
@@ -146,21 +149,24 @@ class Servers:
             text = text.removeprefix(begin)
         return {"prompt": text}, len(ids)
 
-    def _outcome(self, case: Case, answers: dict[str, list[Answer] | Failure]) -> Record | Failure:
-        measured, chat = dict[str, list[Measurement]](), self.run.chat
-        for side, given in answers.items():
-            if isinstance(given, Failure):
-                return given
-            measured[side], so_far = [], 0.0
-            for turn, answer in enumerate(given):
-                thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
-                text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
-                facts = scored(case, text, chat, turn)
-                facts |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
-                measured[side].append(Measurement(**facts, scoring_tokens=None, request=answer.request))
-        beside = measured.get("baseline")
-        if beside is None or self.run.paired == "ttft":
-            alone = [(method, None) for method in measured["method"]]
-            return record_of(case, alone, baseline_ttft_s=None if beside is None else beside[0].ttft_s)
-        pairs = zip(measured["method"], beside, strict=True)
-        return record_of(case, [(replace(a, same_answer=int(a.text == b.text)), b) for a, b in pairs])
+    def _visit(self, one: Todo, given: dict[str, list[Answer] | Failure]) -> Visit:
+        failures = {label: outcome for label, outcome in given.items() if isinstance(outcome, Failure)}
+        answers = {label: outcome for label, outcome in given.items() if not isinstance(outcome, Failure)}
+        baseline, measured = answers.get(self.run.baseline or ""), dict[str, list[Measurement]]()
+        for label in (arm.label for arm in self.run.arms if arm.label in answers):
+            turns = self._measurements(one.case, answers[label])
+            if baseline is not None and label != self.run.baseline:
+                same = [int(own.text == other.text) for own, other in zip(answers[label], baseline, strict=True)]
+                turns = [replace(turn, same_answer=equal) for turn, equal in zip(turns, same, strict=True)]
+            measured[label] = turns
+        return visit_of(one, measured, failures)
+
+    def _measurements(self, case: Case, answers: Sequence[Answer]) -> list[Measurement]:
+        chat, measured, so_far = self.run.chat, list[Measurement](), 0.0
+        for turn, answer in enumerate(answers):
+            thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
+            text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
+            facts = scored(case, text, chat, turn)
+            facts |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
+            measured.append(Measurement(**facts, scoring_tokens=None, request=answer.request))
+        return measured

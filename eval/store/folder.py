@@ -1,25 +1,29 @@
-"""A run's folder: records appended one by one, and an identity that keeps different runs apart.
+"""A run's folder: visits appended one by one, and an identity that keeps different runs apart.
 
 run.json        the run's identity and fingerprint, its config, and where it ran (`eval.run.identity`)
 examples.json   {dataset: ids of the examples that the run's last job planned}
-records.jsonl   one `Record` per line, flushed to disk when its example is done
-failures.jsonl  one `Failure` per line, if any; the resumed run tries these examples again
+visits.jsonl    one `Visit` per line, flushed to disk when all arms have answered its example
 jobs.jsonl      when each job began and ended, how it ended, and the machine's load (`eval.run.device_lock`)
-summary.*       made from the records at the end (`eval.analysis.run_table`)
+traces          one `Trace` per file, of an example under an arm
+summary.*       made from the visits at the end (`eval.analysis.run_table`)
 
-A shard of a run (`eval.benchmarks.subsets`) writes records-2-of-4.jsonl and so on; the run's records are those of all
-these files. A job that resumes the run removes a last line that a kill left incomplete, and sets damaged lines aside in
-a file beside, such as records.jsonl.damaged-1. Readers change nothing and refuse damage.
+A shard of a run (`eval.benchmarks.subsets`) writes visits-2-of-4.jsonl and so on; the run's visits are those of all
+these files. A committed campaign holds visits.jsonl.gz, which readers take as it is. A job that resumes the run removes
+a last line that a kill left incomplete, and sets damaged lines aside in a file beside, such as
+visits.jsonl.damaged-1. Readers change nothing and refuse damage.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,13 +31,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from eval.benchmarks.rows import canonical, sha256_of
-from eval.store.record import Failure, Record, job_event
+from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 
-VERSION = 2  # of run.json's layout, stored there as `schema`
+VERSION = 3  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
 
@@ -44,61 +48,66 @@ class InUseError(UserError):
 # Exceptions raised by parsing an invalid line
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
-_PARSE: dict[str, Callable[[str], Any]] = {
-    "records": Record.from_json,
-    "failures": Failure.from_json,
-    "jobs": job_event,
-}
+
+def job_event(line: bytes) -> dict[str, Any]:
+    """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises one of `NO_LINE`."""
+    values = json.loads(line)
+    if values["event"] not in ("begin", "end"):
+        raise ValueError(f"event is {values['event']!r}, not begin or end")
+    datetime.fromisoformat(values["time"])
+    return values
+
+
+_PARSE: dict[str, Callable[[bytes], Any]] = {"visits": Visit.from_json, "jobs": job_event}
 
 
 def fingerprint(identity: dict[str, Any]) -> str:
-    """12 hex digits, equal for two runs only if their records may share a folder."""
+    """12 hex digits, equal for two runs only if their visits may share a folder."""
     return sha256_of(identity)[:12]
 
 
 class RunStore:
-    """The records of one run. Open it with `open_store`.
+    """The visits of one run. Open it with `open_store`.
 
     part: suffix of the names of the files written here: "" or a shard's, such as `-2-of-4`. about: run.json's content.
-    records: {example: record} of all jobs of the run.
+    visits: {example: its visits, in order} of all jobs of the run.
     """
 
     def __init__(self, folder: Path, part: str = "", about: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self.about = about or {}
         self._files = {name: folder / f"{name}{part}.jsonl" for name in _PARSE}
-        own = {name: [file] if part else files_of(folder, name) for name, file in self._files.items()}
-        good = {name: _mended([file for file in files if file.exists()], name) for name, files in own.items()}
-        self.records = {record.key: record for record in good["records"]}
-        self._failures = {failure.key: failure for failure in good["failures"]}
-        if part:
-            self.reload()
+        for name, file in self._files.items():
+            _mend([one for one in ([file] if part else files_of(folder, name)) if one.suffix != ".gz"], name)
+        self.reload()
 
     def reload(self) -> None:
-        """Read the records and failures of all jobs of the run again, other shards included. Raises UserError."""
-        self.records = {record.key: record for record in read_records(self.folder)}
-        self._failures = {failure.key: failure for failure in read_failures(self.folder)}
+        """Read the visits of all jobs of the run again, other shards included. Raises UserError."""
+        self.visits: dict[tuple[str, str], list[Visit]] = {}
+        for visit in read_visits(self.folder):
+            self.visits.setdefault(visit.key, []).append(visit)
 
     @property
-    def failures(self) -> list[Failure]:
-        """The last failure of each example that has no record."""
-        return [failure for key, failure in self._failures.items() if key not in self.records]
+    def all_visits(self) -> list[Visit]:
+        return [visit for visits in self.visits.values() for visit in visits]
 
-    def append(self, record: Record) -> None:
-        """Write the record to the disk, so that it survives a kill of this process or a power failure.
+    def answered(self, key: tuple[str, str]) -> set[str]:
+        """The labels of the arms that have answered an example."""
+        return {label for visit in self.visits.get(key, ()) for label in visit.answers}
+
+    def append(self, visit: Visit) -> None:
+        """Write the visit to the disk, so that it survives a kill of this process or a power failure.
 
         Raises UserError if it cannot be written.
         """
-        _append_line(self._files["records"], record.to_json())
-        self.records[record.key] = record
-
-    def fail(self, failure: Failure) -> None:
-        """Record that an example could not be measured, as safely as a record is. Raises UserError."""
-        _append_line(self._files["failures"], failure.to_json())
-        self._failures[failure.key] = failure
+        _append_line(self._files["visits"], visit.to_json())
+        self.visits.setdefault(visit.key, []).append(visit)
 
     def note(self, event: dict[str, Any]) -> None:
         """Record the begin or end of a job. Raises UserError."""
+        for file in files_of(self.folder, "visits"):
+            if file.suffix == ".gz":
+                raise UserError(f"{file}: a job cannot append to it: gunzip it, or give another folder with out=FOLDER")
         _append_line(self._files["jobs"], json.dumps(event))
 
 
@@ -106,7 +115,7 @@ class RunStore:
 def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], part: str = "") -> Iterator[RunStore]:
     """Open the store in `folder` (created if missing) and lock it against other processes until the block ends.
 
-    identity: decides whether records belong together. about: config and provenance, for people. part: as in `RunStore`.
+    identity: decides whether visits belong together. about: config and provenance, for people. part: as in `RunStore`.
     Jobs of different shards may work in the folder at the same time; a job of the whole run works alone.
     Raises UserError if another process works in the folder, or if it holds a run with another identity.
     """
@@ -116,7 +125,7 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
             content = about_in(folder, identity)
             if content is None:
                 content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
-                text = json.dumps(content, indent=2, sort_keys=True, default=str) + "\n"
+                text = json.dumps(content, indent=2, default=str) + "\n"
                 write_whole(folder / "run.json", text)
                 content = json.loads(text)
         if not part:
@@ -124,12 +133,6 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
                 with suppress(OSError):
                     partial.unlink()
         yield RunStore(folder, part, content)
-
-
-def check_free(folder: Path, part: str = "") -> None:
-    """Raise UserError if another process works in a run's folder. part: as in `RunStore`."""
-    with _locked(folder / ".lock-run.json", timeout=-1), ExitStack() as held:
-        _lock_part(folder, part, held)
 
 
 def _lock_part(folder: Path, part: str, held: ExitStack) -> None:
@@ -186,45 +189,35 @@ def _append_line(file: Path, line: str) -> None:
         ) from error
 
 
-def _mended(files: Sequence[Path], name: str) -> list[Any]:
-    """The good lines of a job's files of one kind, after setting the others aside.
+def _mend(files: Sequence[Path], name: str) -> None:
+    """Set the bad lines of a job's files of one kind aside; their bytes go to a new file first.
 
-    Of different records of one example, all are set aside, as the right one is unknown; their bytes go to a new file
-    first. A last line that a kill left incomplete is removed. Raises UserError.
+    A last line that a kill left incomplete is removed. Raises UserError.
     """
-    lines = _lines(files, name)
-    disputed = {line.value.key for line in lines if line.fault is not None and isinstance(line.value, Record)}
-
-    def is_bad(line: _Line) -> bool:
-        return line.fault is not None or (name == "records" and line.value.key in disputed)
-
     for file in files:
-        if bad := [line for line in lines if line.file == file and is_bad(line)]:
+        if not file.exists():
+            continue
+        lines = _lines([file], name)
+        if bad := [line for line in lines if line.fault is not None]:
             names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
             aside = next(path for path in names if not path.exists())
             write_whole(aside, b"".join(line.data + b"\n" for line in bad))
-            shown = [f"line {line.number}: {line.fault or 'another record is there'}" for line in bad]
+            shown = [f"line {line.number}: {line.fault}" for line in bad]
             about = "; ".join(shown[:3] + ["..."] * (len(shown) > 3))
             log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about)
-        good = b"".join(line.data + b"\n" for line in lines if line.file == file and not is_bad(line))
+        good = b"".join(line.data + b"\n" for line in lines if line.fault is None)
         if good != _data(file):
             write_whole(file, good)
-    return [line.value for line in lines if not is_bad(line)]
 
 
-def read_records(folder: Path) -> list[Record]:
-    """The run's records, each example once. Raises UserError for an invalid line, or two different records of a row."""
-    first: dict[tuple[str, str], _Line] = {}
-    for line in _sound_lines(folder, "records"):
-        if (before := first.setdefault(line.value.key, line)) is not line:
+def read_visits(folder: Path) -> list[Visit]:
+    """The run's visits, each once. Raises UserError for an invalid line."""
+    first: dict[bytes, _Line] = {}
+    for line in _sound_lines(folder, "visits"):
+        if (before := first.setdefault(line.data, line)) is not line:
             places = line.file, line.number, before.file, before.number
-            log.warning("%s:%d: repeats %s:%d; the record counts once", *places)
+            log.warning("%s:%d: repeats %s:%d; the visit counts once", *places)
     return [line.value for line in first.values()]
-
-
-def read_failures(folder: Path) -> list[Failure]:
-    """The last failure of each example, even if the example has a record by now. Raises UserError."""
-    return list({line.value.key: line.value for line in _sound_lines(folder, "failures")}.values())
 
 
 def read_jobs(folder: Path) -> dict[Path, list[dict[str, Any]]]:
@@ -256,9 +249,10 @@ def planned_text(keys: Iterable[tuple[str, str]]) -> str:
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """The files of a run's "records", "failures" or "jobs": the whole run's file, then each shard's."""
-    whole = folder / f"{name}.jsonl"
-    return [*([whole] if whole.exists() else []), *sorted(folder.glob(f"{name}-*-of-*.jsonl"))]
+    """The files of a run's "visits" or "jobs": the whole run's, then each shard's; gzipped ones in a campaign."""
+    whole = [folder / f"{name}.jsonl.gz", folder / f"{name}.jsonl"]
+    shards = [*folder.glob(f"{name}-*-of-*.jsonl.gz"), *folder.glob(f"{name}-*-of-*.jsonl")]
+    return [*(file for file in whole if file.exists()), *sorted(shards)]
 
 
 @dataclass(frozen=True)
@@ -275,26 +269,20 @@ class _Line:
 def _lines(files: Iterable[Path], name: str) -> list[_Line]:
     """The lines of files of one kind of `_PARSE` that are not blank. Raises UserError if a file cannot be read.
 
-    A last line without its newline counts if it can be parsed: an incomplete one is not JSON, and is left out. A record
-    has a fault if an earlier one of the same example differs.
+    A last line without its newline counts if it can be parsed: an incomplete one is not JSON, and is left out.
     """
     lines: list[_Line] = []
-    first: dict[tuple[str, str], tuple[Record, str]] = {}
     for file in files:
         *ended, tail = _data(file).split(b"\n")
         for number, data in enumerate([*ended, tail], start=1):
             if not data.strip():
                 continue
             try:
-                value, fault = _PARSE[name](data.decode()), None
+                value, fault = _PARSE[name](data), None
             except NO_LINE as error:
                 if number > len(ended):
                     continue
                 value, fault = None, f"not a line of {name} ({type(error).__name__}: {error})"
-            if isinstance(value, Record):
-                earlier, place = first.setdefault(value.key, (value, f"{file}:{number}"))
-                if earlier != value:
-                    fault = f"another record of {value.dataset}, row {value.id}, than {place}"
             lines.append(_Line(file, number, data, value, fault))
     return lines
 
@@ -313,32 +301,22 @@ def _sound_lines(folder: Path, name: str) -> list[_Line]:
 
 def _data(file: Path) -> bytes:
     try:
-        return file.read_bytes()
-    except OSError as error:
+        return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER") from error
 
 
-def about_in(folder: Path, identity: dict[str, Any], in_part: bool = False) -> dict[str, Any] | None:
-    """run.json's content; None if there is none. in_part: whether `identity` lacks what is not known yet.
+def about_in(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """run.json's content; None if there is none.
 
-    Raises UserError for a run with another identity, or records without run.json.
+    Raises UserError for a run with another identity, or visits without run.json.
     """
     if not (folder / "run.json").exists():
-        if any(folder.glob("records*.jsonl")):
-            raise UserError(f"{folder}: holds records but no run.json; give another folder with out=FOLDER")
+        if files_of(folder, "visits"):
+            raise UserError(f"{folder}: holds visits but no run.json; give another folder with out=FOLDER")
         return None
-    content, now = read_about(folder / "run.json"), json.loads(canonical(identity))
-    before = content["identity"]
-    if in_part:
-        before = {key: before.get(key) for key in now}
-        before["versions"] = {key: of for key, of in (before["versions"] or {}).items() if key in now["versions"]}
-    there, here = (of.get("versions", {}).get("lazyllm-bench", "") for of in (before, now))
-    if there != here and there.startswith(("0.1.", "0.2.")):
-        raise UserError(
-            f"{folder}: holds a run of lazyllm-bench {there}. Runs of versions before 0.3.0 can be read, but not "
-            "resumed: give another folder with out=FOLDER, or omit out= for a new one"
-        )
-    check_same(folder, "run", before, now)
+    content = read_about(folder / "run.json")
+    check_same(folder, "run", content["identity"], json.loads(canonical(identity)))
     return content
 
 
@@ -348,7 +326,7 @@ def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, A
     if differing:
         changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
         raise UserError(
-            f"{folder}: holds a {kind} that differs ({changes}). Their records cannot be mixed: give another "
+            f"{folder}: holds a {kind} that differs ({changes}). Their visits cannot be mixed: give another "
             "folder with out=FOLDER, or omit out= for a new one"
         )
 
@@ -366,7 +344,10 @@ def read_about(file: Path) -> dict[str, Any]:
             "copy the run.json of another run of the same command there, or start a new run with out=FOLDER"
         ) from error
     if version != VERSION:
-        raise UserError(f"{file}: written with schema {version}, this version reads {VERSION}; give another out=FOLDER")
+        raise UserError(
+            f"{file}: written with schema {version} (another version of lazyllm-bench), this version reads {VERSION}: "
+            "run it again with another out=FOLDER"
+        )
     return content
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
 from lazyllm.errors import UserError
 
@@ -211,10 +212,16 @@ class Visit:
     def from_json(cls, line: str | bytes) -> Visit:
         """The visit of a line. Raises ValueError that names the field for an invalid one."""
         try:
-            return _adapter().validate_json(line)
+            visit = _adapter().validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}") from error
+        if visit.dataset not in DATASETS:
+            raise ValueError(f"there is no dataset {visit.dataset!r}")
+        for label, answers in visit.answers.items():
+            if len(answers) != len(visit.turns):
+                raise ValueError(f"answers.{label}: has {len(answers)} turns, not {len(visit.turns)}")
+        return visit
 
     def to_json(self) -> str:
         """One line of JSON, without a newline at its end."""

@@ -1,13 +1,12 @@
-"""The other models that a method runs (`Method.models`): loaded once, opened beside the model under test."""
+"""The other models that methods run (`Method.models`): loaded once, opened beside the model under test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,34 +20,65 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
 from lazyllm.spec import ModelSpec
 
-# {model: its layout, found before the clock starts; None for a plain one}
-_LOADED: WeakKeyDictionary[Any, Layout | None] = WeakKeyDictionary()
+# {(spec, plain): model, layout found before the clock starts (None for a plain one)}, until `unload`
+_LOADED: dict[tuple[ModelSpec, bool], tuple[Any, Layout | None]] = {}
 
 
 def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) -> PreTrainedModel:
-    """The model of a spec, in the dtype and on the device of `model`. Cached for later prompts.
+    """The model of a spec, in the dtype and on the device of `model`. It stays for later prompts, until `unload`.
 
     plain: of any architecture, to be run by `model(...)`; else its layers are run one by one (`open_beside`).
     Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
     """
+    return _beside(spec, model, plain)[0]
+
+
+def _beside(spec: ModelSpec, model: PreTrainedModel, plain: bool) -> tuple[Any, Layout | None]:
     home = home_of(model)
-    other: Any = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)), plain)
+    own = replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home))
+    if (own, plain) not in _LOADED:
+        other = load_weights(own, plain)
+        _LOADED[own, plain] = other, None if plain else find_layout(other)
+    other, layout = _LOADED[own, plain]
     if home_of(other) != home:  # parked
         other.to(home)
-    return other
+    return other, layout
 
 
-def park() -> None:
-    """Move all of these models to the host, so that they take no memory in the next measurement."""
-    for model in _LOADED:
+def bytes_beside(used: Collection[ModelSpec], device: torch.device) -> int:
+    """Bytes on a device of the loaded models, but for those of the specs in `used`."""
+    others = _unused(used)
+    return sum(
+        part.numel() * part.element_size()
+        for model in others
+        for part in (*model.parameters(), *model.buffers())
+        if part.device == device
+    )
+
+
+def park(used: Collection[ModelSpec]) -> bool:
+    """Move the loaded models to the host, but for those of the specs in `used`. Returns whether one was elsewhere."""
+    moved = [model for model in _unused(used) if home_of(model).type != "cpu"]
+    for model in moved:
         model.to("cpu")
+    return bool(moved)
+
+
+def unload() -> None:
+    """Forget all of these models."""
+    _LOADED.clear()
+
+
+def _unused(used: Collection[ModelSpec]) -> list[Any]:
+    sources = {replace(spec, dtype="", device="") for spec in used}
+    return [model for (spec, _), (model, _) in _LOADED.items() if replace(spec, dtype="", device="") not in sources]
 
 
 @contextmanager
 def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
     """A decoder of the model of a spec. Its tokens count in `decoder.tokens_run` too."""
-    other = load_beside(spec, decoder.model)
-    with open_decoder(other, _LOADED[other]) as opened:
+    other, layout = _beside(spec, decoder.model, plain=False)
+    with open_decoder(other, layout) as opened:
         yield opened
         decoder.tokens_run += opened.tokens_run
 
@@ -61,13 +91,13 @@ def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Prom
     return Prompt(torch.tensor(own["input_ids"], dtype=torch.long), text, tuple(own["offset_mapping"]))
 
 
-@lru_cache(maxsize=2)
+@cache
 def config_beside(spec: ModelSpec) -> Any:
     """The config of the model of a spec; every prompt asks for it. Raises UserError."""
     return shape_of(spec)
 
 
-@lru_cache(maxsize=2)
+@cache
 def matrices_beside(spec: ModelSpec) -> int:
     """Elements of the matrices in a layer of the model of a spec, all of which each token is multiplied with.
 
@@ -83,7 +113,7 @@ def matrices_beside(spec: ModelSpec) -> int:
     return sum(weight.numel() for weight in matrices) // config.num_hidden_layers
 
 
-@lru_cache(maxsize=2)
+@cache
 def tokenizer_beside(spec: ModelSpec) -> Any:
     """The tokenizer of the model of a spec. Raises UserError if there is none, or one without spans."""
     tokenizer = load_tokenizer_of(spec)
@@ -92,10 +122,3 @@ def tokenizer_beside(spec: ModelSpec) -> Any:
             f"the tokenizer of {spec.name!r} gives no character offsets: give a model with a fast tokenizer"
         )
     return tokenizer
-
-
-@lru_cache(maxsize=2)
-def _load(spec: ModelSpec, plain: bool) -> PreTrainedModel:
-    model = load_weights(spec, plain)
-    _LOADED[model] = None if plain else find_layout(model)
-    return model

@@ -1,0 +1,167 @@
+"""The arms of a run: the methods, or servers, that answer each of its examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any
+
+from eval.run import targets
+from eval.run.config import RunConfig
+from lazyllm.engine.inputs import TURNS
+from lazyllm.errors import UserError, require
+from lazyllm.methods import Method, by_name, known, make, settings_of
+
+BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
+AA_TEST = "baseline again"  # the label of the arm of `aa_test`
+_NOT_THE_METHODS = ("name", "turns")  # settings of an arm that are no hyperparameters
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method with its settings, or a server.
+
+    label: unique in its run. settings: `name` and hyperparameters, targets included, or a server's settings.
+    parameters: {dataset: the same with numbers for targets}; {} for a server.
+    """
+
+    label: str
+    settings: dict[str, Any]
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def method(self, dataset: str) -> Method:
+        """Its method for a dataset, by name."""
+        return build_method(self.parameters[dataset])
+
+    @property
+    def turns(self) -> str:
+        """What later turns of a conversation do, as in `lazyllm.start`."""
+        return later_turns(self.settings)
+
+
+def arms_asked(config: RunConfig) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """({label: settings}, label of the baseline), the baseline first; None without one.
+
+    Settings have a `seed` if the method has one. Raises UserError.
+    """
+    arms = dict[str, dict[str, Any]]()
+    for label, given in _given(config).items():
+        for name, settings in _expanded(label, given, config.seed):
+            require(name not in arms, "compare", label, "settings that differ in each arm of it")
+            arms[name] = settings
+    if not config.baseline:
+        return arms, None
+    baseline = next((label for label, settings in arms.items() if settings["name"] == BASELINE), BASELINE)
+    require(arms.get(baseline, {"name": BASELINE})["name"] == BASELINE, "compare", baseline, "another label for it")
+    first = arms.get(baseline, {"name": BASELINE})
+    last = {AA_TEST: first} if config.aa_test else {}
+    return {baseline: first, **{label: arm for label, arm in arms.items() if label != baseline}, **last}, baseline
+
+
+def _given(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """{label: settings} as the config has them."""
+    compare = config.compare or {config.method.get("name", ""): config.method}
+    if isinstance(compare, list) and all(isinstance(name, str) for name in compare):
+        compare = {name: {"name": name} for name in compare}
+    if not isinstance(compare, dict) or not all(isinstance(arm, dict) for arm in compare.values()):
+        raise UserError(f"compare={compare}: expected [lazy, fastkv], or {{label: {{name: lazy, ...}}, ...}}")
+    return {str(label): arm for label, arm in compare.items()}
+
+
+def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(label, settings) for each value of each list, and each of `seeds`. Raises UserError."""
+    name = settings.get("name", "")
+    kind = by_name(name) if name in known() else None  # a server has no class; others are refused by `build_method`
+    seeds, own = settings.get("seeds"), {key: value for key, value in settings.items() if key != "seeds"}
+    has_seed = kind is not None and "seed" in settings_of(kind)
+    lists = {field.name for field in fields(kind) if str(field.type).startswith(("list", "tuple"))} if kind else set()  # type: ignore[arg-type]  # a method is a dataclass
+    choices = {key: value for key, value in own.items() if isinstance(value, list) and key not in lists}
+    if seeds is not None:
+        require(has_seed, f"{label}.seeds", seeds, f"no seeds, as method {name} has no seed")
+        is_number = isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0
+        require(is_number, f"{label}.seeds", seeds, "a number of seeds, such as 5 for 0 to 4")
+    for key, values in choices.items():
+        require(bool(values), f"{label}.{key}", values, "at least one value")
+    for values in product(*choices.values()):
+        chosen = dict(zip(choices, values, strict=True))
+        named = " ".join([label, *(f"{key}={format_value(value)}" for key, value in chosen.items())])
+        for number in [None] if seeds is None else range(seeds):
+            if number is not None:
+                chosen["seed"] = number
+            elif has_seed:
+                chosen.setdefault("seed", own.get("seed", seed))
+            yield named if number is None else f"{named} seed {number}", own | chosen
+
+
+def format_value(value: Any) -> str:
+    """A setting's value for people, as in YAML's flow style."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def build_method(settings: Mapping[str, Any]) -> Method:
+    """A method from its settings: `name` and hyperparameters. Raises UserError."""
+    own = {key: value for key, value in settings.items() if key not in _NOT_THE_METHODS}
+    return make(settings.get("name", ""), own)
+
+
+def later_turns(settings: Mapping[str, Any]) -> str:
+    """What later turns of a conversation do with a method's settings (`lazyllm.start`). Raises UserError."""
+    turns = settings.get("turns", "continue")
+    if turns not in TURNS:
+        raise UserError(f"method.turns={turns}: give {' or '.join(TURNS)}")
+    return turns
+
+
+@contextmanager
+def about_the_method() -> Iterator[None]:
+    """Turn a method's errors, also of an installed package's method, into UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise UserError(f"method: {error}") from error
+
+
+def parameters_of(
+    settings: dict[str, Any], datasets: Mapping[str, Any], model_config: Any, column: str | None, length: int | None
+) -> dict[str, dict[str, Any]]:
+    """{dataset: a method's settings with numbers for targets}, checked against the model.
+
+    datasets: {name: Dataset}. column, length: as of `targets.solved`. Raises UserError, OutOfReachError.
+    """
+    parameters = {}
+    with about_the_method():
+        at_depth = targets.at_depth(settings, model_config.num_hidden_layers)
+        for name, dataset in datasets.items():
+            solved = targets.solved(at_depth, dataset, model_config, column, length)
+            build_method(solved).check(model_config)
+            parameters[name] = solved
+    return parameters
+
+
+def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """A method's settings in a run's identity: equal for all ways to write the same method.
+
+    Hyperparameters at their default are left out, except a seed and the method's `dial` and `named` ones. Raises
+    UserError.
+    """
+    with about_the_method():
+        settings = targets.at_depth(settings, num_layers)
+    kind = by_name(settings["name"])
+    written = {"name": settings["name"]}
+    for key, default in settings_of(kind).items():
+        value = settings.get(key, default)
+        if key in (kind.dial, "seed", *kind.named) or value != default:
+            written[key] = value
+    turns = later_turns(settings)
+    return written if turns == "continue" else written | {"turns": turns}
+
+
+def plain(value: Any) -> Any:
+    """The value with keys as in JSON."""
+    return {str(key): plain(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,115 @@
+"""A run's examples with their prompts, ready to be measured. No weights are needed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
+from eval.benchmarks.suite import Dataset, Example, LoadedDataset
+from eval.run.work import rows_of_answers
+from lazyllm.engine.devices import memory_of
+from lazyllm.errors import UserError
+from lazyllm.methods import Method
+from lazyllm.models.load import devices_in_use, load_end_ids
+
+if TYPE_CHECKING:
+    from eval.run.run import Run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example with its prompt, for all arms of a run. end_ids: tokens that end an answer."""
+
+    dataset: Dataset
+    example: Example
+    prompt: BuiltPrompt
+    max_new_tokens: int
+    end_ids: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.dataset.name, self.example.id
+
+    @property
+    def prompts(self) -> tuple[Any, ...]:
+        """The prompt, and the messages of later turns."""
+        return self.prompt, *self.prompt.turns
+
+    @property
+    def sha256(self) -> list[str]:
+        """Of the token ids of each turn's text."""
+        return [message.sha256 for message in self.prompts]
+
+    @property
+    def answering(self) -> dict[str, Any]:
+        """The options of `lazyllm.generate`."""
+        least = 1 if self.dataset.newline_ends else 0
+        return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
+
+
+def make_cases(run: Run) -> list[Case]:
+    """The cases of a run, in order. Raises UserError for a prompt that the model or an arm's method cannot take."""
+    model, longest = run.config.model, run.positions
+    if None in (model.max_prompt_tokens, model.chat):
+        log.info(
+            "%s: %sprompts beyond %d tokens lose their middle; %s",
+            *(model.name, "" if longest is None else f"has {longest} positions, so ", run.max_prompt_tokens),
+            "prompts have its own chat template"
+            if run.chat.uses_template(run.tokenizer)
+            else "it has no chat template: prompts are plain text",
+        )
+    return [case for data in run.loaded for case in _cases(run, data)]
+
+
+def _cases(run: Run, data: LoadedDataset) -> Iterator[Case]:
+    dataset, limit, longest = data.dataset, run.max_prompt_tokens, run.positions
+    methods = _methods(run, dataset.name)
+    end_ids = end_token_ids(run.tokenizer, () if run.is_served else load_end_ids(run.spec), dataset)
+    thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
+    max_new_tokens = min(data.max_new_tokens, run.config.max_new_tokens or data.max_new_tokens) + thinking
+    for example in run.examples[dataset.name]:
+        prompt = build_prompt(
+            example,
+            data.template,
+            run.tokenizer,
+            limit if dataset.truncate else None,
+            run.chat,
+            dataset.chat_wrap,
+            dataset.protected,
+            dataset.decode_halves,
+        )
+        where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))
+        for method in methods:
+            try:
+                method.check_prompt(prompt.as_input())
+            except ValueError as error:
+                raise UserError(f"{where}: {error}") from error
+        tokens = sum(len(message.token_ids) for message in (prompt, *prompt.turns))
+        needed = tokens + new_tokens - (not run.is_served)  # the last new token has no position here; servers count it
+        if longest is not None and needed > longest:
+            fits = longest - needed + min(prompt.tokens_before_truncation, limit)
+            of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
+            raise UserError(
+                f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
+                f"{longest} positions: "
+                f"{f'set model.max_prompt_tokens={fits}, or less' if dataset.truncate else run.suite.shorter}"
+            )
+        yield Case(dataset, example, prompt, max_new_tokens, end_ids)
+
+
+def choose_batch_size(run: Run) -> int:
+    """The number of answers that decode together. Raises UserError if an arm's answers cannot."""
+    methods = [method for dataset in run.datasets for method in _methods(run, dataset.name)]
+    new_tokens = max(data.max_new_tokens for data in run.loaded)
+    memory = memory_of(*devices_in_use(run.spec))
+    return rows_of_answers(run.config.batch_size, run.spec, methods, run.max_prompt_tokens, new_tokens, memory)
+
+
+def _methods(run: Run, dataset: str) -> list[Method]:
+    """The arms' methods for a dataset; none behind servers."""
+    return [] if run.is_served else [arm.method(dataset) for arm in run.arms]

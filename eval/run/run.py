@@ -1,0 +1,475 @@
+"""One value for a run: its settings, and all that follows from them, each part made when it is first needed.
+
+RunConfig -> Run -> Visit -> Results -> Table
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from eval.benchmarks import SUITES
+from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
+from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
+from eval.benchmarks.rows import sha256_of
+from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, shard_numbers
+from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, Example, LoadedDataset, Suite
+from eval.run import targets
+from eval.run.arms import Arm, about_the_method, arms_asked, build_method, later_turns, parameters_of
+from eval.run.config import QUIET, SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, prompt_limit
+from eval.run.targets import OutOfReachError
+from lazyllm.errors import UserError, require
+from lazyllm.machine import may_have_gpu
+from lazyllm.models.checkpoint import read_config
+from lazyllm.models.tokenizers import has_chat_template
+from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from eval.run.cases import Case
+    from eval.server import Server
+
+log = logging.getLogger(__name__)
+
+RUNS = Path("runs")  # the folder of runs without `out`, and `hydra.sweep.dir` of conf/config.yaml
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, examples, and the arms that answer each of them. Every property may raise UserError.
+
+    config: the settings.
+    """
+
+    config: RunConfig
+
+    @property
+    def is_served(self) -> bool:
+        """Whether servers answer, not a model in this process."""
+        return self.config.server.url is not None
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model; behind a server, its tokenizer's."""
+        model = self.config.model
+        if self.is_served:
+            return ModelSpec(model.tokenizer or model.name, revision=model.revision, seed=self.config.seed)
+        keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
+        spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=self.config.seed)
+        spec.check()
+        if not Path(spec.source).is_dir() and spec.is_dummy and spec.tokenizer is None:
+            raise UserError(
+                "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
+                "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+            )
+        return spec
+
+    @cached_property
+    def chat(self) -> ChatFormat:
+        """The format of prompts and answers."""
+        model, by_server = self.config.model, self.config.server.api == "chat"  # which applies the model's template
+        return chat_format(
+            "none" if by_server else model.chat,
+            args={} if by_server else model.chat_args or {},
+            system=None if by_server else model.system,
+            today=model.today,
+            thinking_tokens=model.thinking_tokens,
+        )
+
+    @cached_property
+    def _asked(self) -> tuple[dict[str, dict[str, Any]], str | None]:
+        arms, baseline = arms_asked(self.config)
+        if self.is_served:
+            _check_servers(self.config, arms)
+        else:
+            with_server = "model=server server.url=http://HOST:PORT/v1 with it"
+            _check_unused("server", self.config.server, with_server)
+            _check_unused("load", self.config.load, with_server)
+            for settings in arms.values():
+                require(settings.get("name") != SERVER, "method", SERVER, with_server)
+                build_method(targets.check(settings))
+                later_turns(settings)
+        return arms, baseline
+
+    @property
+    def asked(self) -> dict[str, dict[str, Any]]:
+        """{label: settings} of the arms that the settings ask for, in the order of tables, the baseline first."""
+        return self._asked[0]
+
+    @property
+    def baseline(self) -> str | None:
+        """The label of the baseline's arm; None without one."""
+        return self._asked[1]
+
+    @cached_property
+    def _named(self) -> tuple[Dataset, ...]:
+        return datasets_asked_for(self.config.dataset, self.config.model.name)
+
+    @property
+    def suite(self) -> Suite:
+        return SUITES[self._named[0].suite]
+
+    @property
+    def limit(self) -> int | None:
+        """The number of examples of each dataset."""
+        return self.config.limit or self.suite.limit
+
+    @cached_property
+    def data(self) -> DataSettings:
+        """The settings that determine the rows."""
+        config, suite = self.config, self.suite
+        rows = None if self.limit is None else self.limit if config.split is None else 2 * self.limit
+        data = DataSettings(
+            dir=Path(config.data.dir) if config.data.dir is not None else None,
+            on_error="skip" if config.data.on_error == "skip" else "raise",
+            limit=rows if config.subset == "first" else None,  # of each two rows, one is in a split
+            options=getattr(config, suite.name, None),
+            model=self.spec,
+            chat=self.chat,
+            turns=config.turns,
+        )
+        expected = f"dataset=NAME with it, as {suite.name} has rows of its own"
+        require(data.dir is None or not suite.rows_here, "data.dir", data.dir, expected)
+        for other in SUITES.values():
+            options = getattr(config, other.name, None)
+            if options is not None and other is not suite:
+                instead = f"dataset={other.whole} with it: {self._named[0].name} is of {suite.name}"
+                _check_unused(other.name, options, instead)
+        return data
+
+    @cached_property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """Those whose rows can be loaded, all of one suite.
+
+        Datasets of a whole suite without rows are left out, with a line in the log.
+        """
+        config, named, data = self.config, self._named, self.data
+        for dataset in named:
+            self.suite.check(dataset, data)
+        reasons = {dataset: reason for dataset in named if (reason := missing_rows(dataset, data)) is not None}
+        is_whole = not config.dataset or config.dataset.get(self.suite.whole)
+        for dataset, reason in reasons.items():
+            if not is_whole or len(reasons) == len(named):
+                raise UserError(f"{dataset.name}: {reason}")
+        for reason in dict.fromkeys(reasons.values()):
+            left_out = ", ".join(dataset.name for dataset in reasons if reasons[dataset] == reason)
+            log.warning("left out: %s: %s", left_out, reason)
+        return tuple(dataset for dataset in named if dataset not in reasons)
+
+    @cached_property
+    def loaded(self) -> list[LoadedDataset]:
+        """The datasets' rows. The error names each dataset whose rows do not fit."""
+        loaded, reasons = list[LoadedDataset](), {}
+        for dataset in self.datasets:
+            try:
+                data = load(dataset, self.data)
+            except DoesNotFitError as error:
+                reasons[dataset.name] = str(error)
+            else:
+                loaded.append(replace(data, total=data.total or len(data.examples)))
+        if reasons:
+            others = f", or leave out {' '.join(f'dataset.{name}=false' for name in reasons)}" if loaded else ""
+            raise UserError("; ".join(reasons.values()) + others)
+        return loaded
+
+    @cached_property
+    def examples(self) -> dict[str, list[Example]]:
+        """{dataset: its examples} after `split`, `limit`, `subset` and `turns`, in order."""
+        config, chosen = self.config, dict[str, list[Example]]()
+        last = None if config.turns is None else config.turns - 1
+        for data in self.loaded:
+            name = data.dataset.name
+            if last and not any(example.turns for example in data.examples):
+                raise UserError(f"turns={config.turns}: the rows of {name} hold one question each; leave it out")
+            of_split = in_split(name, data.examples, config.split)
+            if not of_split:
+                raise UserError(f"split={config.split} leaves no example of {name}: it has too few rows")
+            examples = in_subset(of_split, self.limit, config.subset, config.seed)
+            chosen[name] = [replace(example, turns=example.turns[:last]) for example in examples]
+        return chosen
+
+    @property
+    def shard(self) -> Shard | None:
+        return None if self.config.shard is None else parse_shard(self.config.shard)
+
+    @cached_property
+    def servers(self) -> dict[str, Server]:
+        """{label of an arm: its server}, asked what they are; {} for a model in this process."""
+        from eval.server import Server, describe
+
+        if not self.is_served:
+            return {}
+        server, servers, described = self.config.server, dict[str, Server](), list[tuple[Server, Server]]()
+        for label, settings in self.asked.items():
+            url = settings.get("url") or server.url
+            kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
+            extra = {**server.extra_body, **(settings.get("extra_body") or {})}
+            name = settings.get("model") or self.config.model.name
+            asked = Server(url, name, kind, server.api, extra, server.api_key_env, server.timeout_s)
+            servers[label] = next((found for one, found in described if one == asked), None) or describe(asked)
+            described.append((asked, servers[label]))
+        return servers
+
+    @cached_property
+    def model_config(self) -> PreTrainedConfig:
+        """The config of the model in this process, after all checks that need no weights."""
+        from lazyllm.models.load import check_loading
+
+        return check_loading(self.spec)
+
+    @cached_property
+    def arms(self) -> tuple[Arm, ...]:
+        """The arms that reach their target speedups, in order; the others are left out, with a line in the log."""
+        if self.is_served:
+            return tuple(Arm(label, settings) for label, settings in self.asked.items())
+        datasets, length = {dataset.name: dataset for dataset in self.datasets}, self.suite.length(self.data)
+        arms = list[Arm]()
+        for label, settings in self.asked.items():
+            try:
+                solved = parameters_of(settings, datasets, self.shape, self.config.model.paper, length)
+            except OutOfReachError as error:
+                log.warning("left out: %s: %s", label, error)
+            else:
+                arms.append(Arm(label, settings, solved))
+        if not {arm.label for arm in arms} - ({self.baseline} if len(self.asked) > 1 else set()):
+            raise UserError("no method reaches its speedup on this model: give a lower one")
+        return tuple(arms)
+
+    @cached_property
+    def shape(self) -> PreTrainedConfig:
+        """The model's shape, which needs no files for a preset."""
+        from lazyllm.models.load import shape_of
+
+        return shape_of(self.spec)
+
+    @property
+    def other_models(self) -> tuple[ModelSpec, ...]:
+        """The models that the arms need besides `spec`, each once."""
+        if self.is_served:
+            return ()
+        arms = self.asked.values()
+        return tuple(dict.fromkeys(spec for arm in arms for spec in build_method(targets.check(arm)).models()))
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from lazyllm.models.load import load_tokenizer_of
+
+        tokenizer = load_tokenizer_of(self.spec)
+        assert tokenizer is not None  # `spec` refuses random weights without one
+        return tokenizer
+
+    @cached_property
+    def positions(self) -> int | None:
+        """The model's positions, of prompt and answer; None if its server does not tell them."""
+        if self.is_served:
+            told = [server.positions for server in self.servers.values() if server.positions is not None]
+            return min(told, default=None)
+        return self.model_config.max_position_embeddings
+
+    @cached_property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of a prompt; longer ones lose their middle."""
+        return limit_of_prompts(self, self.positions)
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """All examples with their prompts, in order. Prompts that the model or an arm cannot take are refused."""
+        from eval.run.cases import make_cases
+
+        return make_cases(self)
+
+    @cached_property
+    def ours(self) -> list[Case]:
+        """The cases that this job measures: all, or its shard's (`eval.benchmarks.subsets`)."""
+        shard = self.shard
+        if shard is None:
+            return self.cases
+        numbers = shard_numbers({case.key: len(case.prompt.token_ids) for case in self.cases}, shard.count)
+        return [case for case in self.cases if numbers[case.key] == shard.number]
+
+    @cached_property
+    def batch_size(self) -> int:
+        """Answers that decode together."""
+        from eval.run.cases import choose_batch_size
+
+        return 1 if self.is_served else choose_batch_size(self)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must agree for two visits to share a folder."""
+        from eval.run.identity import identity_of
+
+        return identity_of(self)
+
+    @property
+    def fingerprint(self) -> str:
+        from eval.store.folder import fingerprint
+
+        return fingerprint(self.identity)
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """Config and provenance, for run.json."""
+        from eval.run.identity import provenance_of
+
+        return {
+            "config": asdict(replace(self.config, shard=None)),
+            "provenance": provenance_of(self),
+            "examples": {data.dataset.name: data.total for data in self.loaded},  # `limit` chooses from these
+        }
+
+    @property
+    def name(self) -> str:
+        """What it compares, for people: the label, or the method."""
+        others = [settings["name"] for label, settings in self.asked.items() if label != self.baseline]
+        methods = list(dict.fromkeys(others)) or ["baseline"]
+        return self.config.label or (methods[0] if len(methods) == 1 else "comparison")
+
+    @property
+    def data_name(self) -> str:
+        """The data, for people: a dataset, a task or a suite, or the number of datasets."""
+        tasks = {dataset.task for dataset in self.datasets}
+        if len(self.datasets) == 1:
+            return self.datasets[0].name
+        if len(tasks) == 1:
+            return next(iter(tasks))
+        if len(tasks) == len(self.suite.all_tasks) or self.suite.whole in self.config.dataset:
+            return self.suite.whole
+        return f"{len(self.datasets)}_datasets"
+
+    @property
+    def folder(self) -> Path:
+        if self.config.out is not None:
+            return Path(self.config.out)
+        model = self.config.model.name if self.is_served else Path(self.config.model.name).name
+        parts = (model.replace("/", "-"), self.name, self.data_name, self.fingerprint[:8])
+        return RUNS / "-".join(parts)
+
+    def changed(self, **settings: Any) -> Run:
+        """The run with other settings."""
+        return Run(replace(self.config, **settings))
+
+    def check(self) -> Run:
+        """Refuse what the settings, the model's files, this machine, rows at hand and servers rule out.
+
+        No torch is imported for it. What is not known without torch is checked where it is made. Returns the run.
+        """
+        config, suite = self.config, self.suite
+        check_writable(Path(config.out or RUNS))
+        _ = self.spec, self.chat, self.asked, self.datasets
+        if config.tracker.mode == "online":
+            require(config.tracker.name == "wandb", "tracker.mode", "online", "tracker=wandb with it")
+            os.environ |= QUIET | os.environ
+            import wandb  # not at the top: only if it is used
+
+            has_key = wandb.login(prompt=False, verify=False)
+            require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
+        if not self.is_served:
+            _check_model(self)
+        if suite.rows_here or (suite.rows_in_dir and self.data.dir is not None):
+            _ = self.examples
+        _ = self.servers
+        return self
+
+
+def _check_model(run: Run) -> None:
+    """Refuse a device, a chat format, a prompt limit or a method that does not fit. Raises UserError."""
+    spec = run.spec
+    if spec.device.startswith("cuda") and not may_have_gpu():
+        raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
+    config = read_config(spec)
+    for other in run.other_models:
+        read_config(other)
+    if run.chat.from_tokenizer and not run.chat.or_none:
+        source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer, None)
+        if not has_chat_template(*source):
+            raise UserError(NO_TEMPLATE)
+    if "max_position_embeddings" in config:
+        limit_of_prompts(run, config["max_position_embeddings"])
+    layers: int | None = config.get("num_hidden_layers")  # None in a nested config, which transformers reads
+    for settings in run.asked.values() if layers is not None else ():
+        with about_the_method():
+            build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
+
+
+def data_identity(run: Run) -> dict[str, Any]:
+    """The facts of rows and answers. `limit` is not one of them and may be raised."""
+    config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
+    facts: dict[str, Any] = {
+        "data": {
+            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
+            for data in run.loaded
+        },
+        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
+    }
+    if config.subset == "by_length":  # equal for all who chose the same rows
+        ids = {name: [one.id for one in examples] for name, examples in run.examples.items()}
+        facts["subset"] = sha256_of(ids)[:16]
+    return facts
+
+
+def limit_of_prompts(run: Run, longest: int | None) -> int:
+    """Tokens of a prompt; longer ones lose their middle. longest: the model's positions, if known. Raises UserError."""
+    length, asked = run.suite.length(run.data), run.config.model.max_prompt_tokens
+    if length is not None and longest is not None and length > longest:  # before the rows are made
+        raise UserError(
+            f"{run.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {longest} positions: "
+            f"{run.suite.shorter}"
+        )
+    limit = asked or (prompt_limit(longest) if longest is not None else length)
+    if limit is None:
+        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
+    if longest is not None and limit > longest:
+        raise UserError(f"model.max_prompt_tokens={limit}: the model has {longest} positions: give fewer")
+    return limit
+
+
+def check_writable(folder: Path) -> None:
+    """Raise UserError if a folder cannot be written, or made."""
+    exists = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not exists.is_dir() or not os.access(exists, os.W_OK):
+        raise UserError(f"{folder}: cannot be written ({exists}): give another with out=FOLDER, or start elsewhere")
+
+
+def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
+    """Refuse what servers cannot do, and URLs that cannot be one's. Raises UserError."""
+    model, server = config.model, config.server
+    for settings in arms.values():
+        name, unknown = settings.get("name", ""), settings.keys() - {*SERVER_SETTINGS, "name", "turns"}
+        if name not in ("baseline", SERVER):
+            raise UserError(
+                f"method={name} runs inside transformers: lazyllm-bench serve model=NAME method={name} port=8123 puts "
+                f"it behind a server; then compare with method=server method.url=http://127.0.0.1:8123/v1"
+            )
+        if unknown:
+            raise UserError(f"method server has no setting {min(unknown)!r}; it has {', '.join(SERVER_SETTINGS)}")
+        kind = settings.get("kind")
+        require(kind in (None, *SERVER_KINDS), "method.kind", kind, " or ".join(SERVER_KINDS))
+    for url in (server.url, *(settings["url"] for settings in arms.values() if settings.get("url") is not None)):
+        parts = urlsplit(url or "")
+        if parts.username is not None:
+            raise UserError(f"a URL with a name or password would be stored: give a key in {server.api_key_env}")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
+        require(is_address, "url", url, "a URL such as http://127.0.0.1:8000/v1")
+    is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).is_dir()
+    require(is_source, "model.tokenizer", "null", "FOLDER_OR_HUB_ID of the served model, as prompts are made here")
+    has_own = server.api == "chat" and model.chat not in (None, "none")
+    require(not has_own, "model.chat", model.chat, "none: the server applies its own template")
+    one = config.load.rate is None or config.load.concurrency == 1
+    require(one, "load.concurrency", config.load.concurrency, "1 with load.rate")
+    require(config.trace == 0, "trace", config.trace, "0, as a server does not tell what its layers compute")
+    told = "null, as a server does not tell the probabilities that it needs"
+    require(config.fidelity is None, "fidelity", config.fidelity, told)
+
+
+def _check_unused(group: str, settings: Any, instead: str) -> None:
+    """Refuse settings that were changed and would change nothing. Raises UserError."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        require(value == getattr(type(settings)(), item.name), f"{group}.{item.name}", value, instead)
