@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
-from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
+from eval.run.config import run_config
 from eval.run.job import job
-from eval.run.resolved import Resolved, build_method, resolve
+from eval.run.run import Run
 from lazyllm.errors import UserError, parser_of, require
 
 
@@ -34,10 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require(own["port"].isdigit() and int(own["port"]) < 2**16, "port", own["port"], "a number below 65536")
     names = re.findall(r"[^\s,\[\]]+", own["methods"])
     methods = [[f"method={name}"] for name in names] or [[]]
-    register_schema()  # the dataset, which none is needed for, is one that is made here
-    check_arguments([*others, *(word for method in methods for word in method)])
-    runs = [resolve(to_run_config(compose_config(["dataset=lookup", *others, *method]))) for method in methods]
-    if any(run.is_served or run.config.compare for run in runs):
+    # the dataset, which none is needed for, is one that is made here
+    runs = [Run(run_config(["dataset=lookup", "baseline=false", *others, *method])) for method in methods]
+    if any(run.is_served or len(run.asked) > 1 for run in runs):
         raise UserError("serve takes a model and methods of this process: model=NAME method=NAME, or methods=[...]")
     missing = [package for package in ("fastapi", "uvicorn", "openai") if find_spec(package) is None]
     if missing:
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
+def app_of(runs: Sequence[Run]) -> tuple[Any, list[str]]:
     """The ASGI app that serves the methods of the runs, of one model, and the names that it lists. Raises UserError."""
     from fastapi import FastAPI, HTTPException
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -62,7 +61,6 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import GenerateManager, GenerationState
 
-    from eval.run.prepare import parameters_of
     from lazyllm import using
     from lazyllm.methods import Baseline
     from lazyllm.models.load import load_tokenizer_of, load_weights
@@ -70,7 +68,7 @@ def app_of(runs: Sequence[Resolved]) -> tuple[Any, list[str]]:
     spec, name = runs[0].spec, runs[0].config.model.name
     model, tokenizer = load_weights(spec), load_tokenizer_of(spec)
     positions = model.config.max_position_embeddings
-    methods = {run.method["name"]: build_method(next(iter(parameters_of(run, model.config).values()))) for run in runs}
+    methods = {arm.settings["name"]: arm.method(run.datasets[0].name) for run in runs for arm in run.arms}
     methods = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
     stack = ExitStack()
     models = {f"{name}/{key}".rstrip("/"): stack.enter_context(using(copy(model), it)) for key, it in methods.items()}

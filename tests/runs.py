@@ -6,37 +6,35 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.run.config import (
-    ModelConfig,
-    RunConfig,
-    TimingConfig,
-    check_arguments,
-    compose_config,
-    register_schema,
-    to_run_config,
-)
-from eval.run.resolved import Resolved, resolve
+from eval.run.config import ModelConfig, RunConfig, check_launcher, compose_config, register_schema, to_run_config
+from eval.run.run import Run
 
 registered = cache(register_schema)  # takes as long as half a run's settings; who registers another restores this one
 
 
-def run_of(*overrides: str) -> Resolved:
-    """The run of `python run.py OVERRIDES`, checked as there."""
+def run_of(*overrides: str) -> Run:
+    """The run of `python run.py OVERRIDES`; what can be refused without files and servers is."""
     registered()
-    check_arguments(overrides)
-    return resolve(to_run_config(compose_config(overrides)))
+    check_launcher(overrides)
+    return settled(Run(to_run_config(compose_config(overrides))))
 
 
-def small_run(out: Path | str | None, **changes: Any) -> Resolved:
-    """A quick run: three examples of each of two datasets, short prompts and answers, a paired baseline."""
+def settled(run: Run) -> Run:
+    """The run, once its settings have been looked at."""
+    _ = run.spec, run.chat, run.asked, run.datasets
+    return run
+
+
+def small_run(out: Path | str | None, **changes: Any) -> Run:
+    """A quick run: three examples of each of two datasets, short prompts and answers, a method and the baseline."""
     settings: dict[str, Any] = dict(
         model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
         method={"name": "lazy", "schedule": {2: 0.5}},
         dataset={"lookup": True, "shots": True},
-        timing=TimingConfig(warmup=0),
+        warmup=0,
         limit=3,
         max_new_tokens=2,
         threads=1,
         out=None if out is None else str(out),
     )
-    return resolve(RunConfig(**(settings | changes)))
+    return settled(Run(RunConfig(**(settings | changes))))

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
-from eval.run.config import compose_config, jobs_of, to_run_config
-from eval.run.resolved import Resolved, resolve
+from eval.run.job import jobs_of
+from eval.run.run import Run
 from lazyllm.errors import UserError
 from lazyllm.models.checkpoint import HubError, read_config
 
@@ -25,17 +25,17 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     say_once = cache(partial(print, flush=True))
     try:
-        for job in jobs_of(arguments):
-            for line in fetched(resolve(to_run_config(compose_config(job)))):
+        for config in jobs_of(arguments):
+            for line in fetched(Run(config)):
                 say_once(line)
     except HubError as error:
         raise UserError(f"{error.reason}. Fetch it where the hub answers, without HF_HUB_OFFLINE") from error
     return 0
 
 
-def fetched(run: Resolved) -> Iterator[str]:
+def fetched(run: Run) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards. Raises UserError."""
-    models = () if run.is_served else (run.spec, *(spec for one in run.runs.values() for spec in one.other_models()))
+    models = () if run.is_served else (run.spec, *run.other_models)
     for spec in models:
         read_config(spec)  # what the hub refuses is told before torch is imported
     from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of

@@ -10,9 +10,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.benchmarks.datasets import load
-from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
-from eval.run.resolved import resolve
+from eval.run.config import run_config
+from eval.run.run import Run
 from eval.store.runs import counted
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
@@ -23,14 +22,12 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    register_schema()
-    check_arguments(arguments)
-    run = resolve(to_run_config(compose_config(arguments)))
+    run = Run(run_config(arguments))
     if run.config.out is None:
         raise UserError("rows need a folder: give out=FOLDER")
-    for dataset in run.datasets:
-        lines = [json.dumps(row.official) for row in load(dataset, run.data).examples[: run.data.limit]]
-        file = Path(run.config.out) / f"{dataset.name}.jsonl"
+    for name, examples in run.examples.items():
+        lines = [json.dumps(example.official) for example in examples]
+        file = Path(run.config.out) / f"{name}.jsonl"
         write_whole(file, "".join(f"{line}\n" for line in lines))
         print(f"{file}: {counted(len(lines), 'row')}")
     return 0
