@@ -6,7 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.run.config import ModelConfig, RunConfig, check_launcher, compose_config, register_schema, to_run_config
+from eval.benchmarks.datasets import DATASETS
+from eval.run.arms import Arm
+from eval.run.config import ModelConfig, RunConfig, check_arguments, compose_config, register_schema, to_run_config
 from eval.run.run import Run
 
 registered = cache(register_schema)  # takes as long as half a run's settings; who registers another restores this one
@@ -15,7 +17,7 @@ registered = cache(register_schema)  # takes as long as half a run's settings; w
 def run_of(*overrides: str) -> Run:
     """The run of `python run.py OVERRIDES`; what can be refused without files and servers is."""
     registered()
-    check_launcher(overrides)
+    check_arguments(overrides)
     return settled(Run(to_run_config(compose_config(overrides))))
 
 
@@ -38,3 +40,8 @@ def small_run(out: Path | str | None, **changes: Any) -> Run:
         out=None if out is None else str(out),
     )
     return settled(Run(RunConfig(**(settings | changes))))
+
+
+def arm(label: str, **settings: Any) -> Arm:
+    """An arm whose settings are the same for all datasets."""
+    return Arm(label, settings, dict.fromkeys(DATASETS, settings))

@@ -44,6 +44,13 @@ SERVER_SETTINGS = ("model", "url", "kind", "extra_body")
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # environment; W&B reports even if offline
 SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
 
+# The begins of lines of Hydra's errors that help nobody here
+_NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://hydra.cc", "To append to your config")
+# Hydra's options, which --hydra-help describes
+_OPTIONS = (
+    "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info",
+    "--version",
+)  # fmt: skip
 _COUNTS = ("limit", "max_new_tokens", "threads", "turns", "batch_size", "model.max_prompt_tokens")
 _MAY_BE_0 = ("warmup", "trace", "model.thinking_tokens", "seed")
 
@@ -142,8 +149,8 @@ class RunConfig(SuiteSettings):
     model: ModelConfig = field(default_factory=ModelConfig)
     method: dict[str, Any] = field(default_factory=dict)
     compare: Any = setting(
-        {},
-        "several arms instead of `method`: `compare=[lazy,fastkv]`, or `+compare={label: {name: lazy, schedule: "
+        None,
+        "several arms instead of `method`: `compare=[lazy,fastkv]`, or `compare={label: {name: lazy, schedule: "
         "paper}, ...}`; a list of values, or `seeds: 5`, makes an arm of each",
     )
     baseline: bool = setting(True, "also measure the standard model on every example, among the arms")
@@ -280,13 +287,15 @@ def _defaults(name: str) -> dict[str, Any]:
     return defaults | {"turns": "continue"} | ({"seeds": None} if "seed" in defaults else {})
 
 
-def check_launcher(arguments: Sequence[str]) -> None:
-    """Refuse a launcher that is not installed, and Hydra's own keys without a sweep. Raises UserError.
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse unknown options, a launcher that is not installed, and Hydra's own keys without a sweep.
 
-    arguments: the command line without the program's name.
+    arguments: the command line without the program's name. Raises UserError.
     """
     sweep = {"-m", "--multirun", "--cfg", "-c", "--info", "-i"} & set(arguments)
     for argument in arguments:
+        if argument.startswith("-") and argument not in _OPTIONS:
+            raise UserError(f"{argument}: expected KEY=VALUE, such as limit=3; --help lists all keys")
         key, _, launcher = argument.partition("=")
         if key == "hydra/launcher" and launcher in LAUNCHERS:
             package, extra = LAUNCHERS[launcher]
@@ -309,12 +318,14 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
             return compose("config", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
+    except (ValueError, TypeError) as error:  # Hydra's, of a group's choice that is no name
+        raise UserError(f"{' '.join(overrides)}: {error}") from error
 
 
 def run_config(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> RunConfig:
     """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError."""
     register_schema(schema)
-    check_launcher(arguments)
+    check_arguments(arguments)
     return to_run_config(compose_config(arguments))
 
 
@@ -334,14 +345,26 @@ def one_line(error: Exception) -> UserError:
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
-    lines = [line for line in lines if line not in ("", "None") and not line.startswith(("full_key:", "object_type="))]
-    message = ": ".join(dict.fromkeys(lines))
+    lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
+    message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))
     if unknown := re.match(r"Could not override '([^']+)'", message):
-        of_methods = (f"method.{key}" for name in METHODS for key in settings_of(METHODS[name]))
-        choices = [*(key for key, _, _ in documented(RunConfig())), *of_methods]
-        near = [key for key in choices if key.startswith(unknown[1])] or difflib.get_close_matches(unknown[1], choices)
-        message += f" (did you mean {near[0]}? --help lists all keys)" if near else " (--help lists all keys)"
+        key, hint = unknown[1], "--help lists all keys"
+        if key.startswith("method."):
+            hint = "lazyllm-bench methods lists the settings of each method"
+        elif near := difflib.get_close_matches(key, [known for known, _, _ in documented(RunConfig())], 1):
+            hint = f"did you mean {near[0]}? {hint}"
+        message += f" ({hint})"
     return UserError(message)
+
+
+def _check_known(settings: Any, group: str = "") -> None:
+    """Refuse keys that `++` has added to the schema. Raises UserError."""
+    known = {item.name for item in fields(settings)}
+    for key, value in vars(settings).items():
+        if key not in known:
+            raise UserError(f"unknown key {group}{key}: --help lists all keys")
+        if is_dataclass(value):
+            _check_known(value, f"{group}{key}.")
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
@@ -359,6 +382,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:  # a reference to no setting, for example
         raise one_line(error) from error
     assert isinstance(plain, RunConfig)
+    _check_known(plain)
     choices = {
         "data.on_error": ("raise", "skip"),
         "subset": SUBSETS,

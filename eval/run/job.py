@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eval.run.config import (
     CONF,
     RunConfig,
-    check_launcher,
+    check_arguments,
     compose_config,
     one_line,
     register_schema,
@@ -107,7 +107,7 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
     Raises UserError.
     """
     register_schema(schema)
-    check_launcher(arguments)
+    check_arguments(arguments)
     if {"-m", "--multirun"} & set(arguments):
         check_writable(RUNS)
     _end_soon_after_ctrl_c()

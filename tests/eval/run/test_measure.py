@@ -1,9 +1,12 @@
-"""Which measurements are made, in which order, and what a record holds; with a stub for the generation."""
+"""Which measurements are made, in which order, and what a visit holds; with a stub for the generation."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,20 +17,26 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.benchmarks.suite import Example
 from eval.run import measure
-from eval.run.measure import WARMUP_TOKENS, Bench, Case
+from eval.run.arms import Arm
+from eval.run.cases import Case
+from eval.run.measure import WARMUP_TOKENS, Bench, Todo, in_turn
+from eval.store.visit import Measurement, Visit
 from lazyllm import Generation
-from lazyllm.methods import Baseline, GemFilter, Lazy, PromptCompression
+from lazyllm.methods import Baseline, Lazy
+from lazyllm.spec import ModelSpec
+from tests.runs import arm
 
 METHOD = Lazy({1: 0.5})
+ARMS = (arm("baseline", name="baseline"), arm("lazy", name="lazy", schedule={1: 0.5}))
 CONFIG = SimpleNamespace(
     model_type="llama", num_hidden_layers=3, num_attention_heads=2, hidden_size=8, intermediate_size=16, vocab_size=10
 )
 TEXTS = {5: "Assistant: Emilia is angry.\nWilliam is not.", 6: "someone else"}
 
 
-def generation(token_id: int) -> Generation:
+def generation(token_id: int, ttft_s: float = 0.5) -> Generation:
     return Generation(
-        token_ids=[token_id], first_logits=torch.zeros(3), ttft_s=0.5, scoring_s=0.0, total_s=0.75,
+        token_ids=[token_id], first_logits=torch.zeros(3), ttft_s=ttft_s, scoring_s=0.0, total_s=0.75,
         decode_step_s=[0.25],
         computed=np.array([[4, 4, 2], [4, 4, 3]]), selected=[{}, {}], revived=np.array([0, 0, 1]),
         kv_bytes=10, aux_bytes=2, prompt_tokens=4,
@@ -36,7 +45,7 @@ def generation(token_id: int) -> Generation:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple]:
-    """All calls of `generate` and of the peak's reset, in order; the method answers token 5, the baseline 6."""
+    """All calls of `generate` and of the peak's reset, in order; methods answer token 5, the baseline 6."""
     seen: list[tuple] = []
 
     def generate(model, prompt, method, **settings):
@@ -49,66 +58,154 @@ def calls(monkeypatch) -> list[tuple]:
     return seen
 
 
-def bench(paired: bool | str = True, chat: str = "none") -> Bench:
+def bench(*arms: Arm, baseline: str | None = "baseline", chat: str = "none") -> Bench:
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, config=CONFIG)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
-    return Bench(model, tokenizer, CHAT_FORMATS[chat], paired)  # type: ignore[arg-type]
+    return Bench(model, tokenizer, CHAT_FORMATS[chat], arms or ARMS, baseline)  # type: ignore[arg-type]
 
 
 def case(name: str, text: str = "text") -> Case:
     example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5, "en")
-    return Case(DATASETS[name], example, BuiltPrompt(text, (1, 2, 3, 4), 9, True, "abc"), METHOD, 40, (2,))
+    return Case(DATASETS[name], example, BuiltPrompt(text, (1, 2, 3, 4), 9, True, "abc"), 40, (2,))
 
 
-@pytest.mark.parametrize("baseline_first", [True, False])
-def test_sides_are_measured_in_the_given_order_with_their_own_peaks(calls, baseline_first: bool) -> None:
-    record = bench().record(case("qasper"), baseline_first)
-    order = [Baseline(), METHOD] if baseline_first else [METHOD, Baseline()]
+def visit(on: Bench, of: Case | None = None, number: int = 0) -> Visit:
+    (made,) = on.measure([Todo(of or case("qasper"), in_turn(on.arms, number))])
+    return made
+
+
+def own(visit: Visit, label: str = "lazy") -> Measurement:
+    (first,) = visit.answers[label]
+    return first
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_each_arm_comes_before_and_after_each_other_and_has_each_place_equally_often(count: int) -> None:
+    arms = [arm(str(number), name="baseline") for number in range(count)]
+    orders = [[one.label for one in in_turn(arms, number)] for number in range(2 * count)]
+    assert all(sorted(order) == [one.label for one in arms] for order in orders)
+    for first, second in (orders[n : n + 2] for n in range(0, 2 * count, 2)):  # in each two visits already
+        for one, other in combinations("".join(first), 2):
+            assert (first.index(one) < first.index(other)) != (second.index(one) < second.index(other))
+    places = Counter((label, place) for order in orders for place, label in enumerate(order))
+    assert set(places.values()) == {2}
+    assert len(places) == count**2
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_machine_that_slows_down_steadily_slows_all_arms_alike(monkeypatch, count: int) -> None:
+    """A made clock: each measurement takes a bit longer than the one before it, whichever arm it is of."""
+    clock = iter(range(1, 10**6))
+    monkeypatch.setattr(measure, "generate", lambda *_, **__: generation(5, ttft_s=float(next(clock))))
+    arms = [arm(f"arm {number}", name="lazy", schedule={1: 0.5}) for number in range(count)]
+    on, cases = bench(*arms, baseline="arm 0"), [case("qasper") for _ in range(6 * count)]
+    visits = on.measure([Todo(one, in_turn(arms, number)) for number, one in enumerate(cases)])
+    seconds = [[own(made, one.label).ttft_s for one in arms] for made in visits]
+    means = np.mean(seconds, axis=0)
+    assert means.tolist() == [means[0]] * count
+    before = [[times.index(time) and time < times[0] for time in times[1:]] for times in seconds]
+    assert np.mean(before, axis=0).tolist() == [0.5] * (count - 1)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_arms_are_measured_in_the_given_order_with_their_own_peaks(calls, number: int) -> None:
+    found = visit(bench(), number=number)
+    order = [METHOD, Baseline()] if number else [Baseline(), METHOD]
     assert [call[0] for call in calls] == ["reset", order[0], "reset", order[1]]
-    assert record.baseline is not None
-    assert (record.method.token_ids, record.baseline.token_ids) == ([5], [6])
-    assert (record.method.score, record.baseline.score) == (pytest.approx(2 * 3 / (3 + 7)), 0)  # F1 by hand
-    assert record.method.peak_memory_bytes == 123
-    assert (record.method.group_starts, record.method.computed) == ([1, 3], [[4, 2], [4, 3]])
-    assert (record.prompt_tokens, record.prompt_tokens_before_truncation, record.prompt_sha256) == (4, 9, "abc")
+    assert found.order == (["lazy", "baseline"] if number else ["baseline", "lazy"])
+    assert list(found.answers) == ["baseline", "lazy"]  # in the order of tables
+    method, baseline = own(found), own(found, "baseline")
+    assert (method.token_ids, baseline.token_ids) == ([5], [6])
+    assert (method.score, baseline.score) == (pytest.approx(2 * 3 / (3 + 7)), 0)  # F1 by hand
+    assert (method.same_answer, method.kl, baseline.same_answer, baseline.kl) == (0, 0, None, None)
+    assert method.peak_memory_bytes == 123
+    assert (method.group_starts, method.computed) == ([1, 3], [[4, 2], [4, 3]])
+    (turn,) = found.turns
+    assert (turn.tokens, turn.tokens_before_truncation, turn.sha256) == (4, 9, "abc")
+
+
+def test_each_arm_answers_once_and_the_baseline_is_shared(calls) -> None:
+    """The demo's five arms are five generations an example, Table 1's nine are nine."""
+    for count in (5, 9):
+        calls.clear()
+        arms = (ARMS[0], *(arm(f"lazy {number}", name="lazy", schedule={1: 0.5}) for number in range(1, count)))
+        found = visit(bench(*arms))
+        assert len([call for call in calls if len(call) == 3]) == count
+        assert len(found.answers) == count
 
 
 def test_flops_are_of_what_was_computed_in_prefill_and_of_scoring(calls) -> None:
     token, pair = 2 * (4 * 8 * 8 + 3 * 8 * 16), 4 * 8  # a layer's linear maps; a query with a key and a value
     prefill = 10 * token + (10 + 10 + 3) * pair + 2 * 8 * 10  # 4, 4 and 2 tokens in its layers; one row of logits
-    assert bench().record(case("qasper"), True).method.prefill_flops == prefill
-    scored = replace(case("qasper"), method=GemFilter(2, keep=2))
-    assert bench(paired=False).record(scored, True).method.prefill_flops == (
+    assert own(visit(bench())).prefill_flops == prefill
+    assert own(visit(bench(arm("gem", name="gemfilter", layer=2, keep=2), baseline=None)), "gem").prefill_flops == (
         prefill + 4 * token + 10 * pair + 4 * 2 * 3 * 8 * 8  # layer 1, and q, k and v of layer 2
     )
 
 
 @pytest.mark.parametrize(("text", "end"), [("short", "short"), ("x" * 50 + "é" * 599 + "?", "é" * 599 + "?")])
-def test_record_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end: str) -> None:
-    record = bench().record(case("qasper", text), True)
-    assert record.prompt_end == end
-    assert record.answers == ["Emilia is angry."]
+def test_visit_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end: str) -> None:
+    (turn,) = visit(bench(), case("qasper", text)).turns
+    assert turn.end == end
+    assert turn.answers == ["Emilia is angry."]
 
 
-def test_unpaired_runs_the_method_only(calls) -> None:
-    assert bench(paired=False).record(case("qasper"), baseline_first=True).baseline is None
+def test_without_a_baseline_nothing_is_compared(calls) -> None:
+    found = visit(bench(ARMS[1], baseline=None))
     assert [call[0] for call in calls] == ["reset", METHOD]
+    assert own(found).same_answer is None
 
 
-@pytest.mark.parametrize("baseline_first", [True, False])
-def test_baseline_that_is_paired_for_ttft_stops_after_its_first_token(calls, baseline_first: bool) -> None:
-    record = bench(paired="ttft").record(case("qasper"), baseline_first)
-    made = [(call[0], call[2]["max_new_tokens"]) for call in calls if len(call) == 3]
-    order = [(Baseline(), 1), (METHOD, 40)]
-    assert made == (order if baseline_first else order[::-1])
-    assert (record.baseline, record.baseline_ttft_s) == (None, 0.5)
-    assert (record.method.kl, record.method.top1_agrees, record.method.same_answer) == (0, 1, None)
+def test_arm_that_fails_is_a_failure_of_that_arm(calls, monkeypatch) -> None:
+    original = measure.generate
+
+    def failing(model, prompt, method, **settings):
+        if method == METHOD:
+            raise RuntimeError("no kernel\nimage")
+        return original(model, prompt, method, **settings)
+
+    monkeypatch.setattr(measure, "generate", failing)
+    found = visit(bench(*ARMS, arm("other", name="lazy", schedule={2: 0.5})))
+    assert list(found.answers) == ["baseline", "other"]
+    assert {label: failure.reason for label, failure in found.failures.items()} == {
+        "lazy": "RuntimeError: no kernel image"
+    }
+    assert "in failing" in found.failures["lazy"].traceback
+    assert own(found, "other").same_answer == 0  # it is compared all the same
+
+
+def test_without_the_baselines_answer_the_others_count_and_are_not_compared(calls, monkeypatch) -> None:
+    original = measure.generate
+
+    def failing(model, prompt, method, **settings):
+        if isinstance(method, Baseline):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(model, prompt, method, **settings)
+
+    monkeypatch.setattr(measure, "generate", failing)
+    found = visit(bench())
+    assert "out of memory at 4 prompt tokens: lower model.max_prompt_tokens" in found.failures["baseline"].reason
+    assert own(found).score > 0
+    assert own(found).kl is None
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_out_of_memory_has_several_names(error: Exception, is_memory: bool) -> None:
+    assert measure.is_out_of_memory(error) == is_memory
 
 
 def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
     spans = np.array([[0, 0], [0, 1], [1, 3], [3, 4]], dtype=np.int32)
     given = replace(case("qasper"), prompt=BuiltPrompt("text", (1, 2, 3, 4), 9, True, "abc", ((1, 3),), spans))
-    bench().record(given, True)
+    visit(bench(), given)
     bench().warm_up([given], 1)
     prompts = [call[1] for call in calls if len(call) == 3]
     assert len(prompts) == 4
@@ -120,40 +217,84 @@ def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
 
 @pytest.mark.parametrize(("name", "least"), [("samsum", 1), ("qasper", 0), ("triviaqa", 0)])
 def test_generation_settings(calls, name: str, least: int) -> None:
-    bench(paired=False).record(case(name), baseline_first=True)
-    assert calls[-1][2] == {"max_new_tokens": 40, "eos_token_ids": (2,), "min_new_tokens": least}
+    visit(bench(), case(name))
+    assert [call[2] for call in calls if len(call) == 3] == 2 * [
+        {"max_new_tokens": 40, "eos_token_ids": (2,), "min_new_tokens": least}
+    ]
 
 
-def test_warm_up_runs_both_as_often_as_asked_and_briefly(calls) -> None:
+def test_warm_up_runs_each_arm_as_often_as_asked_and_briefly(calls) -> None:
     bench().warm_up([case("qasper")], 3)
     assert [call[0] for call in calls] == [Baseline(), METHOD] * 3
     assert {call[2]["max_new_tokens"] for call in calls} == {WARMUP_TOKENS}
 
 
 def test_xgen_answers_are_cleaned(calls) -> None:
-    assert bench(chat="xgen").record(case("qasper"), True).method.text == " Emilia is angry.\nWilliam is not."
-    assert bench().record(case("qasper"), True).method.text == TEXTS[5]
+    assert own(visit(bench(chat="xgen"))).text == " Emilia is angry.\nWilliam is not."
+    assert own(visit(bench())).text == TEXTS[5]
 
 
 def test_rouge_l_is_of_what_is_scored(calls, monkeypatch) -> None:
     monkeypatch.setitem(TEXTS, 5, "\nEmilia is angry.\nand much else besides")
-    record = bench().record(case("samsum"), True)
-    assert record.method.rouge_l == 1  # the first line only
-    assert record.method.score == pytest.approx(1, abs=1e-4)
-    assert bench().record(case("qasper"), True).method.rouge_l is None
+    found = own(visit(bench(), case("samsum")))
+    assert found.rouge_l == 1  # the first line only
+    assert found.score == pytest.approx(1, abs=1e-4)
+    assert own(visit(bench())).rouge_l is None
 
 
-def test_no_other_model_lies_in_memory_while_the_baseline_is_measured(calls: list[tuple], monkeypatch) -> None:
-    """A draft is moved to the host before the baseline runs, but not before its own method."""
+DRAFT = ModelSpec("tiny")
+DRAFTED = arm("drafted", name="prompt_compression", keep=0.5, scorer="tiny")
 
-    class Draft:
-        def to(self, place: str) -> None:
-            calls.append(("to", place))
 
-    draft = Draft()
-    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", [draft])
-    scored = replace(case("qasper"), method=PromptCompression(0.5, scorer="tiny"))
-    bench().record(scored, baseline_first=True)
-    bench().record(scored, baseline_first=False)
-    order = [call[1] if call[0] == "to" else type(call[0]).__name__ for call in calls if call != ("reset",)]
-    assert order == ["cpu", "Baseline", "PromptCompression", "PromptCompression", "cpu", "Baseline"]
+class Draft:
+    """Another model of 1,000 float32 numbers; tells where it is moved."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.device, self.calls = torch.device("cuda"), calls
+        self.weights = torch.zeros(1000, device="meta")
+
+    def to(self, place: Any) -> None:
+        self.device = torch.device(place)
+        self.calls.append(("to", place))
+
+    def parameters(self) -> list[Any]:
+        return [SimpleNamespace(numel=lambda: 1000, element_size=lambda: 4, device=self.device)]
+
+    def buffers(self) -> list[Any]:
+        return []
+
+
+@pytest.fixture
+def draft(calls, monkeypatch) -> Draft:
+    """A draft that lies beside the model, on its device, where there is memory for all."""
+    made = Draft(calls)
+    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {(DRAFT, True): (made, None)})
+    return made
+
+
+def test_other_models_stay_and_do_not_count_in_other_arms_peaks(calls, draft: Draft) -> None:
+    on = bench(*ARMS, DRAFTED)
+    draft.device = torch.device("cpu")  # the stub model's
+    found = visit(on)
+    assert ("to", "cpu") not in calls
+    peaks = {label: own(found, label).peak_memory_bytes for label in found.answers}
+    assert peaks == {"baseline": 123 - 4000, "lazy": 123 - 4000, "drafted": 123}
+
+
+def test_other_models_move_to_the_host_if_memory_does_not_hold_all(calls, draft: Draft, monkeypatch, caplog) -> None:
+    original = measure.generate
+
+    def crowded(model, prompt, method, **settings):
+        if isinstance(method, Baseline) and draft.device.type == "cuda":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(model, prompt, method, **settings)
+
+    monkeypatch.setattr(measure, "generate", crowded)
+    on = bench(*ARMS, DRAFTED)
+    assert not visit(on).failures
+    assert calls.count(("to", "cpu")) == 1
+    assert "memory does not hold the other models of all arms" in caplog.text
+    draft.device = torch.device("cuda")  # as its own arm has moved it
+    assert not visit(on).failures
+    assert calls.count(("to", "cpu")) == 2
+    assert caplog.text.count("memory does not hold") == 1
