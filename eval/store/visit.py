@@ -267,11 +267,11 @@ class Trace:
 
     @staticmethod
     def file_name(dataset: str, example: str, arm: str) -> str:
-        """The trace's file name. If the example's id or the arm cannot be part of one, they are cut, and their hash is
-        added."""
+        """The trace's file name. Their hash is added if id or arm cannot be part of one, or the arm has the "-" between
+        them."""
         wanted = f"{example}-{arm}"
         safe = re.sub(r"[^A-Za-z0-9._-]", "_", wanted)[:80]
-        end = "" if safe == wanted else f"-{sha256_of([example, arm])[:8]}"
+        end = "" if safe == wanted and "-" not in arm else f"-{sha256_of([example, arm])[:8]}"
         return f"{dataset}-{safe}{end}.json"
 
 

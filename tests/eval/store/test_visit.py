@@ -1,0 +1,147 @@
+"""A visit as an object and as a line, by one schema; what is no visit is refused with its line."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eval.store.folder import read_visits
+from eval.store.visit import Failure, Measurement, Request, Trace, Turn, Visit, compact_counts, read_trace
+from lazyllm.errors import UserError
+from tests.eval.store.visits import measurement, turn, visit
+
+REQUEST = Request(
+    headers_s=0.1, first_event_s=0.2, first_content_s=None, end_s=1.0, tpot_s=None, sent_at=1.7e9,
+    prompt_tokens=3, completion_tokens=None, cached_tokens=0, retries=0,
+)  # fmt: skip
+
+
+def random_visit(rng: np.random.Generator) -> Visit:
+    """A visit in which everything that may be empty, missing or of another length is."""
+    turns, labels = int(rng.integers(1, 4)), ["baseline", "lazy schedule={2: 0.3}", "ä"][: int(rng.integers(0, 4))]
+
+    def random_measurement() -> Measurement:
+        steps = int(rng.integers(0, 20))
+        return measurement(
+            text="\u00e4\u4e2d\U0001f600\n\x00\u2028",
+            decode_step_s=rng.random(steps).tolist() if steps else None,
+            score=float(rng.random()),
+            token_ids=rng.integers(0, 50_000, steps + 1).tolist(),
+            rouge_l=0.25 if rng.random() < 0.5 else None,
+            computed=rng.integers(0, 9000, (steps + 1, 3)).tolist(),
+            group_starts=[1, 4, 9],
+            peak_memory_bytes=2**40 if rng.random() < 0.5 else None,
+            request=REQUEST if rng.random() < 0.5 else None,
+            kl=float(rng.random()) if rng.random() < 0.5 else None,
+        )
+
+    return Visit(
+        dataset="hops",
+        id=f"row {rng.integers(0, 9)}",
+        groups=["length=1"] * int(rng.integers(0, 2)),
+        turns=[turn(number) for number in range(turns)],
+        order=[*labels, "failed"],
+        answers={label: [random_measurement() for _ in range(turns)] for label in labels},
+        failures={"failed": Failure(reason="no memory", traceback="...\n")} if rng.random() < 0.5 else {},
+        attention_kernel="flash" if rng.random() < 0.5 else None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_visit_comes_back_from_its_line_to_the_last_bit(seed: int) -> None:
+    made = random_visit(np.random.default_rng(seed))
+    line = made.to_json()
+    assert line.isascii()
+    assert "\n" not in line
+    assert json.loads(line) == asdict(made)
+    assert Visit.from_json(line) == Visit.from_json(line.encode()) == made
+
+
+def test_fields_that_are_left_out_take_their_defaults() -> None:
+    values = asdict(visit(1))
+    for key in ("groups", "failures", "attention_kernel"):
+        del values[key]
+    for answers in values["answers"].values():
+        for name in [name for name, value in answers[0].items() if value is None]:
+            if name not in ("rouge_l", "total_s"):
+                del answers[0][name]
+    assert Visit.from_json(json.dumps(values)) == visit(1)
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """A visit's values with some changed; `lazy` changes values of the method's measurement."""
+    values = asdict(visit(1))
+    values["answers"]["lazy"][0] |= changes.pop("lazy", {})
+    return values | changes
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("text", "JSON"),
+        ([], "line: Input should be"),
+        (changed(odd=1), "odd"),
+        (changed(lazy={"odd": 1}), r"answers\.lazy\.0\.odd"),
+        (changed(id=3), "id: Input should be a valid string"),
+        (changed(dataset="nosuch"), "there is no dataset 'nosuch'"),
+        (changed(order="lazy"), "order: Input should be a valid array"),
+        (changed(turns=[asdict(turn()) | {"tokens": 1.0}]), r"turns\.0\.tokens"),
+        (changed(turns=[asdict(turn())] * 2), r"answers\.baseline: has 1 turns, not 2"),
+        (changed(answers=None), "answers"),
+        (changed(failures={"lazy": "why"}), r"failures\.lazy"),
+        (f"{visit(1).to_json()}{visit(2).to_json()}", "JSON"),
+        *(
+            (changed(lazy={name: value}), rf"answers\.lazy\.0\.{name}")
+            for name, value in (
+                ("score", True), ("score", math.nan), ("ttft_s", math.inf), ("kv_bytes", 123.5), ("text", None),
+                ("token_ids", {}), ("token_ids", [0.5]), ("request", {}), ("computed", [1]),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_reader_refuses_an_invalid_line_with_its_number(tmp_path: Path, line: Any, reason: str) -> None:
+    text = line if isinstance(line, str) else json.dumps(line)
+    (tmp_path / "visits.jsonl").write_text(f"{visit(0).to_json()}\n{text}\n")
+    with pytest.raises(UserError, match=rf"visits\.jsonl:2: not a line of visits .*({reason})"):
+        read_visits(tmp_path)
+
+
+def test_compact_counts_lose_nothing() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        steps, groups = rng.randint(1, 5), rng.randint(1, 4)
+        widths = [rng.randint(1, 4) for _ in range(groups)]
+        counts = np.array([[rng.randint(0, 2) for _ in range(groups)] for _ in range(steps)])
+        full = np.repeat(counts, widths, axis=1)
+        starts, compact = compact_counts(full)
+        ends = [*starts[1:], full.shape[1] + 1]
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        assert np.array_equal(np.repeat(np.array(compact), lengths, axis=1), full)
+
+
+def test_every_turn_has_its_own_facts() -> None:
+    assert visit(3, turns=3).turns == [turn(0), turn(1), turn(2)]
+    assert visit(3).key == ("hotpotqa", "row-3")
+    assert isinstance(visit(3).turns[0], Turn)
+
+
+def test_traces_have_names_of_their_own(tmp_path: Path) -> None:
+    ids = ["a", "a b", "a_b", "a/b", "x" * 90, "x" * 91, "\u6771" * 80, "\u4eac" * 80]
+    names = [Trace.file_name("lookup", name, arm) for name in ids for arm in ("lazy", "lazy schedule={2: 0.3}")]
+    assert names[0] == "lookup-a-lazy.json"
+    assert Trace.file_name("lookup", "a-b", "c") != Trace.file_name("lookup", "a", "b-c")
+    assert len(set(names)) == len(names)
+    assert max(len(name.encode()) for name in names) < 200
+    made = Trace("lookup", "a", "lazy", ["x"], ["y"], [[1.0]], [{2: [0]}, {}], [1], [[1]])
+    (tmp_path / names[0]).write_text(made.to_json())
+    assert read_trace(tmp_path / names[0]) == made
+    (tmp_path / names[0]).write_text(json.dumps(vars(replace(made)) | {"tokens": 1, "odd": 2}))
+    with pytest.raises(UserError, match="not a trace"):
+        read_trace(tmp_path / names[0])
