@@ -1,8 +1,8 @@
 """From examples to datasets, tasks and the mean over tasks, with 95 % percentile bootstrap intervals.
 
 A dataset's scores, lengths, seconds and bytes are means over its examples; its speedups are the baseline's summed time
-(or FLOPs) divided by the method's, on the same examples. A task's value is the mean over its datasets in every column,
-as LongBench computes scores; the overall value is the mean over tasks. The bootstrap draws examples within each
+(or FLOPs) divided by the arm's, over answers of the same visits. A task's value is the mean over its datasets in every
+column, as LongBench computes scores; the overall value is the mean over tasks. The bootstrap draws examples within each
 dataset, the same ones for every column, so that an example stays paired with its own baseline.
 """
 
@@ -17,114 +17,110 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
-from eval.store.record import MEASURED
+from eval.store.results import beside
+from eval.store.visit import MEASURED
 
 RESAMPLES = 2000
 
-_BOTH = (*MEASURED, *(f"baseline_{name}" for name in MEASURED))  # the method's, then its paired baseline's
+# {speedup: the cost of which it is the ratio}
 _SPEEDUPS = {
     "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
     "ideal_ttft_speedup": "prefill_flops",
 }  # fmt: skip
-VALUES = (*_BOTH, "cache_bytes", "baseline_cache_bytes", *_SPEEDUPS, "relative_score", "answered_score")
-_COLUMN = {name: number for number, name in enumerate(VALUES)}
+VALUES = (
+    *MEASURED, "cache_bytes", *_SPEEDUPS,
+    "cache_ratio", "peak_ratio", "score_difference", "relative_score", "answered_score",
+)  # fmt: skip
+# Means whose ratio or difference to the baseline's is a value
+_COMPARED = ("score", "cache_bytes", "peak_memory_bytes")
+_COLUMN = {
+    name: number
+    for number, name in enumerate((*VALUES, *(f"{side}_{name}" for name in _COMPARED for side in ("own", "reference"))))
+}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
 _FORMS = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
-COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "datasets", "score_seed_std", *_FORMS]
+COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "turns", "datasets", "score_seed_std", *_FORMS]
 
 
-def by_task(frame: pd.DataFrame, known: dict[Any, list[dict[str, Any]]] | None = None) -> pd.DataFrame:
+def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per setting and dataset, task ("task" rows) and suite ("all" rows, the mean over its tasks).
 
-    frame: as `eval.store.results.as_frame` makes it. known: a cache of rows by setting, for calls with the same
-    examples; this call adds its own. Columns: model, paper_model, method, settings, label, suite, level ("dataset",
-    "task" or "all"), name (of the dataset or task, or "all"), task ("all" at that level), seeds, examples and datasets
-    (their numbers), score_seed_std (sample standard deviation of the scores by seed, over the seeds with every example
-    of the row; NaN for fewer than two), and v, v_low, v_high for each v of `VALUES`: the measured columns of `as_frame`
-    and of the paired baseline, and
+    frame: `eval.store.results.Results.frame`. Columns: model, paper_model, method, settings, label, suite, level
+    ("dataset", "task" or "all"), name (of the dataset or task, or "all"), task ("all" at that level), seeds, examples,
+    turns (of all examples) and datasets (their numbers), score_seed_std (sample standard deviation of the scores by
+    seed, over the seeds with every example of the row; NaN for fewer than two), and v, v_low, v_high for each v of
+    `VALUES`: the measured columns of the frame, and
 
-    cache_bytes, baseline_cache_bytes: KV and Aux Cache together.
+    cache_bytes: KV and Aux Cache together.
     ttft_speedup, generation_speedup: of whole answers, whose lengths may differ. step_speedup: of mean decoding steps.
     ideal_ttft_speedup: the ratio of the prefills' FLOPs.
-    relative_score: 100 * score / baseline_score of the row.
+    cache_ratio, peak_ratio: of the row's cache_bytes and peak_memory_bytes to the baseline's.
+    score_difference: the row's score minus the baseline's. relative_score: 100 * score / the baseline's.
     answered_score: 100 * score / pct_answered of the row: the score without empty answers, which score 0.
 
-    A dataset's score is rounded as LongBench rounds it. Several seeds of an example count as one example: values are
-    means over seeds, and speedups compare summed times. A value is NaN if an example lacks it, or if a baseline's score
-    is 0; both ends of an interval are NaN if a dataset has only one example.
-
-    The setting `baseline` holds the runs of that method. Examples without such a run take the paired baselines of the
-    other methods' runs, pooled like seeds. It is compared with itself: its speedups are 1.
+    What compares with the baseline is made from the answers that have one in the same visit (`beside`). A dataset's
+    score is rounded as LongBench rounds it. Several seeds and turns of an example count as one example: values are
+    means over them, and speedups compare summed times. A value is NaN if an answer lacks it, or if a baseline's score
+    is 0; both ends of an interval are NaN if a dataset has only one example. The baseline's own speedups are 1.
     """
-    rows, known = [], {} if known is None else known
-    key: Any
-    for key, group in with_baselines(frame).groupby(["model", "method", "settings", "suite"], sort=False):
+    rows = []
+    for _, group in frame[frame["counts"]].groupby(["model", "method", "settings", "suite"], sort=False):
         setting = {name: group[name].iloc[0] for name in _SETTING} | {"seeds": group["seed"].nunique()}
-        if key[1] == "baseline":  # its examples depend on the other settings
-            found = rows_of(group)
-        else:
-            found = known[key] = known.get(key) or rows_of(group)
-        rows += [{**setting, **row} for row in found]
+        rows += [{**setting, **row} for row in rows_of(group, frame)]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
+def rows_of(rows: pd.DataFrame, among: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of one setting on one suite, without its name: each task's datasets, then the task; "all" comes last.
 
-    Columns and rules are those of `by_task`; frame needs dataset, id, seed and the measured columns.
+    rows: the setting's answers that count. among: the frame that has their baselines. Columns and rules are those of
+    `by_task`.
     """
-    codes = frame.groupby(["dataset", "id"], sort=False).ngroup().to_numpy()
-    examples = _per_example(frame, codes)
+    codes = rows.groupby(["dataset", "id"], sort=False).ngroup().to_numpy()
+    examples = _per_example(rows, beside(rows, among), codes)
     groups = {str(name): group for name, group in examples.groupby("dataset", sort=False)}
-    sizes = {name: len(group) for name, group in groups.items()}
+    sizes = {name: (len(group), int(group["turns"].sum())) for name, group in groups.items()}
     drawn = {name: _dataset(name, group) for name, group in groups.items()}
-    seeds = _seed_scores(frame, codes, sizes)
-    rows, task_draws, task_seeds = [], [], []
+    seeds = _seed_scores(rows, codes, {name: size for name, (size, _) in sizes.items()})
+    found, task_draws, task_seeds = [], [], []
     for task in TASKS:
         names = [name for name in DATASETS if name in sizes and DATASETS[name].task == task]
         for name in names:
-            rows.append(_row("dataset", name, task, [sizes[name]], drawn[name], seeds[name]))
+            found.append(_row("dataset", name, task, [sizes[name]], drawn[name], seeds[name]))
         if names:
             task_draws.append(_with_ratios(np.mean([drawn[name] for name in names], axis=0)))
             task_seeds.append(_mean_of_common([seeds[name] for name in names]))
-            rows.append(_row("task", task, task, [sizes[name] for name in names], task_draws[-1], task_seeds[-1]))
+            found.append(_row("task", task, task, [sizes[name] for name in names], task_draws[-1], task_seeds[-1]))
     drawn_all = _with_ratios(np.mean(task_draws, axis=0))
-    return [*rows, _row("all", "all", "all", list(sizes.values()), drawn_all, _mean_of_common(task_seeds))]
+    return [*found, _row("all", "all", "all", list(sizes.values()), drawn_all, _mean_of_common(task_seeds))]
 
 
-def with_baselines(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with a `baseline` setting that holds every example with a measured baseline."""
-    theirs = {f"baseline_{name}": name for name in MEASURED}
-    is_own = frame["method"] == "baseline"
-    own, others = frame[is_own], frame[~is_own]
-    example = ["model", "dataset", "id"]
-    known = frame.set_index(example).index.isin(own.set_index(example).index)
-    paired: Any = frame[~is_own & ~known & frame["baseline_score"].notna()]
-    paired = paired.drop(columns=list(MEASURED)).rename(columns=theirs)
-    paired = paired.assign(method="baseline", settings="{}", label="baseline", seed=0)  # the same model for all seeds
-    baselines: Any = pd.concat([own.drop(columns=list(theirs)), paired])
-    baselines = baselines.assign(**{beside: baselines[name] for beside, name in theirs.items()})
-    return pd.concat([baselines, others], ignore_index=True)  # type: ignore[return-value]
+def _per_example(rows: pd.DataFrame, references: pd.DataFrame, codes: np.ndarray) -> pd.DataFrame:
+    """One row per example, in order of appearance: dataset, turns, means over its answers, and for what compares with
+    the baseline: `pairs`, the number of answers with one, and sums over these, `own_<value>` and `reference_<value>`.
 
-
-def _per_example(frame: pd.DataFrame, codes: np.ndarray) -> pd.DataFrame:
-    """One row per example, in order of appearance: dataset, means over seeds, and `<time>_sum` for the speedups.
-
-    codes: [rows] the number of each row's example, from 0 in order of appearance.
+    references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
+    of appearance.
     """
-    times = np.bincount(codes)
-    # bincount instead of pandas: a value missing in one seed must stay missing
-    sums = {name: np.bincount(codes, weights=frame[name].to_numpy(dtype=float)) for name in _BOTH}
-    examples = pd.DataFrame({"dataset": frame["dataset"].to_numpy()[np.unique(codes, return_index=True)[1]]})
-    means = pd.DataFrame({name: total / times for name, total in sums.items()})
-    for prefix in ("", "baseline_"):
-        means[f"{prefix}cache_bytes"] = means[f"{prefix}kv_bytes"] + means[f"{prefix}aux_bytes"]
-    clocks = [f"{prefix}{clock}" for clock in _SPEEDUPS.values() for prefix in ("", "baseline_")]
-    totals = pd.DataFrame({f"{clock}_sum": sums[clock] for clock in clocks})
-    return pd.concat([examples, means, totals], axis=1)
+    times, seeds = np.bincount(codes), rows.groupby(codes)["seed"].nunique().to_numpy()
+    first = np.unique(codes, return_index=True)[1]
+    examples = pd.DataFrame({"dataset": rows["dataset"].to_numpy()[first], "turns": times // seeds})
+
+    def values_of(frame: Any, name: str) -> np.ndarray:
+        names = ("kv_bytes", "aux_bytes") if name == "cache_bytes" else (name,)
+        return sum(frame[one].to_numpy(dtype=float) for one in names)  # type: ignore[return-value]
+
+    # bincount instead of pandas: a value missing in one answer must stay missing
+    means = {name: np.bincount(codes, weights=values_of(rows, name)) / times for name in (*MEASURED, "cache_bytes")}
+    is_pair = references["folder"].notna().to_numpy()
+    sums = {"pairs": np.bincount(codes, weights=is_pair)}
+    for name in (*_SPEEDUPS.values(), *_COMPARED):
+        for side, frame in (("own", rows), ("reference", references)):
+            sums[f"{side}_{name}"] = np.bincount(codes, weights=np.where(is_pair, values_of(frame, name), 0))
+    return pd.concat([examples, pd.DataFrame(means), pd.DataFrame(sums)], axis=1)
 
 
-# Arrays are [1 + RESAMPLES, columns of VALUES]: the first row holds the values, the others those of the resamples.
+# Arrays are [1 + RESAMPLES, columns]: the first row holds the values, the others those of the resamples.
 
 
 @lru_cache(maxsize=32)
@@ -140,39 +136,65 @@ def _weights(dataset: str, n: int) -> np.ndarray:
 
 
 def _dataset(name: str, examples: pd.DataFrame) -> np.ndarray:
-    columns = list(examples.columns.drop("dataset"))
-    weights = _weights(name, len(examples))
-    products = weights @ examples[columns].to_numpy()  # a single one, as it dominates the cost
+    """The columns of `_COLUMN` of one dataset."""
+    n, pairs = len(examples), examples["pairs"]
+    compared = [f"{side}_{value}" for value in _COMPARED for side in ("own", "reference")]
+    examples = examples.assign(  # means over the answers with a baseline, of the examples that have one
+        has_pair=(pairs > 0).astype(float),
+        **{column: examples[column] / np.maximum(pairs, 1) for column in compared},
+    )
+    columns = list(examples.columns.drop(["dataset", "turns"]))
+    products = _weights(name, n) @ examples[columns].to_numpy()  # a single one, as it dominates the cost
     sums = dict(zip(columns, products.T, strict=True))
-    drawn = np.full((len(weights), len(VALUES)), np.nan)
-    for column in sums.keys() & _COLUMN:
-        drawn[:, _COLUMN[column]] = sums[column] / len(examples)
-    for speedup, clock in _SPEEDUPS.items():
-        drawn[:, _COLUMN[speedup]] = sums[f"baseline_{clock}_sum"] / sums[f"{clock}_sum"]
-    for column in ("score", "baseline_score"):
-        # the official score is rounded before it is averaged over datasets
-        drawn[0, _COLUMN[column]] = dataset_score((examples[column] / 100).to_list())
+    drawn = np.full((len(products), len(_COLUMN)), np.nan)
+    for column in (*MEASURED, "cache_bytes"):
+        drawn[:, _COLUMN[column]] = sums[column] / n
+    with np.errstate(invalid="ignore", divide="ignore"):  # no pair: NaN
+        for speedup, cost in _SPEEDUPS.items():
+            drawn[:, _COLUMN[speedup]] = sums[f"reference_{cost}"] / sums[f"own_{cost}"]
+        for column in compared:
+            drawn[:, _COLUMN[column]] = sums[column] / sums["has_pair"]
+    # the official score is rounded before it is averaged over datasets
+    drawn[0, _COLUMN["score"]] = dataset_score((examples["score"] / 100).to_list())
+    paired = examples[examples["has_pair"] > 0]
+    for column in ("own_score", "reference_score") if len(paired) else ():
+        drawn[0, _COLUMN[column]] = dataset_score((paired[column] / 100).to_list())
     return _with_ratios(drawn)
 
 
 def _with_ratios(drawn: np.ndarray) -> np.ndarray:
-    for ratio, below in (("relative_score", "baseline_score"), ("answered_score", "pct_answered")):
-        divisor = drawn[:, _COLUMN[below]]
-        drawn[:, _COLUMN[ratio]] = 100 * drawn[:, _COLUMN["score"]] / np.where(divisor == 0, np.nan, divisor)
+    """With the values that are ratios or differences of other columns of the same row."""
+    of = {name: drawn[:, number] for name, number in _COLUMN.items()}
+    of["score_difference"][:] = of["own_score"] - of["reference_score"]
+    for ratio, above, below, scale in (
+        ("relative_score", "own_score", "reference_score", 100),
+        ("answered_score", "score", "pct_answered", 100),
+        ("cache_ratio", "own_cache_bytes", "reference_cache_bytes", 1),
+        ("peak_ratio", "own_peak_memory_bytes", "reference_peak_memory_bytes", 1),
+    ):
+        of[ratio][:] = scale * of[above] / np.where(of[below] == 0, np.nan, of[below])
     return drawn
 
 
 def _row(
-    level: str, name: str, task: str, sizes: Sequence[int], drawn: np.ndarray, seed_scores: dict[int, float]
+    level: str,
+    name: str,
+    task: str,
+    sizes: Sequence[tuple[int, int]],
+    drawn: np.ndarray,
+    seed_scores: dict[int, float],
 ) -> dict[str, Any]:
+    """sizes: (examples, turns) of each dataset."""
+    drawn = drawn[:, : len(VALUES)]
     low, high = np.full((2, len(VALUES)), np.nan)
-    if min(sizes) > 1:  # a single example of a dataset has no spread
+    if min(size for size, _ in sizes) > 1:  # a single example of a dataset has no spread
         low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
     return {
         "level": level,
         "name": name,
         "task": task,
-        "examples": sum(sizes),
+        "examples": sum(size for size, _ in sizes),
+        "turns": sum(turns for _, turns in sizes),
         "datasets": len(sizes),
         "score_seed_std": np.std(list(seed_scores.values()), ddof=1) if len(seed_scores) > 1 else float("nan"),
         **dict(zip(_FORMS, np.stack([drawn[0], low, high], axis=1).ravel(), strict=True)),
@@ -180,7 +202,7 @@ def _row(
 
 
 def on_common_examples(frame: pd.DataFrame, column: str) -> pd.DataFrame:
-    """[examples, settings] a column of `as_frame`, by dataset and id, and by label; means over seeds.
+    """[examples, settings] a column of `Results.frame`, by dataset and id, and by label; means over seeds.
 
     Only examples for which every setting has a value.
     """

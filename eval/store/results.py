@@ -1,6 +1,6 @@
 """Stored runs as one value with the frames behind tables, figures and reports, without a model.
 
-Runs of a model share a table if they agree in everything but method, data and seed (`tell_apart`).
+Runs of a model share a table if they agree in everything but arms, data and seed (`tell_apart`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import fingerprint
-from eval.store.record import MEASURED
-from eval.store.runs import StoredRun, counted, stored_runs
+from eval.store.runs import ROW_COLUMNS, StoredRun, stored_runs
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,133 +26,145 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COLUMNS = [
-    "model", "paper_model", "method", "settings", "label", "seed", "run", "folder", "paired",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn",
-    *(f"{side}{name}" for side in ("", "baseline_") for name in MEASURED),
-]  # fmt: skip
+COLUMNS = ["model", "paper_model", "run", "folder", *ROW_COLUMNS]
 # Facts that may differ between runs that share a table
-_FREE = {
-    "method", "parameters", "data", "seed", "paired", "warmup", "method_weights", "method_code", "fidelity",
-    "answers_rows",
-}  # fmt: skip
+_FREE = {"arms", "baseline", "data", "seed", "warmup", "fidelity", "batch_size", "suite_code"}
 _ROWS = "rows of "  # a dataset's fact: the hashes of its rows and templates
-_KEY = ["model", "method", "settings", "seed", "dataset", "id", "turn"]
+_VISIT = ["folder", "dataset", "id", "turn", "visit"]  # what two answers share that may be compared
+_MEASURED_ONCE = ["model", "method", "settings", "seed", "dataset"]
 
 
 class Results:
-    """Stored runs, and their frames for tables and figures, each made once.
+    """Stored runs, and their frames for tables and figures, each made once. runs: in order."""
 
-    runs: in order. control: the results of their baseline beside itself, if it was measured.
-    """
-
-    def __init__(self, runs: Sequence[StoredRun], control: Results | None = None) -> None:
-        self.runs, self.control = tuple(runs), control
+    def __init__(self, runs: Sequence[StoredRun]) -> None:
+        self.runs = tuple(runs)
         self._parts: dict[tuple[StoredRun, ...], Results] = {self.runs: self}
-        self._known: dict[Any, list[dict[str, Any]]] = {}
 
     @classmethod
     def read(cls, folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> Results:
-        """All runs with records in the folders and their subfolders. Raises UserError as `find_runs`."""
-        return cls(find_runs(folders, where, newest))
+        """All runs with visits in the folders and their subfolders. Raises UserError as `find_runs`."""
+        results = cls(find_runs(folders, where, newest))
+        for sentence in results.choices:
+            log.warning("%s", sentence)
+        return results
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """`as_frame` of the runs. Raises UserError."""
-        return as_frame(self.runs)
+        """A row for each arm's answer to each turn of each visit of each run.
+
+        model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
+        run), method, settings (canonical JSON of the hyperparameters), label (the same for people), seed, is_baseline,
+        dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens (of the turn's message), turn (from 1),
+        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`. Scores are 0 to 100; step_s is the
+        mean decoding step (NaN for answers of one token).
+
+        counts: whether the row is the one answer of its arm that tables count: the first of its run, and of several
+        runs of a setting and seed that of the run with most examples of the dataset, then of the newest (`choices`).
+        The other rows are there for `beside` only. Raises UserError.
+        """
+        import pandas as pd
+
+        parts = [
+            run.rows.assign(
+                model=run.model, paper_model=run.paper_model, run=run.about["fingerprint"], folder=str(run.folder)
+            )
+            for run in self.runs
+            if len(run.rows)
+        ]
+        if not parts:
+            return pd.DataFrame(columns=COLUMNS)
+        frame = pd.concat(parts, ignore_index=True)[COLUMNS]
+        chosen = self._chosen(frame)
+        return frame.assign(counts=frame["counts"] & (frame["folder"] == chosen))
+
+    def _chosen(self, frame: Any) -> Any:
+        """For each row, the folder of the run that counts for its setting, seed and dataset."""
+        started = {str(run.folder): run.started for run in self.runs}
+        sizes = frame[frame["counts"]].groupby([*_MEASURED_ONCE, "folder"], sort=False)["id"].nunique().reset_index()
+        sizes = sizes.assign(started=sizes["folder"].map(started))
+        best = sizes.sort_values(["id", "started", "folder"], kind="stable").drop_duplicates(
+            _MEASURED_ONCE, keep="last"
+        )
+        best = best.set_index(_MEASURED_ONCE)["folder"].rename("chosen")
+        return frame[_MEASURED_ONCE].join(best, on=_MEASURED_ONCE)["chosen"]
+
+    @property
+    def choices(self) -> list[str]:
+        """A sentence for each run whose answers do not count, as another run has more of the same, or newer ones."""
+        frame = self.frame
+        if frame.empty:
+            return []
+        chosen = self._chosen(frame)
+        lost: Any = frame.assign(chosen=chosen)[(frame["folder"] != chosen) & ~frame["is_baseline"]]
+        pairs = lost.groupby(["folder", "chosen"], sort=False)["label"].unique()
+        return [
+            f"{', '.join(labels)}: measured in {folder} and in {other}; tables count {other}, which has more examples "
+            "or is newer (--where KEY=VALUE chooses)"
+            for (folder, other), labels in pairs.items()
+        ]
+
+    @cached_property
+    def counting(self) -> pd.DataFrame:
+        """The rows of the frame that count."""
+        return self.frame[self.frame["counts"]]  # type: ignore[return-value]
 
     @cached_property
     def by_task(self) -> pd.DataFrame:
         """`eval.store.aggregate.by_task` of the frame. Raises UserError."""
         from eval.store.aggregate import by_task  # not at the top: pandas is slow to import
 
-        return by_task(self.frame, self._known)
+        return by_task(self.frame)
 
     def where(self, keep: Callable[[StoredRun], bool]) -> Results:
-        """The results of some runs: all runs of a setting or none, as computed values of settings are shared."""
+        """The results of some runs."""
         runs = tuple(run for run in self.runs if keep(run))
         if runs not in self._parts:
             part = self._parts[runs] = Results(runs)
-            part._parts, part._known = self._parts, self._known
+            part._parts = self._parts
         return self._parts[runs]
 
 
-def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
-    """All runs with records in the folders and their subfolders, by name, raw or collected (`eval.store.collect`).
+def beside(rows: Any, among: Any, arm: str | None = None) -> Any:
+    """For each of these rows of `Results.frame`, the row of another arm of the same visit and turn.
 
-    where, newest: as in `chosen`. Raises UserError if there is none, or if a file is damaged.
-    """
-    named = tell_apart([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_records])
-    runs = [run for run in with_baselines(named) if len(run.examples)]
-    if not runs:
-        raise UserError(f"no run with records in {', '.join(map(str, folders))}")
-    for sentence in without_baseline(runs):
-        log.warning("%s", sentence)
-    return runs
+    It is the only way from one arm to another: two answers may be compared only if they were measured within seconds of
+    each other, on the same prompt.
 
-
-def as_frame(runs: Sequence[StoredRun]) -> pd.DataFrame:
-    """A row for each turn of an example of a run.
-
-    model, paper_model (missing: the paper has no such model), method, settings (canonical JSON of the hyperparameters),
-    label (the same for people), seed, run (the fingerprint), folder, paired, dataset, task, suite, id, groups (of
-    `Example`, a list), prompt_tokens (of the turn's message), turn (from 1); then `eval.store.record.MEASURED` of the
-    method, and with the prefix `baseline_` of the paired baseline (NaN without one). Scores are 0 to 100; step_s is the
-    mean decoding step (NaN for answers of one token).
-
-    If two runs hold the same example with the same setting and seed, the one with more of the baseline counts
-    (`timing.paired`); of two such ones that with more examples. Raises UserError if this does not decide.
+    among: the whole frame. arm: the other one's label; None for each run's baseline.
+    Returns a frame with the index of `rows`; a row is missing (NaN) if the other arm has no answer in that visit.
     """
     import pandas as pd
 
-    runs = [run for run in runs if len(run.examples)]
+    others = among[among["is_baseline"] if arm is None else among["arm"] == arm]
+    wanted = pd.MultiIndex.from_frame(rows[_VISIT])
+    found = others.set_index(_VISIT, verify_integrity=True, drop=False).reindex(wanted)
+    return found.set_axis(rows.index)
+
+
+def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
+    """All runs with visits in the folders and their subfolders, by name.
+
+    where, newest: as in `chosen`. Raises UserError if there is none, or if a file is damaged.
+    """
+    named = tell_apart([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
+    runs = [run for run in named if len(run.rows)]
     if not runs:
-        return pd.DataFrame(columns=COLUMNS)
-    described: Any = pd.DataFrame(
-        {
-            "model": run.model,
-            "paper_model": run.paper_model,
-            "method": run.method,
-            "settings": json.dumps(run.settings, sort_keys=True),
-            "label": run.label,
-            "seed": run.seed,
-            "run": run.about["fingerprint"],
-            "folder": str(run.folder),
-            "paired": run.identity["paired"],
-            "size": len(run.examples),
-            "rank": (False, "ttft", True).index(run.identity["paired"]),
-        }
-        for run in runs
-    )
-    repeated = described.loc[described.index.repeat(described["size"])].reset_index(drop=True)
-    table: Any = pd.concat([repeated, pd.concat([run.examples for run in runs], ignore_index=True)], axis=1)
-    table = table.sort_values(["rank", "size"], ascending=False, kind="stable")
-    equal = [*_KEY, "rank", "size"]
-    undecided = table[table.duplicated(equal, keep=False) & ~table.duplicated(_KEY)]  # the first of a key is the best
-    if len(undecided):
-        row = undecided.iloc[0]
-        both = sorted(set(table[(table[equal] == row[equal]).all(axis=1)]["folder"]))
-        facts = [as_text(run.identity).items() for run in runs if str(run.folder) in both]
-        differ = {key for one in facts for other in facts for key, _ in one - other}
-        choose = f", or choose by {' or '.join(sorted(differ))}: --where KEY=VALUE" if differ else ""
-        raise UserError(
-            f"{row['dataset']}, row {row['id']}, {row['label']}: measured twice, in {' and '.join(both)}; remove one"
-            + choose
-        )
-    return table.drop_duplicates(_KEY).sort_index().reset_index(drop=True)[COLUMNS]
+        raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
+    return runs
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of first turns: one for each example of a run."""
+    """The rows of first turns."""
     return frame[frame["turn"] == 1]  # type: ignore[return-value]
 
 
 def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs, with the facts in which they differ in `StoredRun.facts`, and `apart` set: ` (dtype=bfloat16)`.
+    """The runs, with the facts in which they differ in `differences`, and `variant` set: ` (dtype=bfloat16)`.
 
-    Runs share a table if runs of one model agree in everything but method, data and seed, runs of one method in its
-    code, and all runs in the rows and templates of a dataset. A fact differs unless it has its most common value; of
-    equally common values, that of the newest run. `apart` has no more facts than tell the run from all others.
+    Runs share a table if runs of one model agree in everything but arms, data and seed, runs of one method or suite in
+    its code, and all runs in the rows and templates of a dataset. A fact differs unless it has its most common value;
+    of equally common values, that of the newest run. `variant` has no more facts than tell the run from all others.
     """
     facts = _facts(runs)
     values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -161,41 +173,19 @@ def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
             values[run.model, fact].append(value)
     usual = {key: max(reversed(seen), key=seen.count) for key, seen in values.items()}
     runs = [
-        replace(run, facts={fact: value.strip('"') for fact, value in own.items() if value != usual[run.model, fact]})
+        replace(
+            run, differences={name: told.strip('"') for name, told in own.items() if told != usual[run.model, name]}
+        )
         for run, own in zip(runs, facts, strict=True)
     ]
     for digits in (4, 8, 64):  # of hashes, so that no two names are equal
-        words = [(run.model, *_in_words(run.facts, digits)) for run in runs]
-        if len(set(words)) == len({(run.model, *run.facts.items()) for run in runs}):
+        words = [(run.model, *_in_words(run.differences, digits)) for run in runs]
+        if len(set(words)) == len({(run.model, *run.differences.items()) for run in runs}):
             break
-    return [replace(run, apart=_apart(own, set(words))) for run, own in zip(runs, words, strict=True)]
+    return [replace(run, variant=_variant(own, set(words))) for run, own in zip(runs, words, strict=True)]
 
 
-def with_baselines(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs of `tell_apart`, each one with `timing.paired=ttft` with the baseline's runs of its table."""
-    baselines: defaultdict[str, list[StoredRun]] = defaultdict(list)
-    for run in runs:
-        if run.method == "baseline":
-            baselines[run.model].append(run)
-    return [
-        replace(run, baselines=tuple(baselines[run.model])) if run.identity["paired"] == "ttft" else run for run in runs
-    ]
-
-
-def without_baseline(runs: Sequence[StoredRun]) -> list[str]:
-    """A sentence, with a command, for each run of the baseline that runs of `with_baselines` lack."""
-    lacking: defaultdict[str, list[StoredRun]] = defaultdict(list)
-    for run in runs:
-        if run.identity["paired"] == "ttft" and run.examples["baseline_score"].hasnans:
-            lacking[run.about["baseline_command"]].append(run)
-    return [
-        f"{counted(len(named), 'run')} of {named[0].model} timed only the baseline's first tokens "
-        f"(timing.paired=ttft); the run with its answers and scores is not here, or not finished: {command}"
-        for command, named in lacking.items()
-    ]
-
-
-def _apart(words: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
+def _variant(words: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
     """The first words after the model's name that tell a run from all others, in brackets."""
     begins = [words[:length] for length in range(2, len(words) + 1)]
     unique = [begin for begin in begins if sum(other[: len(begin)] == begin for other in others) == 1]
@@ -222,8 +212,11 @@ def _facts(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
         names[run.model] |= facts[-1].keys()
     for run, own in zip(runs, facts, strict=True):
         own |= dict.fromkeys(sorted(names[run.model] - own.keys()))
-        if run.identity.get("method_code") is not None:
-            own[f"code of {run.method}"] = run.identity["method_code"]
+        own |= {
+            f"code of {arm['method']['name']}": arm["code"] for arm in run.identity["arms"].values() if "code" in arm
+        }
+        suites = {DATASETS[name].suite for name in run.identity["data"] if name in DATASETS}
+        own |= {f"code of {suite}": run.identity.get("suite_code") for suite in suites}
         own |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
     return [{name: json.dumps(value, sort_keys=True) for name, value in own.items()} for own in facts]
 
@@ -243,7 +236,7 @@ def as_text(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _began(pair: tuple[StoredRun, Any]) -> str:
-    return str(pair[0].about.get("provenance", {}).get("started", ""))
+    return pair[0].started
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:

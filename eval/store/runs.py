@@ -1,28 +1,24 @@
-"""Stored runs, raw or collected, as values.
+"""Stored runs as values.
 
-A *setting* is a method with its hyperparameters but without its seed; a run is one setting on one model with one seed.
-Columns have the names of a record's fields, with a dot before nested ones: `prompt_tokens`, `method.ttft_s`,
-`baseline.computed`.
+A *setting* is a method with its hyperparameters but without its seed; an arm is one setting with one seed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.folder import files_of, read_about, read_failures, read_records
-from eval.store.record import SCALES, SCHEMA, Failure, Record, to_records, to_table
+from eval.store.folder import files_of, read_about, read_visits
+from eval.store.visit import MEASURED, SCALES, Measurement, Visit
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, handicaps
 from lazyllm.methods import Lazy, settings_of
@@ -30,107 +26,87 @@ from lazyllm.methods import Lazy, settings_of
 if TYPE_CHECKING:
     import pandas as pd
 
-CAMPAIGN = "campaign.json"  # in a collected campaign (`eval.store.collect`)
-CAMPAIGN_VERSION = 1
-CAMPAIGN_RECORDS = "records.parquet"
-
-_SIDES = {"method": "", "baseline": "baseline_"}  # {measurement of a record: prefix of its columns}
 # LazyLLM's switches, which labels leave out at their defaults
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
+_NUMBERS = attrgetter(*SCALES)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run's part of a collected campaign. row_groups: of the Parquet file. sha256: as `StoredRun.records_sha256`."""
+class StoredArm:
+    """An arm of a stored run. name: its label in the run. settings: hyperparameters, without the seed."""
 
-    file: Path
-    row_groups: range
-    sha256: dict[str, str]
+    name: str
+    method: str
+    settings: dict[str, Any]
+    seed: int
+    is_baseline: bool
 
-    def table(self, columns: Sequence[str] | None) -> pa.Table:
-        """The records, nested, with at least these columns. Raises UserError."""
-        try:
-            with pq.ParquetFile(self.file) as opened:
-                if opened.schema_arrow.equals(SCHEMA):
-                    return opened.read_row_groups(list(self.row_groups), None if columns is None else list(columns))
-                return to_table(to_records(opened.read_row_groups(list(self.row_groups))))  # lacks newer columns
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{self.file}: cannot be read ({error}); collect the runs again") from error
+    @property
+    def label(self) -> str:
+        """The setting, for people."""
+        return label_of(self.method, self.settings)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredRun:
-    """A run: run.json's content, and its records, which are read on first use.
+    """A run: run.json's content, and its visits, which are read on first use.
 
-    source: of the records: the folder's lines (None), a campaign's part, or records in memory.
-    apart: follows the model's short name if the run shares no table with most runs of the model; facts: the facts in
-    which it differs from them (`eval.store.results`).
-    baselines: the baseline's runs of the same table, if this run timed only the baseline's first tokens.
+    given: the visits, if they are in memory already. variant: follows the model's short name if the run shares no table
+    with most runs of the model; differences: the facts in which it differs from them (`eval.store.results`).
     """
 
     folder: Path
     about: dict[str, Any]
-    source: Sequence[Record] | Part | None = None
-    apart: str = ""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    baselines: tuple[StoredRun, ...] = ()
+    given: Sequence[Visit] | None = None
+    variant: str = ""
+    differences: Mapping[str, str] = field(default_factory=dict)
 
-    def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Every record, in order. columns: flat, as in this module's docstring; None for `SCHEMA`'s, nested.
+    @cached_property
+    def visits(self) -> list[Visit]:
+        """Every visit, in order. Raises UserError."""
+        return read_visits(self.folder) if self.given is None else list(self.given)
+
+    @property
+    def may_have_visits(self) -> bool:
+        """False only if the run has no visit; none is read."""
+        return self.given is not None or any(file.stat().st_size for file in files_of(self.folder, "visits"))
+
+    @cached_property
+    def arms(self) -> dict[str, StoredArm]:
+        """{label: arm}, in the order of tables."""
+        arms, usual_seed, baseline = {}, self.identity["seed"], self.identity["baseline"]
+        for name, arm in self.identity["arms"].items():
+            method, is_baseline = arm["method"], name == baseline
+            settings = settings_in(method)
+            if baseline is not None and not is_baseline and arm == self.identity["arms"][baseline]:
+                settings["label"] = name  # of `aa_test`: the same once more, in rows of its own
+            arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
+        return arms
+
+    @cached_property
+    def rows(self) -> pd.DataFrame:
+        """A row for each arm's answer to each turn of a visit: the columns of `Results.frame` from `arm` on.
 
         Raises UserError.
         """
-        if isinstance(self.source, Part) and not self.baselines:
-            table = self.source.table(columns)
-        else:
-            records = self.records
-            try:
-                table = to_table(records)
-            except ValueError as error:
-                raise UserError(
-                    f"{self.folder}: a record holds an impossible value ({error}). Nothing was changed: remove its "
-                    "line, and the run measures its example again"
-                ) from error
-        return table if columns is None else table.flatten().select(list(columns)).combine_chunks()
-
-    @property
-    def records(self) -> list[Record]:
-        """Every record, in order. Raises UserError."""
-        if isinstance(self.source, Part):
-            records = to_records(self.source.table(None))
-        else:
-            records = read_records(self.folder) if self.source is None else list(self.source)
-        return [*_with_baseline(records, self.baselines)] if self.baselines else records
-
-    @property
-    def may_have_records(self) -> bool:
-        """False only if the run has no record. It reads none: what `examples` caches is lost if the run is copied."""
-        if isinstance(self.source, Part):
-            return len(self.source.row_groups) > 0
-        return self.source is not None or any(file.stat().st_size for file in files_of(self.folder, "records"))
-
-    @cached_property
-    def examples(self) -> pd.DataFrame:
-        """A row for each turn of an example: the columns of `as_frame` from `dataset` on. Raises UserError."""
-        table = self.table(_READ)
-        return _example_rows(table) if table["later"].null_count == len(table) else example_rows(self.records)
+        return rows_of_visits(self.visits, self.arms)
 
     @property
     def keys(self) -> list[tuple[str, str]]:
-        """(dataset, id) of each record."""
-        return list(dict.fromkeys(zip(self.examples["dataset"], self.examples["id"], strict=True)))
+        """(dataset, id) of each example that any arm has answered."""
+        return list(dict.fromkeys(visit.key for visit in self.visits if visit.answers))
 
     @property
     def datasets(self) -> list[str]:
-        """Datasets with records, in order."""
-        return [str(name) for name in self.examples["dataset"].unique()]
+        """Datasets with answers, in order."""
+        return list(dict.fromkeys(dataset for dataset, _ in self.keys))
 
     @property
-    def failures(self) -> list[Failure]:
-        """Examples that could not be measured."""
-        failures = read_failures(self.folder)
-        done = set(self.keys) if failures else set()
-        return [failure for failure in failures if failure.key not in done]
+    def failed(self) -> dict[tuple[str, str, str], str]:
+        """{(dataset, id, arm): why} of the arms that have not answered in any visit, as the last try failed."""
+        answered = {(*visit.key, arm) for visit in self.visits for arm in visit.answers}
+        failed = {(*visit.key, arm): why.reason for visit in self.visits for arm, why in visit.failures.items()}
+        return {key: reason for key, reason in failed.items() if key not in answered}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -138,8 +114,8 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """The model's short name (`short_name`), then `apart`."""
-        return short_name(self.about["config"]["model"]) + self.apart
+        """The model's short name (`short_name`), then `variant`."""
+        return short_name(self.about["config"]) + self.variant
 
     @property
     def paper_model(self) -> str | None:
@@ -147,22 +123,9 @@ class StoredRun:
         return self.about["config"]["model"]["paper"]
 
     @property
-    def method(self) -> str:
-        return self.identity["method"]["name"]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The method's hyperparameters in the config, without name and seed."""
-        return settings_in(self.identity["method"])
-
-    @property
-    def label(self) -> str:
-        """The setting, for people."""
-        return label_of(self.method, self.settings)
-
-    @property
-    def seed(self) -> int:
-        return self.identity["method"].get("seed", self.identity["seed"])
+    def started(self) -> str:
+        """When the run's first job began; "" if that is not stored."""
+        return str((self.about.get("provenance") or {}).get("started", ""))
 
     @property
     def device(self) -> str:
@@ -171,32 +134,91 @@ class StoredRun:
 
     @cached_property
     def kernels(self) -> list[str]:
-        """The attention kernels of the baseline (`Record.attention_kernel`); usually one."""
-        return sorted({*self.table(["attention_kernel"])["attention_kernel"].to_pylist()} - {None})
+        """The attention kernels of the baseline (`Visit.attention_kernel`); usually one."""
+        return sorted({visit.attention_kernel for visit in self.visits if visit.attention_kernel is not None})
 
     @property
     def handicaps(self) -> list[str]:
         """`lazyllm.machine.handicaps` of its baseline."""
-        side = "" if self.method == "baseline" else "baseline_"
-        long: Any = self.examples[self.examples["prompt_tokens"] >= LONG]
-        return handicaps(self.device, self.kernels, float(long[f"{side}prefill_mfu"].min()))
+        of_baseline = self.rows[self.rows["arm"] == self.identity["baseline"]]
+        long: Any = of_baseline[of_baseline["prompt_tokens"] >= LONG]
+        return handicaps(self.device, self.kernels, float(long["prefill_mfu"].min()))
 
     @property
-    def records_sha256(self) -> dict[str, str]:
-        """{name: SHA-256} of the record files."""
-        if isinstance(self.source, Part):
-            return dict(self.source.sha256)
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "records")}
+    def visits_sha256(self) -> dict[str, str]:
+        """{name: SHA-256} of the files of visits."""
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "visits")}
 
     @property
     def traces(self) -> list[Path]:
-        """Files with a `Trace`, one for each traced example."""
+        """Files with a `Trace`, one for each traced example and arm."""
         return sorted((self.folder / "traces").glob("*.json"))
 
 
-def short_name(model: Mapping[str, Any]) -> str:
-    """A preset, the last part of a folder or hub id, or the whole name of a server's model. model: its config."""
-    return model["name"] if model.get("url") is not None else Path(model["name"]).name
+def rows_of_visits(visits: Sequence[Visit], arms: Mapping[str, StoredArm]) -> pd.DataFrame:
+    """`StoredRun.rows` of these visits, whose arms are among `arms`."""
+    import pandas as pd
+
+    keys: list[tuple[Any, ...]] = []
+    measured: list[Measurement] = []
+    times, answered = dict[tuple[str, str], int](), set[tuple[str, str, str]]()
+    for visit in visits:
+        number = times[visit.key] = times.get(visit.key, -1) + 1
+        for arm in arms.keys() & visit.answers.keys():
+            is_first = (*visit.key, arm) not in answered
+            answered.add((*visit.key, arm))
+            for turn, (asked, answer) in enumerate(zip(visit.turns, visit.answers[arm], strict=True), start=1):
+                keys.append((arm, visit.dataset, visit.id, visit.groups, asked.tokens, turn, number, is_first))
+                measured.append(answer)
+    names = ["arm", "dataset", "id", "groups", "prompt_tokens", "turn", "visit", "counts"]
+    frame = pd.DataFrame(keys, columns=names)
+    numbers = np.array([_NUMBERS(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
+    frame[[*SCALES]] = numbers * [*SCALES.values()]
+    frame["step_s"] = np.array([_step_s(one) for one in measured], dtype=float)
+    frame["generated_tokens"] = np.array([_generated_tokens(one) for one in measured], dtype=float)
+    frame["pct_answered"] = np.array([100.0 if one.text else 0.0 for one in measured])
+    described = {name: vars(arm) | {"label": arm.label} for name, arm in arms.items()}
+    for column in ("method", "label", "seed", "is_baseline"):
+        frame[column] = frame["arm"].map({name: about[column] for name, about in described.items()})
+    frame["settings"] = frame["arm"].map({name: canonical_json(arm.settings) for name, arm in arms.items()})
+    for fact in ("task", "suite"):
+        frame[fact] = frame["dataset"].map({name: getattr(dataset, fact) for name, dataset in DATASETS.items()})
+    order = {
+        name: place for place, name in enumerate(arms)
+    }  # arms have their tables' order, whatever was measured first
+    place = frame["arm"].map(order)
+    frame = frame.assign(place=place).sort_values("place", kind="stable").drop(columns="place")
+    return frame.reset_index(drop=True)[[*ROW_COLUMNS]]
+
+
+ROW_COLUMNS = (
+    "arm", "method", "settings", "label", "seed", "is_baseline",
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED,
+)  # fmt: skip
+
+
+def _step_s(one: Measurement) -> float | None:
+    """The mean decoding step in seconds, by the server's count of tokens behind one."""
+    if one.decode_step_s:
+        return float(np.mean(one.decode_step_s))
+    return None if one.request is None else one.request.tpot_s
+
+
+def _generated_tokens(one: Measurement) -> int | None:
+    if one.token_ids is not None:
+        return len(one.token_ids)
+    return None if one.request is None else one.request.completion_tokens
+
+
+def canonical_json(settings: Mapping[str, Any]) -> str:
+    """Settings as text that is equal for equal settings."""
+    return json.dumps(settings, sort_keys=True)
+
+
+def short_name(config: Mapping[str, Any]) -> str:
+    """A preset, the last part of a folder or hub id, or the whole name of a server's model. config: of run.json."""
+    name = config["model"]["name"]
+    return name if (config.get("server") or {}).get("url") is not None else Path(name).name
 
 
 def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +226,7 @@ def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in method.items() if key not in ("name", "seed")}
 
 
-def label_of(method: str, settings: dict[str, Any]) -> str:
+def label_of(method: str, settings: Mapping[str, Any]) -> str:
     """A setting for people: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones.
 
     A server's setting may have its own label.
@@ -232,105 +254,9 @@ def _plain(value: Any) -> str:
 
 
 def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
-    """All runs in the folders and their subfolders, by name, also without records. Raises UserError.
-
-    Of a run that is there raw and in a campaign, only the raw one.
-    """
+    """All runs in the folders and their subfolders, by name, also without visits. Raises UserError."""
     missing = [str(folder) for folder in folders if not folder.is_dir()]
     if missing:
-        raise UserError(f"{missing[0]}: no such folder; give the folder of the runs, e.g. runs")
-    campaigns = sorted({file.parent for folder in folders for file in folder.rglob(CAMPAIGN)})
-    collected = {run.folder: run for folder in campaigns for run in _collected_runs(folder)}
+        raise UserError(f"{missing[0]}: no such folder; give the folder of the runs, as written by python run.py")
     found = {file.parent for folder in folders for file in folder.rglob("run.json") if ".partial/" not in str(file)}
-    raw = {folder: StoredRun(folder, read_about(folder / "run.json")) for folder in found - collected.keys()}
-    there = {run.about.get("fingerprint") for run in raw.values()}
-    runs = raw | {folder: run for folder, run in collected.items() if run.about.get("fingerprint") not in there}
-    return [run for _, run in sorted(runs.items())]
-
-
-def _collected_runs(campaign: Path) -> list[StoredRun]:
-    file = campaign / CAMPAIGN
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["schema"] != CAMPAIGN_VERSION:
-            raise UserError(
-                f"{file}: has schema {content['schema']}, but this version reads {CAMPAIGN_VERSION}; collect again"
-            )
-        return [
-            StoredRun(
-                campaign / run["folder"],
-                read_about(campaign / run["folder"] / "run.json"),
-                Part(campaign / CAMPAIGN_RECORDS, range(*run["row_groups"]), run["records_sha256"]),
-            )
-            for run in content["runs"]
-        ]
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: cannot be read as a campaign ({type(error).__name__}: {error})") from error
-
-
-def stored_once(runs: Iterable[StoredRun], columns: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The columns' values of each example; once if several runs of a setting and seed hold it."""
-    rows = ((run, row) for run in runs for row in run.table(["dataset", "id", *columns]).to_pylist())
-    once = {(run.label, run.seed, row["dataset"], row["id"]): row for run, row in rows}
-    return [tuple(row[name] for name in columns) for row in once.values()]
-
-
-def _with_baseline(records: Iterable[Record], runs: Iterable[StoredRun]) -> Iterator[Record]:
-    """Records with `baseline` from the baseline's own runs, by their prompts; None if these lack it.
-
-    The time to the first token is the one measured beside the method; the total time is this plus the decoding.
-    """
-    whole = {(one.key, one.prompt_sha256): one.method for run in runs for one in run.records}
-    for record in records:
-        baseline, ttft = whole.get((record.key, record.prompt_sha256)), record.baseline_ttft_s
-        if baseline is not None and ttft is not None:
-            totals = baseline.total_s, baseline.total_s_so_far
-            total, so_far = (None if value is None else value - baseline.ttft_s + ttft for value in totals)
-            record = replace(record, baseline=replace(baseline, ttft_s=ttft, total_s=total, total_s_so_far=so_far))
-        yield record
-
-
-def example_rows(records: Sequence[Record]) -> pd.DataFrame:
-    """A row for each turn of a record: the columns of `as_frame` from `dataset` on."""
-    turns = (turn for record in records for turn in record.by_turn)
-    return _example_rows(to_table(turns).flatten().combine_chunks())
-
-
-# The columns of records that `_example_rows` reads
-_READ = [
-    "dataset", "id", "groups", "prompt_tokens", "turn", "later", "baseline_ttft_s",
-    *(f"{side}.{name}" for side in _SIDES for name in (*SCALES, "decode_step_s", "token_ids", "text", "request")),
-]  # fmt: skip
-
-
-def _example_rows(table: pa.Table) -> pd.DataFrame:
-    """`example_rows` of a flat table."""
-    import pandas as pd
-
-    table = table.flatten()
-    datasets: Any = table["dataset"].to_pandas()
-    columns: dict[str, Any] = {"dataset": datasets}
-    for fact in ("task", "suite"):
-        columns[fact] = datasets.map({name: getattr(dataset, fact) for name, dataset in DATASETS.items()})
-    columns |= {name: table[name].to_pandas() for name in ("id", "groups")}
-    columns |= {name: table[name].to_numpy() for name in ("prompt_tokens", "turn")}
-    for side, prefix in _SIDES.items():
-        columns |= {f"{prefix}{name}": scale * _numbers(table[f"{side}.{name}"]) for name, scale in SCALES.items()}
-        request = f"{side}.request"  # tells what a server's answer has no lists for
-        lists = table[f"{side}.decode_step_s"].to_pandas()
-        steps = np.array([np.nan if values is None or not len(values) else values.mean() for values in lists])
-        columns[f"{prefix}step_s"] = np.where(np.isnan(steps), _numbers(table[f"{request}.tpot_s"]), steps)
-        lengths = pc.call_function("list_value_length", [table[f"{side}.token_ids"]])
-        told = table[f"{request}.completion_tokens"]
-        columns[f"{prefix}generated_tokens"] = _numbers(pc.call_function("coalesce", [lengths.cast(pa.int64()), told]))
-        answered = pc.call_function("not_equal", [table[f"{side}.text"], pa.scalar("")])
-        columns[f"{prefix}pct_answered"] = 100 * _numbers(answered)
-    columns["baseline_ttft_s"] = columns["baseline_ttft_s"].fillna(_numbers(table["baseline_ttft_s"]))
-    return pd.DataFrame(columns)
-
-
-def _numbers(column: pa.ChunkedArray) -> pd.Series:
-    """[rows] the numbers; integers become floats only if one is missing (NaN)."""
-    return column.cast(column.type if pa.types.is_floating(column.type) else pa.int64()).to_pandas()
+    return [StoredRun(folder, read_about(folder / "run.json")) for folder in sorted(found)]
