@@ -13,7 +13,8 @@ from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
-from eval.run.measure import Bench, Case, evidence_computed, evidence_positions
+from eval.run.cases import Case
+from eval.run.measure import Bench, Todo, evidence_computed, evidence_positions
 from lazyllm import Generation
 from lazyllm.methods import (
     ASL,
@@ -29,6 +30,7 @@ from lazyllm.methods import (
 )
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.reference import random_model
+from tests.runs import arm
 
 MODEL = random_model("llama", seed=1)
 
@@ -108,12 +110,14 @@ def test_evidence_is_followed_through_template_truncation_and_wrap(
     assert [prompt.text[start:end] for start, end in prompt.evidence] == expected
 
 
-def test_record_has_a_share_for_each_layer() -> None:
+def test_visit_has_a_share_for_each_layer() -> None:
     model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
     loaded = load_rows(DATASETS["lookup"])
     prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
-    case = Case(DATASETS["lookup"], loaded.examples[0], prompt, Lazy({2: 0.3, 5: 0.3}), 8, (2,))
-    found = Bench(model, tokenizer, ChatFormat(), paired=False).record(case, baseline_first=True).method
+    arms = (arm("lazy", name="lazy", schedule={2: 0.3, 5: 0.3}),)
+    todo = [Todo(Case(DATASETS["lookup"], loaded.examples[0], prompt, 8, (2,)), arms)]
+    (visit,) = Bench(model, tokenizer, ChatFormat(), arms, None).measure(todo)
+    (found,) = visit.answers["lazy"]
     (needle,) = [prompt.text[start:end] for start, end in prompt.evidence]
     assert found.evidence_tokens == len(tokenizer.encode(f" {needle}", add_special_tokens=False))
     assert found.evidence_prefill is not None
@@ -122,7 +126,6 @@ def test_record_has_a_share_for_each_layer() -> None:
     assert found.evidence_prefill[:2] == [1, 1]
     assert 1 > found.evidence_prefill[2] >= found.evidence_prefill[5]
     assert found.evidence_prefill[7] == found.evidence_recall
-    silent = (
-        Bench(model, tokenizer, ChatFormat(), paired=False, evidence=False).record(case, baseline_first=True).method
-    )
+    (visit,) = Bench(model, tokenizer, ChatFormat(), arms, None, evidence=False).measure(todo)
+    (silent,) = visit.answers["lazy"]
     assert (silent.evidence_tokens, silent.evidence_prefill) == (None, None)

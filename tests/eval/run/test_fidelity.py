@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +21,16 @@ import lazyllm
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt, gold_token_ids
-from eval.run.measure import Bench, Case, edit_similarity, forced_logits, of_forced, of_generations
-from eval.store.record import Measurement
+from eval.run.cases import Case
+from eval.run.measure import Bench, Todo, edit_similarity, forced_logits, of_forced, of_generations
+from eval.store.visit import Measurement
 from lazyllm import Prompt
-from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
+from lazyllm.methods import Baseline, Lazy, StaticPruning
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 from tests.reference import lazy_reference, random_model
+from tests.runs import arm
 
 MODEL, TOKENIZER = tiny()
 RNG = np.random.default_rng(0)
@@ -42,19 +45,21 @@ def compared(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tupl
     return kl.item(), (q - p)[range(len(token_ids)), token_ids].mean().item()
 
 
-def measured(name: str, method: Method, forced: bool = False) -> tuple[Case, Measurement, Measurement]:
-    loaded = load_rows(DATASETS[name])
+def measured(dataset: str, forced: bool = False, **method: Any) -> tuple[Case, Measurement, Measurement]:
+    """A case, and the measurements of a method and of the baseline in a visit of it."""
+    loaded = load_rows(DATASETS[dataset])
     example = loaded.examples[0]
-    case = Case(DATASETS[name], example, build_prompt(example, loaded.template, TOKENIZER), method, 8, (2,))
-    record = Bench(MODEL, TOKENIZER, ChatFormat(), True, forced).record(case, baseline_first=True)
-    assert record.baseline is not None
-    return case, record.method, record.baseline
+    case = Case(DATASETS[dataset], example, build_prompt(example, loaded.template, TOKENIZER), 8, (2,))
+    arms = arm("baseline", name="baseline"), arm("method", **method)
+    bench = Bench(MODEL, TOKENIZER, ChatFormat(), arms, "baseline", forced)
+    (visit,) = bench.measure([Todo(case, arms)])
+    return case, visit.answers["method"][0], visit.answers["baseline"][0]
 
 
 def test_kl_of_a_run_is_that_of_the_models_own_logits() -> None:
-    case, found, baseline = measured("hops", StaticPruning(2, 0.3))
+    case, found, baseline = measured("hops", name="static_pruning", layer=2, keep=0.3)
     ids = torch.tensor([case.prompt.token_ids])
-    kept = lazyllm.generate(MODEL, ids, case.method, 1, ()).selected[0][2]
+    kept = lazyllm.generate(MODEL, ids, StaticPruning(2, 0.3), 1, ()).selected[0][2]
     with torch.inference_mode():
         whole = MODEL(ids).logits[0, -1]
         hidden = MODEL(ids, output_hidden_states=True).hidden_states[2][:, kept]
@@ -71,9 +76,13 @@ def test_kl_of_a_run_is_that_of_the_models_own_logits() -> None:
     assert found.answer_kl is None
 
 
-@pytest.mark.parametrize("method", [Lazy({2: 1.0, 5: 1.0}), StaticPruning(2, 1.0)])
-def test_keeping_everything_is_the_baseline(method: Method) -> None:
-    _, found, baseline = measured("lookup", method, forced=True)
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "lazy", "schedule": {2: 1.0, 5: 1.0}}, {"name": "static_pruning", "layer": 2, "keep": 1.0}],
+    ids=lambda method: method["name"],
+)
+def test_keeping_everything_is_the_baseline(method: dict[str, Any]) -> None:
+    _, found, baseline = measured("lookup", forced=True, **method)
     assert {name: getattr(found, name) for name in KEPT_ALL} == KEPT_ALL
     assert found.leading_tokens == len(baseline.token_ids)
     assert [getattr(found, name) for name in FORCED] == [0, 0, 0, 0]
@@ -83,7 +92,7 @@ def test_keeping_everything_is_the_baseline(method: Method) -> None:
 def test_forced_answers_are_those_of_the_case() -> None:
     """The baseline's own answer as generated, and the gold answer after the prompt."""
     method = Lazy({2: 0.1})
-    case, found, baseline = measured("digest", method, forced=True)
+    case, found, baseline = measured("digest", forced=True, name="lazy", schedule={2: 0.1})
     gold = gold_token_ids(TOKENIZER, case.prompt.text, case.example.answers[0])[:8]
     for name, token_ids in (("answer", baseline.token_ids), ("gold", gold)):
         ids = torch.tensor([[*case.prompt.token_ids, *token_ids[:-1]]])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from pathlib import Path
 
 import pytest
 
+from eval.benchmarks import SUITES
 from eval.run import identity
-from eval.run.identity import CODE, code_sha256
+from eval.run.identity import ENGINE, SERVED, code_sha256, method_code, suite_code
+from lazyllm.methods import METHODS
 
 SOURCE = '''"""A module."""
 def scaled(x: float) -> float:
@@ -21,6 +24,7 @@ def scaled(x: float) -> float:
 def hash_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The hash of one source text."""
     monkeypatch.setattr(identity, "_ROOT", tmp_path)
+    monkeypatch.setattr(identity, "_tree", identity._tree.__wrapped__)
 
     def of(source: str) -> str:
         (tmp_path / "room").mkdir(exist_ok=True)
@@ -57,14 +61,64 @@ def test_empty_fields_of_a_new_python_do_not_change_the_hash(hash_of, monkeypatc
     assert hash_of(SOURCE) == before
 
 
-def test_hash_covers_the_code_of_records() -> None:
-    root = Path(identity.__file__).parents[2]
+ROOT = Path(identity.__file__).parents[2]
+
+
+def test_engine_is_what_all_runs_share() -> None:
     files = {
-        file.relative_to(root).as_posix()
-        for part in CODE
-        for file in ([root / part] if part.endswith(".py") else (root / part).rglob("*.py"))
+        file.relative_to(ROOT).as_posix()
+        for part in ENGINE
+        for file in ([ROOT / part] if part.endswith(".py") else (ROOT / part).rglob("*.py"))
     }
-    assert {"lazyllm/methods/lazy.py", "lazyllm/models/load.py", "eval/benchmarks/prompts.py"} <= files
-    assert "eval/run/measure.py" in files
+    assert {"lazyllm/engine/pack.py", "lazyllm/models/load.py", "eval/run/measure.py"} <= files
+    assert "lazyllm/methods/support/bases.py" in files
     assert not [file for file in files if file.startswith(("lazyllm/bench", "lazyllm/integrations", "eval/report"))]
-    assert len(code_sha256()) == 64
+    assert "lazyllm/methods/lazy.py" not in files
+    assert {"eval/server.py", "eval/run/served.py", "eval/run/measure.py"} == {*SERVED}
+    assert len(code_sha256(ENGINE)) == 16
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the sources, to be changed; hashes are not kept."""
+    for package in ("lazyllm", "eval"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=lambda _, names: [n for n in names if "." in n[:1]])
+    monkeypatch.setattr(identity, "_ROOT", tmp_path)
+    monkeypatch.setattr(identity, "code_sha256", code_sha256.__wrapped__)
+    monkeypatch.setattr(identity, "_tree", identity._tree.__wrapped__)
+    return tmp_path
+
+
+def append(file: Path) -> None:
+    with file.open("a") as opened:
+        opened.write("\nADDED = 1\n")
+
+
+def changed_by(tree: Path, *files: str) -> set[str]:
+    """What changes its hash with these files: suites and methods."""
+
+    def hashes() -> dict[str, str]:
+        suites = {name: suite_code(suite.load.__module__) for name, suite in SUITES.items()}
+        return suites | {name: method_code(name) for name in METHODS}
+
+    before = hashes()
+    for file in files:
+        append(tree / file)
+    return {name for name, value in hashes().items() if value != before[name]}
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("lazyllm/methods/lazy.py", {"lazy"}),
+        ("lazyllm/methods/fastkv.py", {"fastkv", "claa"}),  # CLAA builds on its file
+        ("lazyllm/methods/claa.py", {"claa"}),
+        ("lazyllm/methods/prompt_compression/__init__.py", {"prompt_compression"}),
+        ("lazyllm/methods/my_method.py", set()),  # a contributor's new file
+        ("eval/benchmarks/my_suite.py", set()),
+        ("eval/benchmarks/embedded.py", {"embedded"}),
+        ("eval/benchmarks/prompts.py", {*SUITES}),
+    ],
+)
+def test_a_methods_or_a_suites_own_file_changes_it_alone(tree: Path, file: str, changed: set[str]) -> None:
+    assert changed_by(tree, file) == changed

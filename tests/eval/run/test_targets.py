@@ -12,8 +12,7 @@ import yaml
 
 from eval.benchmarks.datasets import DATASETS
 from eval.run import targets
-from eval.run.prepare import prepare
-from eval.run.resolved import build_method
+from eval.run.arms import build_method
 from eval.run.targets import SHIPPED, as_yaml, at_depth, check, is_tuned, read_tuned, solved, uses_preset
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
@@ -153,13 +152,13 @@ def test_tuned_schedule_is_read_from_a_folder_and_a_file(tmp_path: Path) -> None
 
 def test_run_with_a_tuned_schedule_is_one_with_its_numbers(tmp_path: Path) -> None:
     reference = written(tmp_path, {2: 0.3, 5: 0.55}, 8)
-    plans = []
+    runs = []
     for schedule in (reference, {2: 0.3, 5: 0.55}, {2: 0.3, 5: 0.5}):
-        plans.append(prepare(small_run(tmp_path / "run", method={"name": "lazy", "schedule": schedule})))
-    assert plans[0].identity == plans[1].identity
-    assert plans[0].identity["method"]["schedule"] == {"2": 0.3, "5": 0.55}
-    assert plans[0].identity != plans[2].identity
-    assert plans[0].cases[0].method == plans[1].cases[0].method
+        runs.append(small_run(tmp_path / "run", method={"name": "lazy", "schedule": schedule}))
+    assert runs[0].identity == runs[1].identity
+    assert runs[0].identity["arms"]["lazy"]["method"]["schedule"] == {"2": 0.3, "5": 0.55}
+    assert runs[0].identity != runs[2].identity
+    assert runs[0].arms[1].method("lookup") == runs[1].arms[1].method("lookup")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_unusable_tuned_schedules_are_refused(tmp_path: Path, text: str | None, 
     with pytest.raises(UserError, match=message):
         read_tuned(f"tuned/{tmp_path}", 8)
     with pytest.raises(UserError, match=message):  # before a model loads
-        prepare(small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"}))
+        _ = small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"}).arms
 
 
 def test_shipped_schedules_say_how_to_use_them() -> None:
