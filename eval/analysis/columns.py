@@ -39,13 +39,16 @@ def overall(results: Results) -> Any:
     return in_order(frame[frame["level"] == "all"]).reset_index(drop=True)
 
 
-def rows_by(frame: Any, key: str) -> list[dict[str, Any]]:
-    """`rows_of` each setting on each suite, in order, and each value of the column `key`, in order of appearance."""
+def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
+    """`rows_of` each setting on each suite, in order, and each value of the column `key`, in order of appearance.
+
+    among: as of `rows_of`.
+    """
     keys = [*SETTING, key]
     return [
         dict(zip(keys, values, strict=True)) | row
-        for values, part in in_order(frame).groupby(keys, sort=False)
-        for row in rows_of(part)
+        for values, part in in_order(rows).groupby(keys, sort=False)
+        for row in rows_of(part, among)
     ]
 
 

@@ -32,7 +32,8 @@ class Table:
     """name: the stem of its files. title, caption: for people.
 
     frame: keys and values at full precision, for the CSV. cells: the text shown, one column per heading; the first
-    `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it.
+    `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it. brief: the
+    cells that a terminal shows, if they are too many; the columns after the keys come in the order of importance.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Table:
     frame: pd.DataFrame
     cells: pd.DataFrame
     keys: int = 1
+    brief: pd.DataFrame | None = None
 
     def to_markdown(self, heading: str = "#") -> str:
         """Title, table and caption. heading: the Markdown prefix of the title."""
@@ -53,25 +55,44 @@ class Table:
         """All keys and values; an empty field was not measured."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
-    def to_rich(self) -> RichTable:
-        """The table for a terminal, with headings in two lines and summaries in bold."""
+    def to_rich(self, width: int | None = None) -> RichTable:
+        """The table for a terminal, with headings in two lines and summaries in bold.
+
+        width: in characters; the last columns that do not fit are left out, and a line says so.
+        """
         from rich import box
         from rich.markup import escape
         from rich.table import Table as RichTable
 
+        shown = self.cells if self.brief is None else self.brief
+        headings = {name: self._terminal_heading(name, number < self.keys) for number, name in enumerate(shown)}
+        room, fits = (float("inf") if width is None else width), list[str]()
+        for name, heading in headings.items():
+            texts = [*heading.split("\n"), *shown[name].str.replace("**", "")]
+            room -= 1 + max(map(len, texts))
+            if room < 0 and len(fits) > self.keys:
+                break
+            fits.append(name)
+        notes = [self.caption]
+        if left_out := [name for name in shown if name not in fits]:
+            notes.insert(0, f"Not shown for want of room, but in the files: {', '.join(left_out)}.")
+        if self.brief is not None:
+            notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
         table = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.caption, table.caption_justify = escape(self.caption), "left"
-        for number, heading in enumerate(self.cells.columns):
-            is_key = number < self.keys
-            first, _, rest = heading.partition(" ")
-            text = heading.replace("**", "") if is_key or not rest else f"{first}\n{rest}"
-            table.add_column(text, justify="left" if is_key else "right", no_wrap=not is_key)
-        rows = self.cells.to_numpy().tolist()
-        sums = [row[0].startswith("**") for row in rows]
-        for row, is_sum, ends in zip(rows, sums, self._ends(), strict=True):
-            name = row[0].replace("**", "") if is_sum or not any(sums) else f"  {row[0]}"
-            table.add_row(*map(escape, [name, *row[1:]]), style="bold" if is_sum else None, end_section=ends or is_sum)
+        table.caption, table.caption_justify = escape("\n".join(notes)), "left"
+        for number, name in enumerate(fits):
+            table.add_column(headings[name], justify="left" if number < self.keys else "right", no_wrap=True)
+        rows, ends = shown[fits].to_numpy().tolist(), self._ends(shown)
+        for row, is_last in zip(rows, ends, strict=True):
+            is_sum = any(text.startswith("**") for text in row[: self.keys])
+            texts = [escape(text.replace("**", "")) for text in row]
+            table.add_row(*texts, style="bold" if is_sum else None, end_section=is_last)
         return table
+
+    @staticmethod
+    def _terminal_heading(name: str, is_key: bool) -> str:
+        first, _, rest = name.partition(" ")
+        return name.replace("**", "") if is_key or not rest else f"{first}\n{rest}"
 
     def to_latex(self) -> str:
         """A `longtable` (it may span pages) with booktabs rules, and thin rules between groups of rows.
@@ -80,7 +101,7 @@ class Table:
         """
         headings, rows = list(self.cells.columns), self.cells.to_numpy().tolist()
         lines, begins = [], True
-        for row, ends in zip(rows, self._ends(), strict=True):
+        for row, ends in zip(rows, self._ends(self.cells), strict=True):
             groups = row[: self.keys - 1]
             lines += [_latex_line(row if begins else [*([""] * len(groups)), *row[len(groups) :]])]
             lines += [r"\midrule"] if ends else []
@@ -105,9 +126,9 @@ class Table:
             ]
         )
 
-    def _ends(self) -> list[bool]:
+    def _ends(self, shown: pd.DataFrame) -> list[bool]:
         """For each row, whether the next one differs in a key before the last one."""
-        groups = self.cells.iloc[:, : self.keys - 1].to_numpy().tolist()
+        groups = shown.iloc[:, : self.keys - 1].to_numpy().tolist()
         return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
 
 
