@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
 
+import yaml
+
 from eval.run import targets
-from eval.run.config import RunConfig
+from eval.run.config import CONF, RunConfig
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method, by_name, known, make, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
 AA_TEST = "baseline again"  # the label of the arm of `aa_test`
-_NOT_THE_METHODS = ("name", "turns")  # settings of an arm that are no hyperparameters
+_NOT_THE_METHODS = ("name", "turns", "seeds")  # settings of an arm that are no hyperparameters
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,17 @@ def _given(config: RunConfig) -> dict[str, dict[str, Any]]:
     """{label: settings} as the config has them."""
     compare = config.compare or {config.method.get("name", ""): config.method}
     if isinstance(compare, list) and all(isinstance(name, str) for name in compare):
-        compare = {name: {"name": name} for name in compare}
+        compare = {name: _shipped(name) for name in compare}
     if not isinstance(compare, dict) or not all(isinstance(arm, dict) for arm in compare.values()):
         raise UserError(f"compare={compare}: expected [lazy, fastkv], or {{label: {{name: lazy, ...}}, ...}}")
     return {str(label): arm for label, arm in compare.items()}
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    """The settings of `method=NAME`: those in its config's file; its class has the others."""
+    file = CONF / "method" / f"{name}.yaml"
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {"name": name, **{key: value for key, value in content.items() if key != "defaults"}}
 
 
 def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -124,6 +124,7 @@ class Run:
     def data(self) -> DataSettings:
         """The settings that determine the rows."""
         config, suite = self.config, self.suite
+        require(config.subset == "first" or self.limit is not None, "subset", config.subset, "limit=50 or so with it")
         rows = None if self.limit is None else self.limit if config.split is None else 2 * self.limit
         data = DataSettings(
             dir=Path(config.data.dir) if config.data.dir is not None else None,

@@ -14,6 +14,7 @@ import pytest
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
+from eval.run.arms import build_method
 from eval.run.config import (
     CONF,
     LAUNCHERS,
@@ -24,11 +25,9 @@ from eval.run.config import (
     model_nodes,
     to_run_config,
 )
-from eval.run.prepare import prepare
-from eval.run.resolved import build_method, check_early, data_identity, rows_of
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, settings_of
+from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, StaticPruning, settings_of
 from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
@@ -55,7 +54,8 @@ def test_config_file_opens_with_its_command_and_composes(file: Path) -> None:
         config = to_run_config(compose_config([f"{group}={name}", *needed]))
         if group == "method":  # what its class says, or the paper: no third place
             assert isinstance(build_method(config.method), METHODS[name])
-            assert config.method.keys() == {"name", "turns", *settings_of(METHODS[name])}
+            own = settings_of(METHODS[name])
+            assert config.method.keys() == {"name", "turns", *own, *(["seeds"] if "seed" in own else [])}
 
 
 def test_names_of_datasets_and_tasks_choose_them() -> None:
@@ -76,11 +76,16 @@ def test_names_of_datasets_and_tasks_choose_them() -> None:
 
 def test_config_has_the_defaults() -> None:
     run = run_of()
-    assert (run.config.model.name, build_method(run.method)) == ("tiny", Lazy("paper"))
+    assert run.config.model.name == "tiny"
+    assert {label: build_method(arm) for label, arm in run.asked.items()} == {
+        "baseline": Baseline(),
+        "lazy": Lazy("paper"),
+    }
+    assert run.baseline == "baseline"
     assert {dataset.suite for dataset in run.datasets} == {"embedded"}
     assert {dataset.name for dataset in run_of("model=coder").datasets} == {"next_line", "cross_file"}
     assert [dataset.name for dataset in run_of("model=coder", "dataset=lookup").datasets] == ["lookup"]
-    assert (run.config.timing.paired, run.config.timing.warmup) == (True, 5)
+    assert run.config.warmup == 5
     for name, limit in (("llama2", 3500), ("xgen", 7500)):
         run = run_of(f"model={name}")
         assert (run.config.model.max_prompt_tokens, run.config.model.chat) == (limit, name)
@@ -111,9 +116,15 @@ def test_preset_has_longbench_prompt_limit() -> None:
     assert chats["gemma2-9b"].attn_implementation == "eager"  # SDPA cannot cap attention logits
 
 
-def test_embedded_suite_has_default_limit() -> None:
-    assert (run_of("dataset=embedded").config.limit, run_of("dataset=embedded", "limit=3").config.limit) == (12, 3)
-    assert run_of("dataset=lookup").config.limit is run_of("dataset=all").config.limit is None
+@pytest.mark.parametrize("chosen", [[], ["dataset=embedded"], ["dataset=[lookup,hops]"], ["dataset=lookup"]])
+def test_embedded_suite_has_its_limit_however_it_is_chosen(chosen: list[str]) -> None:
+    assert run_of(*chosen).limit == 12
+    assert {len(examples) for examples in run_of(*chosen).examples.values()} == {12}
+    assert run_of(*chosen, "limit=3").limit == 3
+
+
+def test_other_suites_have_theirs_or_none() -> None:
+    assert (run_of("model=coder").limit, run_of("dataset=all").limit) == (24, None)
 
 
 def test_dataset_list_and_exclusion() -> None:
@@ -123,35 +134,81 @@ def test_dataset_list_and_exclusion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "method"),
+    ("overrides", "methods"),
     [
-        (["method=random_drop", "seed=3"], RandomDrop(0.8, 3)),  # a method's seed is the run's unless set
-        (["method=random_drop", "seed=3", "method.seed=5"], RandomDrop(0.8, 5)),
-        (["method.schedule={2: 0.4, 5: 0.5}"], Lazy({2: 0.4, 5: 0.5})),
-        (["method=baseline"], Baseline()),
-        (["experiment=demo", "+compare.mine={name: lazy, schedule: {3: 0.5}}", "only=mine"], Lazy({3: 0.5})),
+        (["method=random_drop", "seed=3"], {"random_drop": RandomDrop(0.8, 3)}),  # a method's seed is the run's
+        (["method=random_drop", "seed=3", "method.seed=5"], {"random_drop": RandomDrop(0.8, 5)}),
+        (["compare={mine: {name: random_drop, keep: 0.5}}", "seed=3"], {"mine": RandomDrop(0.5, 3)}),
+        (["method.schedule={2: 0.4, 5: 0.5}"], {"lazy": Lazy({2: 0.4, 5: 0.5})}),
+        (
+            ["compare=[random_drop,static_pruning]"],
+            {"random_drop": RandomDrop(0.8), "static_pruning": StaticPruning(2, 0.3)},
+        ),
+        (["method=baseline"], {}),
+        (["method=baseline", "aa_test=true"], {"baseline again": Baseline()}),
+        (
+            ["experiment=demo", "~compare.random_drop", "~compare.prompt_compression", "+compare.mine={name: lazy}"],
+            {"lazy": Lazy({2: 0.3}), "static_pruning": StaticPruning(2, 0.3), "mine": Lazy("paper")},
+        ),
+        (
+            ["method=random_drop", "method.seeds=2", "method.keep=[0.3,0.6]"],
+            {f"random_drop keep={keep} seed {seed}": RandomDrop(keep, seed) for keep in (0.3, 0.6) for seed in (0, 1)},
+        ),
+        (
+            ["compare={drop: {name: static_pruning, keep: 0.5, layer: [1,2]}}"],
+            {"drop layer=1": StaticPruning(1, 0.5), "drop layer=2": StaticPruning(2, 0.5)},
+        ),
+        (
+            ["method.schedule=[{2: 0.4},paper]"],
+            {"lazy schedule={2: 0.4}": Lazy({2: 0.4}), "lazy schedule=paper": Lazy("paper")},
+        ),
     ],
 )
-def test_overrides_make_method(overrides: list[str], method: object) -> None:
-    (run,) = run_of(*overrides).runs.values()
-    assert build_method(run.method) == method
+def test_settings_make_arms_behind_the_baseline(overrides: list[str], methods: dict[str, object]) -> None:
+    run = run_of(*overrides)
+    found = {label: build_method(settings) for label, settings in run.asked.items()}
+    assert list(found) == ["baseline", *methods]
+    assert found == {"baseline": Baseline()} | methods
+    assert run.baseline == "baseline"
+
+
+def test_baseline_may_be_an_arm_with_a_label_or_none() -> None:
+    named = run_of("compare={mine: {name: lazy}, standard: {name: baseline}}")
+    assert (list(named.asked), named.baseline) == (["standard", "mine"], "standard")
+    alone = run_of("baseline=false")
+    assert (list(alone.asked), alone.baseline) == (["lazy"], None)
+
+
+def test_published_experiments_have_their_arms() -> None:
+    """One baseline, and Table 1's eight others: nine prefills of each prompt."""
+    counts = {"demo": 5, "claim": 5, "table1": 9, "figure5": 39, "figure6": 36, "table2": 2, "turns": 19, "tuned": 7}
+    assert {name: len(run_of(f"experiment={name}").asked) for name in counts} == counts
+    labels = list(run_of("experiment=table1").asked)
+    assert labels[-5:] == [f"random_drop seed {number}" for number in range(5)]
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         # unknown keys and choices, with the nearest known one; more of them in tests/eval/test_cli.py
-        (["++limits=1"], "unknown key limits: did you mean limit?"),
-        (["~limt"], "unknown key limt: did you mean limit?"),
-        (["model.nam=tiny"], "unknown key model.nam: did you mean model.name?"),
-        (["method.keep=0.5"], "unknown key keep of method lazy: known are schedule, prune_generated"),
-        (["method=random_drop", "method.kep=0.5"], "unknown key kep of method random_drop: did you mean keep?"),
+        (["++limits=1"], "unknown key limits: --help lists all keys"),
+        (["++model.nam=1"], "unknown key model.nam: --help lists all keys"),
+        (["limt=1"], "Could not override 'limt': Key 'limt' not in 'RunConfig' (did you mean limit? --help lists"),
+        (["~limt"], "Could not delete from config. 'limt' does not exist"),
+        (["model.nam=tiny"], "Key 'nam' not in 'ModelConfig' (did you mean model.name?"),
+        (["timing.warmup=0"], "Key 'timing' not in 'RunConfig' (did you mean warmup?"),
+        (["method.keep=0.5"], "Key 'keep' is not in struct (lazyllm-bench methods lists the settings of each method)"),
+        (["+method.kep=0.5"], "method 'lazy' has no setting 'kep'"),
         (["method=nosuch", "method.x=1"], "method=nosuch: expected one of asl, baseline"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
         (["--limit", "4"], "--limit: expected KEY=VALUE"),
-        (["method.schedule={2:"], "method.schedule={2:: no viable alternative at input '{2:'"),
+        (["limit"], "Error parsing override 'limit': missing EQUAL"),
+        (["method.schedule={2:"], "no viable alternative at input '{2:'"),
+        (["model=tiny,coder"], "Ambiguous value for argument 'model=tiny,coder'"),
+        (["method=null"], "method=null: "),
+        (["dataset=[1]"], "dataset=[1]: "),
         # values
-        (["timing.warmup=many"], "timing.warmup=many: expected a whole number"),
+        (["warmup=many"], "warmup=many: Value 'many' of type 'str' could not be converted to Integer"),
         (["method.name=nosuch"], "unknown method 'nosuch'; known are asl, baseline"),
         (["model.load_format=fast"], "unknown load_format 'fast': give one of auto, dummy"),
         (["model.quantise=int9"], "int9"),
@@ -160,18 +217,24 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["model=org/x"], "model=org/x: expected a preset's name, or model=custom model.name=org/x"),
         (["model.system=Be brief"], "model.system is for the tokenizer's chat template: give model.chat=auto too"),
         (["model.today=now"], "model.today=now: expected a date, YYYY-MM-DD"),
-        (["needle.lengths=300"], "needle.lengths=300: expected a list"),
+        (["needle.lengths=300"], "needle.lengths=300: Invalid value assigned: int is not a ListConfig"),
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
-        (["timing.paired=first"], "timing.paired=first: expected true or ttft or false"),
-        (["timing.paired=1"], "timing.paired=1: expected true"),
-        (["timing.paired=ttft", "fidelity=answer"], "fidelity=answer: expected timing.paired=true"),
+        (["baseline=false", "fidelity=answer"], "fidelity=answer: expected baseline=true with it"),
+        (["baseline=false", "aa_test=true"], "aa_test=true: expected baseline=true with it"),
+        (["subset=some"], "subset=some: expected first or random or by_length"),
+        (["split=held-out"], "split=held-out: expected null or dev or test"),
+        (["model=llama2", "dataset=trec", "subset=random"], "subset=random: expected limit=50 or so with it"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),
         (["load.concurrency=0"], "load.concurrency=0: expected 1 or more"),
-        (["+compare={a: lazy}"], "expected a mapping in it, such as {mine: {name: lazy}}"),
+        (["compare={a: lazy}"], "expected [lazy, fastkv], or {label: {name: lazy, ...}, ...}"),
+        (["compare=lazy"], "compare=lazy: expected [lazy, fastkv]"),
+        (["compare=[lazy,nosuch]"], "unknown method 'nosuch'"),
+        (["compare={baseline: {name: lazy}}"], "compare=baseline: expected another label for it"),
+        (["compare={a: {name: lazy, seeds: 5}}"], "a.seeds=5: expected no seeds, as method lazy has no seed"),
+        (["compare={a: {name: random_drop, seeds: 0}}"], "a.seeds=0: expected a number of seeds"),
+        (["compare={a: {name: random_drop, keep: []}}"], "a.keep=[]: expected at least one value"),
+        (["method.schedule=[paper,paper]"], "compare=lazy: expected settings that differ in each arm of it"),
         (["model.max_prompt_tokens=0"], "model.max_prompt_tokens=0: expected 1 or more, or null"),
-        (["experiment=demo", "only=nosuch"], "only=nosuch: expected null or lazy or static_pruning"),
-        (["only=lazy"], "only=lazy: expected an experiment"),
-        (["experiment=demo", "out=run"], "each run has its own"),
         (["method=random_drop", "method.keep=fast"], "is a number"),
         (["seed=-1"], "seed=-1: expected 0 or more"),
         (["method=static_pruning", "method.layer=2.0x"], "layer=2.0x"),
@@ -179,36 +242,34 @@ def test_overrides_make_method(overrides: list[str], method: object) -> None:
         (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
         (["dataset=[qasper,lookup]"], "share no table"),
         (["shard=2"], "shard=2: expected the i-th of n shards, written i/n"),
-        (["experiment=demo", "shard=1/4"], "shard=1/4: expected only=LABEL"),
         # known keys that would have no effect
         (["speedup=3x"], "speedup=3x: expected experiment=field with it, or a method with ${speedup}"),
         (["experiment=turns", "draft=tiny"], "draft=tiny: expected experiment=field with it, or a method with"),
         (["dataset=hops", "ruler.length=99"], "ruler.length=99: expected dataset=ruler with it: hops is of embedded"),
         (["dataset=hops", "needle.seed=3"], "needle.seed=3: expected dataset=needle with it"),
-        # adding is not overriding
-        (["compare={mine: {name: lazy}}"], "{mine: {name: lazy}}: expected +compare={mine: {name: lazy}}"),
-        (["dataset.trec=false"], "dataset.trec=false: expected dataset=all dataset.trec=false"),
+        (["dataset.trec=false"], "Could not override 'dataset.trec'"),
     ],
 )
 def test_config_refuses(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
-        run_of(*overrides)
+        _ = run_of(*overrides).data
     assert "\n" not in str(caught.value)
 
 
 def test_config_accepts_method_and_dataset_keys() -> None:
-    assert run_of("experiment=field", "speedup=3x", "draft=tiny").config.compare["specprefill"]["draft"] == "tiny"
-    assert run_of("experiment=compression", "draft=tiny").config.compare["keep_0.5"]["scorer"] == "tiny"
-    own = run_of("+compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
-    assert own.config.compare["mine"]["keep"] == "3x"
-    assert run_of("method=random_drop", "method.keep=${speedup}", "speedup=3x").method["keep"] == "3x"
+    assert run_of("experiment=field", "speedup=3x", "draft=tiny").asked["specprefill"]["draft"] == "tiny"
+    assert run_of("experiment=compression", "draft=tiny").asked["prompt_compression keep=0.5"]["scorer"] == "tiny"
+    own = run_of("compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
+    assert own.asked["mine"]["keep"] == "3x"
+    drop = run_of("method=random_drop", "method.keep=${speedup}", "speedup=3x")
+    assert drop.asked["random_drop"]["keep"] == "3x"
     assert run_of("dataset=needle", "needle.seed=3").config.needle.seed == 3
 
 
 @pytest.mark.parametrize("experiment", ["demo", "claim"])
 @pytest.mark.parametrize("tokens", [512, 1024, 2048])
 def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: int) -> None:
-    compared = run_of(f"experiment={experiment}").config.compare.values()
+    compared = [arm for label, arm in run_of(f"experiment={experiment}").asked.items() if label != "baseline"]
     methods = [method for method in compared if method["name"] != "prompt_compression"]  # which scores in a prefill
     assert len(methods) == {"claim": 4, "demo": 3}[experiment]
     speedups = [build_method(method).ideal_speedup(load_config(ModelSpec("tiny")), tokens) for method in methods]
@@ -232,38 +293,26 @@ def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **con
 
 def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
-    bare = prepare(run_of(*custom(tmp_path, None), "model.thinking_tokens=7")).identity
+    run = run_of(*custom(tmp_path, None), "model.thinking_tokens=7")
+    bare, _ = run.identity, run.cases
     assert (bare["chat"], bare["max_prompt_tokens"], bare["thinking_tokens"]) == ("none", 3500, 7)
     assert "has 4096 positions, so prompts beyond 3500 tokens lose their middle; it has no chat template" in caplog.text
     template = "{{ strftime_now('%Y') }}{% if enable_thinking %}!{% endif %}{{ messages[0]['content'] }}"
-    plan = prepare(run_of(*custom(tmp_path, template, max_position_embeddings=2048)))
+    plan = run_of(*custom(tmp_path, template, max_position_embeddings=2048))
     assert plan.cases[0].prompt.text.startswith("2024")
     assert plan.identity.items() >= {
         "chat": "auto", "chat_args": {"enable_thinking": False}, "today": "2024-07-26", "max_prompt_tokens": 1024
     }.items()  # fmt: skip
     assert "prompts have its own chat template" in caplog.text
-    thinks = prepare(run_of(*custom(tmp_path, template), "model.thinking_tokens=100", "model.today=2025-01-01"))
+    thinks = run_of(*custom(tmp_path, template), "model.thinking_tokens=100", "model.today=2025-01-01")
     assert thinks.cases[0].prompt.text.startswith("2025!")
     assert thinks.cases[0].max_new_tokens == plan.cases[0].max_new_tokens + 100
     assert (thinks.identity["today"], thinks.identity["thinking_tokens"]) == ("2025-01-01", 100)
 
 
-def test_early_check_takes_the_folder_of_the_same_run_only(tmp_path: Path) -> None:
-    run = run_of("experiment=demo", "only=static_pruning", "model.quantise=int8", f"out={tmp_path}")
-    (one,) = run.runs.values()
-    identity = one.identity(8) | data_identity(one, rows_of(one))
-    whole = identity | {"versions": identity["versions"] | {"torchao": "0.15"}, "device": "known with torch only"}
-    file = tmp_path / "run.json"
-    file.write_text(json.dumps({"schema": 2, "identity": whole}))
-    check_early(run)
-    file.write_text(json.dumps({"schema": 2, "identity": whole | {"seed": 1}}))
-    with pytest.raises(UserError, match=r"holds a run that differs \(seed: 1 there, 0 now\)"):
-        check_early(run)
-
-
 def test_answer_limit_beyond_every_dataset_is_the_same_run() -> None:
     plain, longer, shorter = (
-        prepare(run_of("dataset=[lookup,complete]", "limit=1", *limit)).identity["max_new_tokens"]
+        run_of("dataset=[lookup,complete]", "limit=1", *limit).identity["max_new_tokens"]
         for limit in ((), ("max_new_tokens=99999",), ("max_new_tokens=2",))
     )
     assert (plain, longer, shorter) == (None, None, 2)
@@ -275,26 +324,24 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
     turns = [{"input": "Why? " * 9, "answers": ["so"]}] * later
     arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
     with pytest.raises(UserError, match="exceed the model's 400 positions") as refused:
-        prepare(run_of(*arguments, "model.max_prompt_tokens=390"))
+        _ = run_of(*arguments, "model.max_prompt_tokens=390").cases
     (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
-    (case,) = prepare(run_of(*arguments, f"model.max_prompt_tokens={fits}")).cases
+    (case,) = run_of(*arguments, f"model.max_prompt_tokens={fits}").cases
     tokens = [len(message.token_ids) for message in (case.prompt, *case.prompt.turns)]
     assert len(tokens) == 1 + later
     assert 0 <= 400 - sum(tokens) - len(tokens) * case.max_new_tokens + 1 < 8  # the last new token is not run
     if later:
-        assert (
-            prepare(run_of(*arguments, f"model.max_prompt_tokens={fits}", "turns=2")).cases[0].prompt.turns
-            == (case.prompt.turns[:1])
-        )
+        fewer = run_of(*arguments, f"model.max_prompt_tokens={fits}", "turns=2").cases[0]
+        assert fewer.prompt.turns == case.prompt.turns[:1]
     else:
         with pytest.raises(UserError, match="turns=2: the rows of qasper hold one question each"):
-            prepare(run_of(*arguments, "turns=2"))
+            _ = run_of(*arguments, "turns=2").cases
 
 
 @pytest.mark.quantised
 def test_identity_holds_quantisation_and_devices() -> None:
     identities = {
-        setting: prepare(run_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity
+        setting: run_of("model=tiny", "dataset=lookup", "limit=1", *setting).identity
         for setting in ((), ("model.quantise=int8",), ("model.device_map=auto",), ("+model.device_map.lm_head=cpu",))
     }
     assert len({fingerprint(identity) for identity in identities.values()}) == len(identities)
