@@ -206,7 +206,7 @@ class Comparison:
 
     name: the arm's. is_aa_test: whether it is the baseline once more.
     score: the arm's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
-    intervals, which are NaN below `FEWEST` examples.
+    intervals, which are NaN below `FEWEST` examples, and if a dataset has only one.
     examples, better, worse: all with both answers, and those that score higher or lower.
     p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
     answers, changed: of all turns, and those that differ in text or tokens; None if unknown.
@@ -224,11 +224,16 @@ class Comparison:
     changed: int | None
 
     @property
+    def no_interval(self) -> str:
+        """Why the ends of the intervals are missing."""
+        return f"fewer than {FEWEST} examples" if self.examples < FEWEST else "a dataset with one example"
+
+    @property
     def text(self) -> str:
         """All of it in one line."""
         score, ttft = f"score {self.score[0]:+.2f}", f"TTFT speedup {self.ttft[0]:.2f}"
         if np.isnan(self.score[1]):
-            score += f" (no interval for fewer than {FEWEST} examples)"
+            score += f" (no interval: {self.no_interval})"
         else:
             score += " (95 % interval {1:+.2f} to {2:+.2f})".format(*self.score)
             ttft += " ({1:.2f} to {2:.2f})".format(*self.ttft)
@@ -286,9 +291,7 @@ def gate_failures(beside_baseline: Sequence[Comparison], bounds: Mapping[str, fl
         for name, bound in bounds.items():
             value, low, _ = getattr(one, name)
             if np.isnan(low):
-                failures.append(
-                    f"{one.name}: {name} {value:.2f} of {one.examples} examples: at least {FEWEST} give an interval"
-                )
+                failures.append(f"{one.name}: {name} is {value:.2f}, without an interval: {one.no_interval}")
             elif low < bound:
                 failures.append(f"{one.name}: the interval of {name} begins at {low:.2f}, below {bound:g}")
     return failures

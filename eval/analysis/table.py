@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ _EMPTY = "No run for this table."
 class Table:
     """name: the stem of its files. title, caption: for people.
 
-    frame: keys and values at full precision, for the CSV. cells: the text shown, one column per heading; the first
+    frame: keys and values at full precision, for the CSV. cells: what is shown (`Cell`), one column per heading; the first
     `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it. brief: the
     cells that a terminal shows, if they are too many; the columns after the keys come in the order of importance.
     """
@@ -56,7 +56,7 @@ class Table:
         return self.frame.to_csv(index=False, lineterminator="\n")
 
     def to_rich(self, width: int | None = None) -> RichTable:
-        """The table for a terminal, with headings in two lines and summaries in bold.
+        """The table for a terminal: rows below the name of their group, headings in two lines, summaries in bold.
 
         width: in characters; the last columns that do not fit are left out, and a line says so.
         """
@@ -65,34 +65,41 @@ class Table:
         from rich.table import Table as RichTable
 
         shown = self.cells if self.brief is None else self.brief
-        headings = {name: self._terminal_heading(name, number < self.keys) for number, name in enumerate(shown)}
-        room, fits = (float("inf") if width is None else width), list[str]()
-        for name, heading in headings.items():
-            texts = [*heading.split("\n"), *shown[name].str.replace("**", "")]
-            room -= 1 + max(map(len, texts))
-            if room < 0 and len(fits) > self.keys:
+        rows = list(self._terminal_rows(shown))
+        columns = {shown.columns[self.keys - 1]: [name for name, *_ in rows]}
+        for place, name in enumerate(shown.columns[self.keys :]):
+            columns[name] = [texts[place] if texts else "" for _, texts, _ in rows]
+        fits, room = dict[str, list[str]](), float("inf") if width is None else width - 1
+        for name, texts in columns.items():
+            first, _, rest = name.replace("**", "").partition(" ")
+            heading = f"{first}\n{rest}" if fits and rest else f"{first} {rest}".strip()
+            room -= 2 + max(map(len, [*heading.split("\n"), *texts]))
+            if room < 0 and len(fits) > 1:
                 break
-            fits.append(name)
-        notes = [self.caption]
-        if left_out := [name for name in shown if name not in fits]:
-            notes.insert(0, f"Not shown for want of room, but in the files: {', '.join(left_out)}.")
+            fits[heading] = texts
+        notes = [self.caption] if self.caption else []
         if self.brief is not None:
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
+        if left_out := [*columns][len(fits) :]:
+            notes.insert(0, f"Not shown for want of room, but in the files: {'; '.join(left_out)}.")
         table = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.caption, table.caption_justify = escape("\n".join(notes)), "left"
-        for number, name in enumerate(fits):
-            table.add_column(headings[name], justify="left" if number < self.keys else "right", no_wrap=True)
-        rows, ends = shown[fits].to_numpy().tolist(), self._ends(shown)
-        for row, is_last in zip(rows, ends, strict=True):
-            is_sum = any(text.startswith("**") for text in row[: self.keys])
-            texts = [escape(text.replace("**", "")) for text in row]
-            table.add_row(*texts, style="bold" if is_sum else None, end_section=is_last)
+        for number, heading in enumerate(fits):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for (_, _, is_bold), *texts in zip(rows, *fits.values(), strict=True):
+            table.add_row(*map(escape, texts), style="bold" if is_bold else None)
         return table
 
-    @staticmethod
-    def _terminal_heading(name: str, is_key: bool) -> str:
-        first, _, rest = name.partition(" ")
-        return name.replace("**", "") if is_key or not rest else f"{first}\n{rest}"
+    def _terminal_rows(self, shown: pd.DataFrame) -> Iterator[tuple[str, list[str], bool]]:
+        """(name, values, whether it is bold) of each line: a group's name, without values, stands above its rows."""
+        group = None
+        for row in shown.to_numpy().tolist():
+            *above, name = row[: self.keys]
+            if above and above != group:
+                group = above
+                yield ", ".join(text.replace("**", "") for text in above), [], True
+            is_sum = name.startswith("**")
+            yield ("  " if above else "") + name.replace("**", ""), row[self.keys :], is_sum
 
     def to_latex(self) -> str:
         """A `longtable` (it may span pages) with booktabs rules, and thin rules between groups of rows.
@@ -101,7 +108,7 @@ class Table:
         """
         headings, rows = list(self.cells.columns), self.cells.to_numpy().tolist()
         lines, begins = [], True
-        for row, ends in zip(rows, self._ends(self.cells), strict=True):
+        for row, ends in zip(rows, self._ends(), strict=True):
             groups = row[: self.keys - 1]
             lines += [_latex_line(row if begins else [*([""] * len(groups)), *row[len(groups) :]])]
             lines += [r"\midrule"] if ends else []
@@ -126,9 +133,9 @@ class Table:
             ]
         )
 
-    def _ends(self, shown: pd.DataFrame) -> list[bool]:
+    def _ends(self) -> list[bool]:
         """For each row, whether the next one differs in a key before the last one."""
-        groups = shown.iloc[:, : self.keys - 1].to_numpy().tolist()
+        groups = self.cells.iloc[:, : self.keys - 1].to_numpy().tolist()
         return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
 
 
@@ -149,6 +156,17 @@ class Figure:
     opens_report: bool = False
 
 
+class Cell(str):
+    """The text of a cell. value: the number that its column is sorted by; None for text."""
+
+    value: float | None
+
+    def __new__(cls, text: str, value: float | None = None) -> Cell:
+        cell = super().__new__(cls, text)
+        cell.value = value
+        return cell
+
+
 def forms(*names: str) -> list[str]:
     """The columns of values and their intervals."""
     return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
@@ -161,6 +179,7 @@ class Column:
     name: the column of the values; `<name>_low` and `<name>_high`, if there are such columns, hold the interval.
     digits: after the decimal point; None for text and whole numbers. missing: shown if the value was not measured.
     scale: divisor, such as 1e6 for bytes shown in MB. sign: "+" to sign positive values too.
+    sorted_by: the column of the numbers behind texts.
     """
 
     name: str
@@ -170,9 +189,15 @@ class Column:
     scale: float = 1
     interval: bool = True
     sign: str = ""
+    sorted_by: str | None = None
+
+    def cell(self, row: Mapping[Any, Any]) -> Cell:
+        """The cell of a row of values."""
+        number = row[self.sorted_by or self.name]
+        return Cell(self.text(row), None if isinstance(number, str) or pd.isna(number) else float(number))
 
     def text(self, row: Mapping[Any, Any]) -> str:
-        """The cell of a row of values: `25.30 ±1.20`, with half of the interval, if there is one."""
+        """`25.30 ±1.20`, with half of the interval, if there is one."""
         value = row[self.name]
         if pd.isna(value):
             return self.missing
@@ -190,12 +215,12 @@ MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Co
 
 
 def cells(values: pd.DataFrame, columns: Sequence[Column], results: Results | None = None) -> pd.DataFrame:
-    """The text of each row of values, by heading. results: to show a model with its notes (`model_name`)."""
+    """The `Cell`s of each row of values, by heading. results: to show a model with its notes (`model_name`)."""
     rows = values.to_dict("records")
     if results is not None:
         rows = [row | {"model": model_name(row, results)} for row in rows]
     headings = [column.heading for column in columns]
-    return pd.DataFrame([[column.text(row) for column in columns] for row in rows], columns=headings, dtype=object)
+    return pd.DataFrame([[column.cell(row) for column in columns] for row in rows], columns=headings, dtype=object)
 
 
 def model_name(row: Mapping[Any, Any], results: Results) -> str:
