@@ -6,7 +6,7 @@ Figures do not use pyplot, which has global state and may need a screen.
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -22,9 +22,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
-from eval.store.record import Trace, read_trace
 from eval.store.results import Results
 from eval.store.runs import is_ablation, label_of
+from eval.store.visit import Trace, read_trace
 
 # Figure 4's schedule with all other settings at their defaults
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})
@@ -73,45 +73,53 @@ _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def usual(results: Results) -> Results:
-    """Of each model, the runs that differ least from most of its runs (`StoredRun.facts`): tables show all of them."""
+    """Of each model, the runs that differ least from most of its runs: tables show all of them."""
     least: dict[str, int] = {}
     for run in results.runs:
-        name = run.model.removesuffix(run.apart)
-        least[name] = min(len(run.facts), least.get(name, len(run.facts)))
-    return results.where(lambda run: len(run.facts) == least[run.model.removesuffix(run.apart)])
+        name = run.model.removesuffix(run.variant)
+        least[name] = min(len(run.differences), least.get(name, len(run.differences)))
+    return results.where(lambda run: len(run.differences) == least[run.model.removesuffix(run.variant)])
 
 
-def as_published(results: Results) -> Results:
-    """The `usual` runs without ablations of LazyLLM, which only tables show."""
-    return usual(results).where(lambda run: not is_ablation(run.settings))
+def as_published(rows: Any) -> Any:
+    """The rows of a frame without ablations of LazyLLM, which only tables show. rows: with method and settings."""
+    ablations = {text: is_ablation(json.loads(text)) for text in rows["settings"].unique()}
+    return rows[~((rows["method"] == STUDIED) & rows["settings"].map(ablations).astype(bool))]
 
 
-def studied(results: Results) -> Results:
-    """For each model, the runs of one LazyLLM setting: Figure 4's schedule if it was run, else the setting with most
-    examples (the first by label of equal ones). Ablations are left out.
+def studied(results: Results) -> Any:
+    """The rows that count of one LazyLLM setting for each model: Figure 4's schedule if it was run, else the setting
+    with most examples (the first by label of equal ones). Of `usual` runs, without ablations.
     """
-    results = as_published(results)
-    examples: dict[str, Counter[str]] = {}
-    for run in results.runs:
-        if run.method == STUDIED:
-            examples.setdefault(run.model, Counter())[run.label] += len(run.examples)
-    labels = {
-        model: min(counts, key=lambda label: (label != PAPER_SETTING, -counts[label], label))
-        for model, counts in examples.items()
-    }
-    return results.where(lambda run: run.method == STUDIED and labels[run.model] == run.label)
+    counting = as_published(usual(results).counting)
+    rows = counting[counting["method"] == STUDIED]
+    sizes = rows.groupby(["model", "label"])[["dataset", "id"]].apply(lambda part: len(part.drop_duplicates()))
+    chosen: dict[str, str] = {}
+    for model, label in sorted(sizes.index, key=lambda key: (key[1] != PAPER_SETTING, -int(sizes[key]), key[1])):
+        chosen.setdefault(model, label)
+    return rows[rows["model"].map(chosen) == rows["label"]]
 
 
-def of_trace(results: Results, frame_of: Callable[[Trace], Any], about: Sequence[str]) -> Any:
+def of_trace(
+    results: Results, frame_of: Callable[[Trace], Any], about: Sequence[str], method: str | None = None
+) -> Any:
     """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
-    columns with these facts of its run, such as `model`; empty without a trace.
+    columns with these facts of its run and arm, such as `model` and `label`; empty without a trace.
+
+    method: whose arms count; None for all.
     """
-    traced = [run for run in results.runs if run.traces]
+    traced = [
+        (run, run.arms[trace.arm], trace)
+        for run in results.runs
+        for trace in map(read_trace, run.traces)
+        if method in (None, run.arms[trace.arm].method)
+    ]
     if not traced:
         return pd.DataFrame()
-    run = min(traced, key=lambda run: (run.paper_model is None, run.label != PAPER_SETTING))
-    frame = frame_of(read_trace(run.traces[0]))
-    return frame.assign(**{fact: getattr(run, fact) for fact in about})[[*about, *frame.columns]]
+    run, arm, trace = min(traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING))
+    facts = {"model": run.model, "label": arm.label, "method": arm.method}
+    frame = frame_of(trace)
+    return frame.assign(**{fact: facts[fact] for fact in about})[[*about, *frame.columns]]
 
 
 @dataclass(frozen=True)
