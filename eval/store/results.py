@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import fingerprint
 from eval.store.runs import ROW_COLUMNS, StoredRun, stored_runs
+from eval.store.visit import Measurement, Turn, Visit
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,6 +116,18 @@ class Results:
         from eval.store.aggregate import by_task  # not at the top: pandas is slow to import
 
         return by_task(self.frame)
+
+    def measurements(self, rows: Any) -> Iterator[tuple[Turn, Measurement]]:
+        """What lies behind each of these rows of the frame: what was asked, and the answer. For lists, which are in no
+        column."""
+        visits: dict[tuple[str, str, str], list[Visit]] = {}
+        for run in self.runs:
+            for visit in run.visits:
+                visits.setdefault((str(run.folder), *visit.key), []).append(visit)
+        names = ["folder", "dataset", "id", "visit", "arm", "turn"]
+        for folder, dataset, example, number, arm, turn in rows[names].itertuples(index=False):
+            visit = visits[folder, dataset, example][number]
+            yield visit.turns[turn - 1], visit.answers[arm][turn - 1]
 
     def where(self, keep: Callable[[StoredRun], bool]) -> Results:
         """The results of some runs."""
