@@ -76,11 +76,11 @@ def main(arguments: Sequence[str]) -> int:
     whole = [result.results for result in finished if result.results is not None]
     if bounds is None or (finished and not whole):  # the last shard decides
         return 0
-    from eval.analysis.run_table import comparisons, passes  # the jobs have imported it
+    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it
 
-    passed = passes([one for results in whole for one in comparisons(results)], bounds)
-    print(f"gate {options.gate}: {'passed' if passed else 'FAILED'}")
-    return 0 if passed else 1
+    failures = [why for results in whole for why in gate_failures(comparisons(results), bounds)]
+    print("\n".join([f"gate {options.gate}: {'FAILED' if failures else 'passed'}", *failures]))
+    return 1 if failures else 0
 
 
 def parse_gate(text: str) -> dict[str, float]:

@@ -75,10 +75,15 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
             if part:
                 store.reload()  # with the other shards' visits so far
             result = _result(run, store)
-            if result.results is not None and result.table is not None:
-                _summarise(run, result.results, result.table, trackers)
+            pictures = _summarise(run, result.results, result.table, trackers) if result.results else []
     if result.table is not None and show:
-        console().print(result.table.to_rich())
+        screen = console()
+        screen.print(result.table.to_rich(screen.width))
+        lines = ["Files:", *(f"  {path}" for path in (run.folder / "summary.md", *pictures))]
+        if config.model.name == "tiny":
+            lines.append("A first look at a checkpoint on LongBench, on a GPU:")
+            lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
+        screen.print("\n".join(lines), highlight=False)
     if bad := [row for data in run.loaded for row in data.skipped]:
         where, reason = bad[0].where, bad[0].reason
         log.warning("skipped %s (data.on_error=skip), the first: %s: %s", counted(len(bad), "row"), where, reason)
@@ -120,8 +125,9 @@ def _failed(run: Run, store: RunStore) -> str:
     )
 
 
-def _summarise(run: Run, results: Results, table: Table, trackers: Trackers) -> None:
-    """Write the run's table into its folder, and show it in W&B."""
+def _summarise(run: Run, results: Results, table: Table | None, trackers: Trackers) -> list[Path]:
+    """Write the run's table and its pictures into its folder, and show them in W&B. Returns the pictures."""
+    assert table is not None  # as there are results
     folder = run.folder
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())
@@ -131,13 +137,15 @@ def _summarise(run: Run, results: Results, table: Table, trackers: Trackers) -> 
         from eval.analysis.field import plot_comparison  # not at the top: matplotlib is slow to import
         from eval.analysis.style import save
 
-        pictures += save(plot_comparison(results, table.title), folder / "figures" / "comparison")
+        (folder / "figures").mkdir(exist_ok=True)
+        pictures += save(plot_comparison(results, table), folder / "figures" / "comparison")
     if run.config.tracker.name != "none":
         from eval.analysis.registry import draw_all
 
         pictures += draw_all(results, folder / "figures")
     trackers.finish(results, table, pictures)
     log.info("visits, summary.json, .csv and .md are in %s", folder)
+    return pictures
 
 
 def show_together(results: Sequence[RunResult]) -> None:
@@ -145,7 +153,8 @@ def show_together(results: Sequence[RunResult]) -> None:
     whole = [result.results for result in results if result.results is not None]
     if len(whole) > 1:
         together = Results([run for one in whole for run in one.runs])
-        console().print(run_table(together, "All runs of the sweep").to_rich())
+        screen = console()
+        screen.print(run_table(together, "All runs of the sweep").to_rich(screen.width))
 
 
 def _stored(run: Run, store: RunStore) -> StoredRun:

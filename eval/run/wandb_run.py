@@ -1,12 +1,15 @@
-"""A run in Weights & Biases, offline unless `tracker.mode=online`. An error of W&B never stops the run.
+"""A run in Weights & Biases: a W&B run for each arm, all in one group. Offline unless `tracker.mode=online`.
+
+An error of W&B never stops the run.
 
 part of a W&B run   contents
-config              the run's config, identity and provenance; nothing of the environment, the machine or the user
-history             after each example of this job: examples done, score and speedups so far
+config              the run's config, identity and provenance, and the arm; nothing of the environment, the machine or
+                    the user
+history             after each visit of this job: examples done, score and speedups so far
 per_example         a table, one row a turn of each example
-summary             each row of the run's table as `<dataset, task or all>/<column>`, with `_low` and `_high`
-figures/<name>      the run's pictures
-artifact            type `run`: records.jsonl, run.json, summary.*, traces
+summary             each row of the arm in the run's table as `<dataset, task or all>/<column>`, with `_low` and `_high`
+figures/<name>      the run's pictures; of the first arm only
+artifact            type `run`: visits, run.json, summary.*, traces; of the first arm only
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eval.analysis.run_table import arm_groups
 from eval.analysis.table import Table
 from eval.run.config import QUIET, TrackerConfig
-from eval.store.record import Record
-from eval.store.runs import StoredRun, example_rows
+from eval.store.results import Results, beside
+from eval.store.runs import StoredArm, StoredRun
+from eval.store.visit import Visit
 from lazyllm.errors import reason_of
 
 log = logging.getLogger(__name__)
@@ -53,61 +58,103 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass
 class Tracker:
-    """Shows a run in W&B, if it works. sums: of the columns of `example_rows` over this job's examples."""
+    """Shows an arm of a run in W&B, if it works. sums: over this job's visits that hold the arm's answer."""
 
     works: bool
-    sums: Any = 0.0
+    run: StoredRun
+    arm: StoredArm
+    sums: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its W&B run also has what is of all arms."""
+        return self.arm.name == next(iter(self.run.arms))
 
     @_harmless
-    def start(self, config: TrackerConfig, folder: Path, init: Mapping[str, Any]) -> None:
-        """Begin the W&B run."""
+    def start(self, config: TrackerConfig, part: str) -> None:
+        """Begin the W&B run. part: the shard's; each job of a shared run has W&B runs of its own."""
         os.environ |= QUIET | os.environ
         import wandb  # not at the top: only if it is used
 
-        self._wandb = wandb
+        self._wandb, about = wandb, self.run.about
+        values = about["config"] | {key: value for key, value in about.items() if key != "config"}
+        values |= {"arm": self.arm.name, "setting": self.arm.label}
+        number = list(self.run.arms).index(self.arm.name)
         given: Any = {key: getattr(config, key) for key in ("project", "entity", "mode", "tags")}
-        again: Any = {"resume": "allow", "reinit": "create_new", "settings": wandb.Settings(**SETTINGS)}
-        self._run = wandb.init(dir=str(folder.absolute()), **given, **again, **init)
+        self._run = wandb.init(
+            dir=str(self.run.folder.absolute()),
+            id=f"{about['fingerprint']}{part}-{number}",  # so a resumed run has the same W&B runs
+            name=f"{self.run.model}, {self.arm.name}{part}",
+            group=config.group or about["config"].get("label") or self.run.folder.name,
+            job_type="run",
+            config=json.loads(json.dumps(values, default=str)),
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(**SETTINGS),
+            **given,
+        )
         self._run.define_metric("examples", hidden=True)
         self._run.define_metric("running/*", step_metric="examples")
 
     @_harmless
-    def record(self, record: Record) -> None:
-        """Show a new record: means and speedups over this job's examples so far, all with the same weight."""
-        sums = self.sums = example_rows([record]).assign(examples=1).mean(numeric_only=True, skipna=False) + self.sums
-        shown = sums[["score", "baseline_score", "pct_prompt_tokens_computed"]] / sums["examples"]
-        shown["ttft_speedup"] = sums["baseline_ttft_s"] / sums["ttft_s"]
-        shown["generation_speedup"] = sums["baseline_total_s"] / sums["total_s"]
-        known = {f"running/{name}": float(value) for name, value in shown.dropna().items()}
-        self._run.log({"examples": int(sums["examples"]), **known})
+    def visit(self, visit: Visit) -> None:
+        """Show a new visit: means and speedups over this job's visits so far, all with the same weight."""
+        own, reference = visit.answers.get(self.arm.name), visit.answers.get(self.run.identity["baseline"])
+        if own is None:
+            return
+
+        def add(name: str, values: Sequence[float | None]) -> None:
+            known = [value for value in values if value is not None]
+            mean = sum(known) / len(values) if len(known) == len(values) else float("nan")
+            self.sums[name] = self.sums.get(name, 0.0) + mean
+
+        add("examples", [1])
+        add("score", [100 * turn.score for turn in own])
+        add("pct_prompt_tokens_computed", [turn.pct_prompt_tokens_computed for turn in own])
+        for name in ("ttft_s", "total_s") if reference is not None else ():
+            add(name, [getattr(turn, name) for turn in own])
+            add(f"reference {name}", [getattr(turn, name) for turn in reference or ()])
+        sums, examples = self.sums, self.sums["examples"]
+        shown = {name: sums[name] / examples for name in ("score", "pct_prompt_tokens_computed")}
+        if "ttft_s" in sums:
+            shown["ttft_speedup"] = sums["reference ttft_s"] / sums["ttft_s"]
+            shown["generation_speedup"] = sums["reference total_s"] / sums["total_s"]
+        known = {f"running/{name}": value for name, value in shown.items() if value == value}
+        self._run.log({"examples": int(examples), **known})
 
     @_harmless
-    def finish(self, table: Table, records: Sequence[Record], pictures: Sequence[Path], folder: Path) -> None:
-        """Show the whole run: its table, every turn in another, pictures (PNG), and the folder's files."""
-        named = table.frame.assign(name=table.frame["name"].where(table.frame["kind"] != "all", "all"))
-        values = named.drop(columns=["kind", "task"]).astype(object).melt("name").dropna()
+    def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
+        """Show the arm's part of the finished run: its rows of the table, and every turn in another."""
+        names = [name for name, labels in arm_groups(self.run).items() if self.arm.name in labels]
+        rows = table.frame[table.frame["method"].isin(names)]
+        named = rows.assign(name=rows["name"].where(rows["kind"] != "all", "all"))
+        values = named.drop(columns=["run", "kind", "task", "method"]).astype(object).melt("name").dropna()
         self._run.summary.update({f"{name}/{column}": value for name, column, value in values.itertuples(index=False)})
-        turns = [turn for record in records for turn in record.by_turn]
-        rows = example_rows(records).assign(
-            gold=[" | ".join(turn.answers) for turn in turns],
-            answer=[turn.method.text for turn in turns],
-            baseline_answer=[turn.baseline and turn.baseline.text for turn in turns],
-        )
-        rows.insert(5, "ttft_speedup", rows["baseline_ttft_s"] / rows["ttft_s"])
-        cells: Any = rows.astype(object).where(rows.notna(), None)  # None without a paired baseline
-        self._run.log({"per_example": self._wandb.Table(columns=list(cells), data=cells.to_numpy().tolist())})
-        artifact = self._wandb.Artifact(f"run-{self._run.id}", type="run")
-        for pattern in ("run.json", "records*.jsonl", "summary.*", "traces/*.json"):
-            for file in folder.glob(pattern):
-                artifact.add_file(str(file), file.relative_to(folder).as_posix())
-        self._run.log_artifact(artifact)
-        self.show(pictures)
+        self._run.log({"per_example": self._per_example(results)})
+        if self.is_first:
+            artifact, folder = self._wandb.Artifact(f"run-{self.run.about['fingerprint']}", type="run"), self.run.folder
+            for pattern in ("run.json", "visits*.jsonl*", "summary.*", "traces/*.json"):
+                for file in folder.glob(pattern):
+                    artifact.add_file(str(file), file.relative_to(folder).as_posix())
+            self._run.log_artifact(artifact)
+            for file in (file for file in pictures if file.suffix == ".png"):
+                self._run.log({f"figures/{file.stem}": self._wandb.Image(str(file))})
 
-    @_harmless
-    def show(self, pictures: Sequence[Path]) -> None:
-        """Show those pictures that are PNG files."""
-        for file in (file for file in pictures if file.suffix == ".png"):
-            self._run.log({f"figures/{file.stem}": self._wandb.Image(str(file))})
+    def _per_example(self, results: Results) -> Any:
+        frame: Any = results.frame
+        rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]]
+        texts = {
+            (*visit.key, number): (" | ".join(turn.answers), answer.text)
+            for visit in reversed(results.runs[0].visits)  # an arm's first answer counts
+            for number, (turn, answer) in enumerate(
+                zip(visit.turns, visit.answers.get(self.arm.name, ()), strict=False), start=1
+            )
+        }
+        keys = list(zip(rows["dataset"], rows["id"], rows["turn"], strict=True))
+        rows = rows.assign(gold=[texts[key][0] for key in keys], answer=[texts[key][1] for key in keys])
+        rows.insert(5, "ttft_speedup", beside(rows, frame)["ttft_s"] / rows["ttft_s"])
+        cells: Any = rows.astype(object).where(rows.notna(), None)  # None without a baseline
+        return self._wandb.Table(columns=list(cells), data=cells.to_numpy().tolist())
 
     @_harmless
     def close(self, exit_code: int) -> None:
@@ -117,25 +164,31 @@ class Tracker:
             log.info("W&B was offline; send it with  wandb sync %s", os.path.relpath(Path(self._run.dir).parent))
 
 
+@dataclass(frozen=True)
+class Trackers:
+    """The trackers of a run's arms; none without W&B."""
+
+    arms: Sequence[Tracker]
+
+    def visit(self, visit: Visit) -> None:
+        """Show a new visit."""
+        for tracker in self.arms:
+            tracker.visit(visit)
+
+    def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
+        """Show the finished run. results: of this run alone. pictures: those that are PNG files are shown."""
+        for tracker in self.arms:
+            tracker.finish(results, table, pictures)
+
+
 @contextmanager
-def open_tracker(config: TrackerConfig, folder: Path, /, **init: Any) -> Iterator[Tracker]:
-    """A tracker until the block ends. W&B's files go to `folder`/wandb. init: further arguments of `wandb.init`."""
-    tracker, exit_code = Tracker(config.name == "wandb"), 1
-    tracker.start(config, folder, init)
-    try:
-        yield tracker
+def open_trackers(config: TrackerConfig, run: StoredRun, part: str = "") -> Iterator[Trackers]:
+    """The trackers of a run until the block ends. W&B's files go to `<run folder>/wandb`. part: as of `Tracker`."""
+    arms = run.arms.values() if config.name == "wandb" else ()
+    trackers, exit_code = [Tracker(True, run, arm) for arm in arms], 1
+    with ExitStack() as closed:
+        for tracker in trackers:
+            tracker.start(config, part)
+            closed.callback(lambda tracker=tracker: tracker.close(exit_code))
+        yield Trackers(trackers)
         exit_code = 0
-    finally:
-        tracker.close(exit_code)
-
-
-def facts_of(run: StoredRun, part: str = "") -> dict[str, Any]:
-    """The arguments of `wandb.init` for a run. part: the shard's; each job of a shared run is its own W&B run."""
-    seed = f", seed {run.seed}" if "seed" in run.identity["method"] else ""
-    about = run.about["config"] | {key: value for key, value in run.about.items() if key != "config"}
-    return {
-        "id": run.about["fingerprint"] + part,  # so a resumed run is one W&B run
-        "name": f"{run.model}, {run.label}{seed}{part}",
-        "job_type": "run",
-        "config": json.loads(json.dumps(about | {"setting": run.label}, default=str)),
-    }
