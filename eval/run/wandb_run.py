@@ -111,9 +111,10 @@ class Tracker:
         add("examples", [1])
         add("score", [100 * turn.score for turn in own])
         add("pct_prompt_tokens_computed", [turn.pct_prompt_tokens_computed for turn in own])
-        for name in ("ttft_s", "total_s") if reference is not None else ():
-            add(name, [getattr(turn, name) for turn in own])
-            add(f"reference {name}", [getattr(turn, name) for turn in reference or ()])
+        if reference is not None:
+            for name in ("ttft_s", "total_s"):
+                add(name, [getattr(turn, name) for turn in own])
+                add(f"reference {name}", [getattr(turn, name) for turn in reference])
         sums, examples = self.sums, self.sums["examples"]
         shown = {name: sums[name] / examples for name in ("score", "pct_prompt_tokens_computed")}
         if "ttft_s" in sums:
