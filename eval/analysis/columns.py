@@ -52,6 +52,15 @@ def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
     ]
 
 
+def prompt_lengths(rows: Any) -> Any:
+    """For each row of `Results.frame`, the tokens of its example's whole prompt, which its first turn asks.
+
+    rows: with the first turns.
+    """
+    firsts = rows["prompt_tokens"].where(rows["turn"] == 1)
+    return firsts.groupby([rows[name] for name in ("model", "dataset", "id")]).transform("first")
+
+
 def with_ends(drawn: np.ndarray) -> tuple[float, float, float]:
     """A value and both ends of its 95 % interval. drawn: the value, then those of the resamples (`drawn_means`)."""
     low, high = np.percentile(drawn[1:], [2.5, 97.5])

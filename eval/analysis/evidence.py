@@ -12,17 +12,12 @@ from matplotlib.lines import Line2D
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, in_order
 from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells
-from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 
-FULL_SCORE = 1 - 1e-6  # ROUGE does not quite reach 1
+FULL_SCORE = 100 - 1e-4  # ROUGE does not quite reach 1
 _KEYS = [*SECTION, "method", "label", "task", "outcome", "layer"]
-_EXAMPLE = ["seed", "dataset", "id"]
 _SHARES = ["in_prefill", "revived"]
-_STORED = {
-    "dataset": "dataset", "id": "id", "method.score": "score", "method.evidence_prefill": "in_prefill",
-    "method.evidence_revived": "revived",
-}  # fmt: skip
 _COLUMNS = (
     MODEL,
     LABEL,
@@ -39,21 +34,19 @@ def evidence_shares(results: Results) -> pd.DataFrame:
     """model, suite, method, label, task, outcome (right: full score; wrong: less), layer (from 1), examples;
     in_prefill, revived: per cent of the evidence's tokens that the layer computes in prefill, and later.
 
-    Means over the examples with known evidence; seeds are pooled. Empty if there are no such examples.
+    Means over the answers with known evidence; seeds and turns are pooled. Empty if there are no such answers.
     """
-    parts = [pd.DataFrame(columns=[*_KEYS, *_EXAMPLE, *_SHARES])]
-    for run in results.runs:
-        table = run.table(list(_STORED)).rename_columns(list(_STORED.values())).to_pandas().dropna(subset="in_prefill")
-        for fact in ("suite", "task"):
-            table[fact] = [getattr(DATASETS[name], fact) for name in table["dataset"]]
-        table["outcome"] = np.where(table["score"] < FULL_SCORE, "wrong", "right")
-        table = table.explode(_SHARES)
-        table["layer"] = 1 + table.groupby(level=0).cumcount()
-        parts.append(table.assign(model=run.model, method=run.method, label=run.label, seed=run.seed))
-    once = [*SECTION, "method", "label", *_EXAMPLE, "layer"]  # two runs may hold the same example
-    shares = pd.concat(parts).drop_duplicates(once)
+    rows: Any = results.counting.dropna(subset="evidence_recall")
+    answers = [answer for _, answer in results.measurements(rows)]
+    shares = rows[[*SECTION, "method", "label", "task"]].assign(
+        outcome=np.where(rows["score"] < FULL_SCORE, "wrong", "right"),
+        in_prefill=[answer.evidence_prefill for answer in answers],
+        revived=[answer.evidence_revived for answer in answers],
+    )
+    shares = shares.explode(_SHARES)
+    shares["layer"] = 1 + shares.groupby(level=0).cumcount()
     shares[_SHARES] = 100 * shares[_SHARES].astype(float)
-    means: Any = shares.groupby(_KEYS).agg(examples=("id", "size"), **{name: (name, "mean") for name in _SHARES})
+    means: Any = shares.groupby(_KEYS).agg(examples=("in_prefill", "size"), **{name: (name, "mean") for name in _SHARES})
     return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")
 
 

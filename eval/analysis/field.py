@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -11,8 +10,8 @@ from matplotlib.lines import Line2D
 
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
-from eval.analysis.table import COMPUTED, EXAMPLES, LABEL, MB, MODEL, Column, Figure, Table, cells, forms
-from eval.store.aggregate import with_baselines
+from eval.analysis.run_table import arm_groups
+from eval.analysis.table import COMPUTED, EXAMPLES, LABEL, MB, MODEL, Cell, Column, Figure, Table, cells, forms
 from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
@@ -33,9 +32,9 @@ _MEMORY = (
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("aux_bytes", "Aux Cache, MB", 3, scale=MB),
     Column("cache_bytes", "both, MB", 3, scale=MB),
-    Column("cache_ratio", "both / baseline", 3, missing="unpaired"),
+    Column("cache_ratio", "both / baseline", 3, missing="unpaired", interval=False),
     Column("peak_memory_bytes", "peak, MB", 1, missing="not known", scale=MB),
-    Column("peak_ratio", "peak / baseline", 3, missing="unpaired"),
+    Column("peak_ratio", "peak / baseline", 3, missing="unpaired", interval=False),
 )
 
 
@@ -52,32 +51,32 @@ def field(results: Results) -> Table:
     names = [columns.place_of(name)[1] for name in frame["method"]]
     shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     table = cells(shown, _FIELD, results)
-    table.loc[frame["method"] == BASELINE, "% of baseline"] = "100.0"
-    table.loc[frame["diagnostic"], _WITHOUT_SELECTION] = "(" + table[_WITHOUT_SELECTION] + ")"
+    for heading in _WITHOUT_SELECTION:
+        table[heading] = table[heading].mask(frame["diagnostic"], table[heading].map(_in_brackets))
     caption = (
-        "Mean over tasks; scores 0 to 100. % of baseline: the score relative to the paired baseline's. "
+        "Mean over tasks; scores 0 to 100. % of baseline: the score relative to the baseline's. "
         "Ideal: the baseline's prefill FLOPs divided by the method's, for the tokens that were computed, scoring "
-        "included; -: older records lack FLOPs. Scoring: share of TTFT spent before the prefill. "
+        "included; -: not known. Scoring: share of TTFT spent before the prefill. "
         "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes. % "
         f"computed: prompt tokens, mean over layers; {COMPUTED}. In brackets: a diagnostic, which is not a method: its "
-        "TTFT leaves out the cost of its selection. ±: half of the 95 % bootstrap interval over examples."
+        "TTFT excludes the time of its selection. ±: half of the 95 % bootstrap interval over examples."
     )
     return Table("field", "Every method on one clock", caption, frame, table, keys=3)
 
 
+def _in_brackets(cell: Cell) -> Cell:
+    return Cell(f"({cell})", cell.value)
+
+
 def memory(results: Results) -> Table:
-    """KV cache, Aux Cache and peak memory of every setting, with the paired baseline's on the same examples."""
+    """KV cache, Aux Cache and peak memory of every setting, and their ratios to the baseline's on the same examples."""
     frame = overall(results)
-    frame["cache_ratio"] = frame["cache_bytes"] / frame["baseline_cache_bytes"]
-    frame["peak_ratio"] = frame["peak_memory_bytes"] / frame["baseline_peak_memory_bytes"]
-    names = [column.name for column in _MEMORY if column.name.endswith("_bytes")]
-    baseline = [f"baseline_{name}" for name in names]
-    frame = frame[[*SETTING, "examples", "seeds", *forms(*names), *baseline, "cache_ratio", "peak_ratio"]]
+    frame = frame[[*SETTING, "examples", "seeds", *forms(*(column.name for column in _MEMORY))]]
     caption = (
         "Mean over tasks, MB = 10^6 bytes. KV cache and Aux Cache: at the end of a generation. Ratios: to the "
-        "paired baseline on the same examples. Peak: during a generation, weights included; on a GPU the allocated "
+        "baseline on the same examples. Peak: during a generation, weights included; on a GPU the allocated "
         "memory, on a CPU the process's resident memory, with Python and its libraries. ±: half of the 95 % bootstrap "
-        "interval over examples. unpaired: no baseline was run beside the method."
+        "interval over examples. unpaired: no baseline was run."
     )
     shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
     title = "Memory: KV cache, Aux Cache and peak by method"
@@ -86,7 +85,7 @@ def memory(results: Results) -> Table:
 
 def ttft_share(results: Results) -> Table:
     """TTFT's share of the generation time for every setting, by length of prompt and of answer."""
-    frame: Any = with_baselines(first_turns(results.frame))
+    frame: Any = first_turns(results.counting)
     frame = frame.dropna(subset="total_s")  # answers in packs have no time of their own
     frame = frame.assign(
         prompt_tokens=range_of(frame["prompt_tokens"]),
@@ -169,7 +168,7 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> 
 
 def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
     axes.set_axis_off()
-    notes = {look: ":\nits price is not in its TTFT" if look.hollow else "" for look in styles.values()}
+    notes = {look: ":\nselection time excluded" if look.hollow else "" for look in styles.values()}
     handles = [Line2D([], [], label=f"{look.name}{note}", **look.drawn) for look, note in notes.items()]
     if not rows["on_curve"].astype(bool).all():
         faint: Any = {"color": style.GREY, "marker": "o", "linestyle": "none", "alpha": 0.4}
@@ -184,7 +183,7 @@ FIGURE = Figure(
         "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks; a curve joins the "
         "settings of a method that are given by a target speedup (1.5x, 2x, ...). Right: the measured speedup against "
         "the ideal one, from the FLOPs of the computed tokens, scoring included. Hollow: a diagnostic, which keeps the "
-        "tokens that the full model's own answer attends to; its TTFT leaves out the cost of that, so it is not a "
+        "tokens that the full model's own answer attends to; its TTFT excludes that selection's time, so it is not a "
         "method and is not ranked. Bars: 95 % bootstrap intervals over examples."
     ),
     data=data,
@@ -194,31 +193,31 @@ FIGURE = Figure(
 
 
 @style.styled
-def plot_comparison(table: pd.DataFrame, title: str, methods: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
-    """The methods of one command (`compare`): score against TTFT speedup, one colour per method.
+def plot_comparison(results: Results, table: Table) -> MplFigure:
+    """Score against TTFT speedup of the arms of a run, one colour per arm. Returns a matplotlib figure.
 
     Small marks are tasks; the large one, with its intervals, is the mean over tasks.
-    table: the frame of `eval.analysis.run_table.compared_table`. methods: {label in the table: the method's name and
-    settings}, for labels that are not method names; a method's first label that is not an ablation gets its style.
-    Returns a matplotlib figure.
+    results: of one run. table: its `run_table`. A method's first arm that is not an ablation gets the method's style.
     """
     figure = style.new_figure(7.2, 4.4)
     axes = figure.subplots()
-    whole = table["task"].iloc[-1]  # the mean over tasks, or the only task
+    frame: Any = table.frame[table.frame["kind"].isin(["task", "all"])]
+    whole = frame["name"].iloc[-1]  # the mean over tasks, or the only task
+    (run,) = results.runs
     looks: dict[str, str] = {}
-    for label in map(str, table["method"].unique()):
-        method = (methods or {}).get(label, {})
-        name = method.get("name", label)
-        looks[label] = label if name in looks.values() or is_ablation(method) else name
+    for name, (label, *_) in arm_groups(run).items():
+        arm = run.arms[label]
+        is_spare = arm.method in looks.values() or is_ablation(arm.settings)
+        looks[name] = name if is_spare else arm.method
     styles = style.styles_of(looks.values())
-    for label, name in looks.items():
-        rows: Any = table[table["method"] == label]
-        mark: dict[str, Any] = {"color": styles[name].colour, "marker": styles[name].marker}
-        tasks, mean = rows[rows["task"] != whole], rows[rows["task"] == whole]
+    for name, look in looks.items():
+        rows = frame[frame["method"] == name]
+        mark: dict[str, Any] = {"color": styles[look].colour, "marker": styles[look].marker}
+        tasks, mean = rows[rows["name"] != whole], rows[rows["name"] == whole]
         axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
-        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none", "label": label}
+        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none", "label": name}
         style.draw(axes, mean, "ttft_speedup", "score", with_x=True, **mark)
-    axes.set(xlabel="TTFT speedup over the paired baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
-    axes.set_title(title, fontsize=11)
+    axes.set(xlabel="TTFT speedup over the baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
+    axes.set_title(table.title, fontsize=11)
     style.legend_beside(axes, title=f"large: {whole}\nsmall: one task", alignment="left")
     return figure

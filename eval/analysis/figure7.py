@@ -13,8 +13,9 @@ from matplotlib.ticker import FuncFormatter
 
 from eval.analysis import style
 from eval.analysis.table import Figure
-from eval.store.results import Results
-from eval.store.runs import StoredRun, counted, stored_once
+from eval.store.results import Results, first_turns
+from eval.store.runs import counted
+from eval.store.visit import Measurement
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 
@@ -25,10 +26,11 @@ def data(results: Results) -> pd.DataFrame:
     pct_computed: 0 to 100, distinct prompt tokens computed so far in the group's layers, mean over all `examples`. An
     example that has ended keeps its last value; `generating` counts those that have not.
     """
-    runs = style.studied(results).runs
+    rows: Any = first_turns(style.studied(results))
     parts = []
-    for model, label in dict.fromkeys((run.model, run.label) for run in runs):
-        parts.append(_curves([run for run in runs if run.model == model]).assign(model=model, label=label))
+    for (model, label), part in rows.groupby(["model", "label"], sort=False):
+        answers = [(asked.tokens, answer) for asked, answer in results.measurements(part)]
+        parts.append(_curves(answers).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()
     columns = ["model", "label", "group", "layers", "step", "examples", "generating", "pct_computed"]
@@ -64,22 +66,24 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _curves(runs: Sequence[StoredRun]) -> pd.DataFrame:
-    """The curves of all groups that occur in any record; records merge neighbouring groups with equal counts."""
-    names = ["prompt_tokens", "method.group_starts", "method.computed"]
-    examples = stored_once(runs, names)
+def _curves(answers: Sequence[tuple[int, Measurement]]) -> pd.DataFrame:
+    """The curves of all groups that occur in any answer; answers merge neighbouring groups with equal counts.
+
+    answers: each with its number of prompt tokens.
+    """
+    examples: list[Any] = [(n, answer.group_starts, answer.computed) for n, answer in answers]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
     lengths = np.array([len(computed) for _, _, computed in examples])
     steps = np.arange(lengths.max())
     shares = np.empty((len(starts), len(steps), len(examples)))
-    for number, (prompt_tokens, own_starts, computed) in enumerate(examples):
+    for number, (n, own_starts, computed) in enumerate(examples):
         groups = np.searchsorted(own_starts, starts, side="right") - 1
         rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]  # an ended example keeps its last value
-        shares[:, :, number] = 100 * rows[:, groups].T / prompt_tokens
+        shares[:, :, number] = 100 * rows[:, groups].T / n
     names = []
     for start, end in pairwise(starts):
         names.append(f"layers {start}\u2013{end - 1}" if end > start + 1 else f"layer {start}")
-    names.append(f"layers {starts[-1]} and up" if names else "all layers")  # records lack the number of layers
+    names.append(f"layers {starts[-1]} and up" if names else "all layers")  # answers lack the number of layers
     group, step = np.indices(shares.shape[:2]).reshape(2, -1)
     return pd.DataFrame(
         {

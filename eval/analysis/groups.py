@@ -10,10 +10,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
-from eval.analysis.columns import SETTING, in_order, range_of, rows_by
+from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
 from eval.analysis.style import GREY, new_figure, panels_of, styled
 from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells, forms
-from eval.store.aggregate import with_baselines
 from eval.store.results import Results
 
 _COLUMNS = (
@@ -22,22 +21,23 @@ _COLUMNS = (
     Column("group", "rows"),
     EXAMPLES,
     Column("score", "score", 2),
-    Column("baseline_score", "baseline score", 2, missing="unpaired"),
+    Column("score_difference", "score - baseline", 2, missing="unpaired", sign="+"),
     Column("pct_answered", "answered, %", 1, interval=False),
     Column("answered_score", "score of these", 2),
     Column("ttft_speedup", "TTFT speedup", 2, missing="unpaired"),
 )
-_VALUES = forms("score", "baseline_score", "pct_answered", "answered_score", "ttft_speedup")
+_VALUES = forms("score", "score_difference", "pct_answered", "answered_score", "ttft_speedup")
 
 
 def groups(results: Results) -> Table:
     """Scores of every setting by group of rows. frame: datasets, tasks and their mean; cells: the mean."""
-    frame = with_lengths(with_baselines(results.frame))
+    frame = with_lengths(results.counting)
     frame = frame[frame["groups"].str.len() > 0]
     frame = frame.assign(group=[["all", *names] for names in frame["groups"]]).explode("group")
     frame = frame.sort_values("group", key=lambda groups: groups.map(_place), kind="stable")
     table: Any = pd.DataFrame(
-        rows_by(frame, "group"), columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES]
+        rows_by(frame, "group", results.frame),
+        columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES],
     )
     caption = (
         "Mean over tasks of the rows of each group. answered: answers that are not empty; score of these: without "
@@ -53,9 +53,7 @@ def with_lengths(frame: Any) -> Any:
 
     Not if the suite groups its rows by length, or if the prompts of a model on a suite are all in one range.
     """
-    firsts = frame["prompt_tokens"].where(frame["turn"] == 1)
-    lengths = firsts.groupby([frame[name] for name in ("model", "dataset", "id")]).transform("first")
-    ranges = pd.Series(range_of(lengths), frame.index)
+    ranges = pd.Series(range_of(prompt_lengths(frame)), frame.index)
     several: Any = ranges.groupby([frame["model"], frame["suite"]]).transform("nunique")
     grouped = [
         [*names, *([f"tokens={name}"] if adds > 1 and not any(own.startswith("length=") for own in names) else [])]
@@ -76,7 +74,7 @@ _AXES = ("length", "depth")
 
 def data(results: Results) -> pd.DataFrame:
     """model, suite, method, settings, label, length, depth, examples, score (mean over rows with both groups)."""
-    frame = with_baselines(results.frame)
+    frame: Any = results.counting
     facts = [dict(group.split("=", 1) for group in groups) for groups in frame["groups"]]
     frame = frame.assign(**{axis: [fact.get(axis) for fact in facts] for axis in _AXES}).dropna(subset=list(_AXES))
     frame = in_order(frame.astype(dict.fromkeys(_AXES, int)))

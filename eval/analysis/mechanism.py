@@ -15,10 +15,10 @@ from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
 from eval.analysis.columns import STUDIED
-from eval.analysis.style import GREY, as_published, new_figure, of_trace, styled
+from eval.analysis.style import GREY, new_figure, of_trace, styled, usual
 from eval.analysis.table import Figure
-from eval.store.record import Trace
 from eval.store.results import Results
+from eval.store.visit import Trace
 
 
 class State(IntEnum):
@@ -141,9 +141,8 @@ def mechanism_frame(trace: Trace) -> pd.DataFrame:
 
 
 def data(results: Results) -> pd.DataFrame:
-    """`mechanism_frame` of the first traced example of a LazyLLM run, with columns `model` and `label`."""
-    runs = as_published(results).where(lambda run: run.method == STUDIED)
-    return of_trace(runs, mechanism_frame, ["model", "label"])
+    """`mechanism_frame` of the first traced example of LazyLLM, with columns `model` and `label`."""
+    return of_trace(usual(results), mechanism_frame, ["model", "label"], STUDIED)
 
 
 @styled

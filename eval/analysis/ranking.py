@@ -13,20 +13,20 @@ from eval.analysis.columns import BASELINE, SECTION, in_order, range_of, ranges_
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
 from eval.benchmarks.datasets import TASKS
 from eval.store.aggregate import drawn_means, on_common_examples
-from eval.store.results import Results, first_turns
+from eval.store.results import Results, beside, first_turns
 
 LEAST = 0.9  # of its target: a setting whose prefills' measured ideal speedup is lower is not ranked
 _VALUES = {"kl": 5, "score": 2}  # digits shown
 _COLUMNS = (
     MODEL,
-    Column("speedup", "ideal speedup"),
+    Column("speedup", "ideal speedup", sorted_by="target"),
     Column("rank", "rank"),
     Column("setting", "method"),
     EXAMPLES,
     Column("kl", "KL, nats", _VALUES["kl"]),
-    Column("kl_shown", "KL - first's"),
+    Column("kl_shown", "KL - first's", sorted_by="kl_difference"),
     Column("score", "score", _VALUES["score"]),
-    Column("score_shown", "score - first's"),
+    Column("score_shown", "score - first's", sorted_by="score_difference"),
 )
 
 
@@ -35,7 +35,7 @@ def ranking(results: Results) -> Table:
 
     Diagnostics are not ranked, nor settings whose prefills did not reach the speedup: the caption names them.
     """
-    frame: Any = results.frame
+    frame: Any = results.counting
     frame = frame.assign(target=frame["settings"].map(columns.target_of))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["target", "kl"])
     reasons = _unranked(results)
@@ -91,8 +91,8 @@ def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
         row = {"rank": rank, "method": names[label], "label": label, "examples": len(values["kl"])}
         for name, means in drawn.items():
             row |= dict(zip(forms(name), with_ends(means[:, number]), strict=True))
-            beside = with_ends(means[:, number] - means[:, order[0]])
-            row |= dict(zip(forms(f"{name}_difference"), beside, strict=True))
+            difference = with_ends(means[:, number] - means[:, order[0]])
+            row |= dict(zip(forms(f"{name}_difference"), difference, strict=True))
         rows.append(row)
     return rows
 
@@ -112,10 +112,14 @@ _SHARE = Column("keep", "", 1)
 
 def effective_keep(results: Results, within: float = WITHIN) -> Table:
     """The smallest share of prefill FLOPs at which a method's score is at most `within` % below its own baseline's."""
-    frame: Any = first_turns(results.frame)
-    frame = frame[frame["method"] != BASELINE].dropna(subset=["prefill_flops", "baseline_score"])
-    shares = 100 * frame["prefill_flops"] / frame["baseline_prefill_flops"]
-    frame = frame.assign(share=shares, length=range_of(frame["prompt_tokens"]))
+    frame: Any = first_turns(results.counting)
+    frame = frame[frame["method"] != BASELINE]
+    baseline = beside(frame, results.frame)
+    frame = frame.assign(
+        share=100 * frame["prefill_flops"] / baseline["prefill_flops"],
+        full_score=baseline["score"],
+        length=range_of(frame["prompt_tokens"]),
+    ).dropna(subset=["share", "full_score"])
     rows = []
     for (model, suite, method), group in frame.groupby([*SECTION, "method"], sort=False):
         for task in [*(task for task in TASKS if task in set(group["task"])), "all"]:
@@ -138,7 +142,7 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
 
 def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:
     """The least share over the settings of one method."""
-    score, baseline, flops = (on_common_examples(part, name) for name in ("score", "baseline_score", "share"))
+    score, baseline, flops = (on_common_examples(part, name) for name in ("score", "full_score", "share"))
     counts = {"examples": len(score), "settings": len(score.columns)}
     if not len(score):
         return counts

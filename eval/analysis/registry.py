@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, serving, turns
+from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, turns
 from eval.analysis.groups import FIGURE as NEEDLE
 from eval.analysis.groups import groups
 from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
 from eval.analysis.ranking import effective_keep, ranking
+from eval.analysis.serving import serving
 from eval.analysis.style import save
 from eval.analysis.table import Figure, Table
 from eval.analysis.verdicts import step_cost, verdicts
@@ -52,7 +53,7 @@ SUBJECTS = {
     "ranking": Subject(ranking, command="python run.py -m experiment=figure5 model=tiny"),
     "effective_keep": Subject(effective_keep, command="python run.py -m experiment=figure5 model=tiny"),
     "evidence": Subject(evidence.evidence, evidence.FIGURE),
-    "serving": Subject(serving.serving, serving.FIGURE, "python run.py model=server model.url=URL model.name=NAME"),
+    "serving": Subject(serving, command="python run.py model=server server.url=URL model.name=NAME"),
 }
 TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
 FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}

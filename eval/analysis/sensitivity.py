@@ -25,7 +25,7 @@ _COLUMNS = (
     EXAMPLES,
     Column("ttft_speedup", "TTFT speedup", 2, missing="unpaired"),
     Column("score", "score", 2),
-    Column("score_change", "score - baseline", 2, missing="unpaired", sign="+"),
+    Column("score_difference", "score - baseline", 2, missing="unpaired", interval=False, sign="+"),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
     Column("kl", "KL, nats", 5),
     Column(_SLOPE, "points per 0.1 keep", 2, sign="+"),
@@ -34,14 +34,12 @@ _COLUMNS = (
 
 def sensitivity(results: Results) -> Table:
     """Score, KL and TTFT speedup of every schedule, and the score lost from the next higher keep ratio."""
-    frame = overall(results.where(lambda run: run.method == STUDIED))
-    frame = frame[frame["method"] == STUDIED].copy()
-    frame["score_change"] = frame["score"] - frame["baseline_score"]
-    frame = _with_schedules(frame)
+    frame = overall(results)
+    frame = _with_schedules(frame[frame["method"] == STUDIED])
     frame[_SLOPE] = _slopes(frame)
     frame = frame.sort_values([*SECTION, "ttft_speedup"], kind="stable").reset_index(drop=True)
-    values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed", "kl")
-    frame = frame[[*SETTING, "layers", "keep", "examples", *values, "baseline_score", "score_change", _SLOPE]]
+    values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed", "kl", "score_difference")
+    frame = frame[[*SETTING, "layers", "keep", "examples", *values, _SLOPE]]
     labels = [label.removeprefix(f"{STUDIED}, ").removeprefix("schedule=") for label in frame["label"]]
     caption = (
         "Every schedule of LazyLLM that was run ({layer: keep ratio}), by speedup; mean over tasks. Points per 0.1 "
@@ -79,18 +77,18 @@ def _slopes(frame: Any) -> pd.Series:
     points = frame[_has_one_layer(frame) & (frame["keep"] < 1)].sort_values("keep", ascending=False)
     groups = points.groupby([*SECTION, "layers", "others"])
     keep = groups["keep"].shift(fill_value=1.0)  # keeping everything is the baseline
-    change = points["score_change"] - groups["score_change"].shift(fill_value=0.0)
+    change = points["score_difference"] - groups["score_difference"].shift(fill_value=0.0)
     return 0.1 * change / (keep - points["keep"])
 
 
 def data(results: Results) -> pd.DataFrame:
-    """Means over tasks of LazyLLM's runs with one pruning layer and default settings: model, suite, layer, keep (0 to
-    1), examples, and score, baseline_score, relative_score, ttft_speedup, kl, with `_low` and `_high`.
+    """Means over tasks of LazyLLM with one pruning layer and default settings: model, suite, layer, keep (0 to 1),
+    examples, and score, score_difference, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
-    table: Any = style.as_published(results).by_task
+    table: Any = style.as_published(style.usual(results).by_task)
     table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
     table = table[_has_one_layer(table)].astype({"layers": int}).rename(columns={"layers": "layer"})
-    values = forms("score", "baseline_score", "relative_score", "ttft_speedup", "kl")
+    values = forms("score", "score_difference", "relative_score", "ttft_speedup", "kl")
     table = table.sort_values([*SECTION, "keep", "layer"])
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
@@ -103,7 +101,7 @@ def plot(frame: Any) -> MplFigure:
     for part, rows in sections:
         panels = part.subplots(1, 1 + has_kl, squeeze=False)[0]
         _draw_curves(panels[0], rows, "score", "score (0 to 100)")
-        panels[0].axhline(rows["baseline_score"].mean(), label="baseline", **style.REFERENCE)
+        panels[0].axhline((rows["score"] - rows["score_difference"]).mean(), label="baseline", **style.REFERENCE)
         low, high = rows["examples"].min(), rows["examples"].max()
         panels[0].set_title(f"{low if low == high else f'{low} to {high}'} examples")
         for axes in panels[1:]:

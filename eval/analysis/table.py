@@ -31,9 +31,9 @@ _EMPTY = "No run for this table."
 class Table:
     """name: the stem of its files. title, caption: for people.
 
-    frame: keys and values at full precision, for the CSV. cells: what is shown (`Cell`), one column per heading; the first
-    `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it. brief: the
-    cells that a terminal shows, if they are too many; the columns after the keys come in the order of importance.
+    frame: keys and values at full precision, for the CSV. cells: what is shown (`Cell`), one column per heading; the
+    first `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it. brief:
+    the cells that a terminal shows, if they are too many; the columns after the keys come in the order of importance.
     """
 
     name: str

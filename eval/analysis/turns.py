@@ -15,8 +15,8 @@ from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Column, Figure, Tabl
 from eval.store.results import Results
 
 _VALUES = (
-    "score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "tokens_computed", "tokens_computed_so_far",
-    "revived_tokens", "kv_bytes", "aux_bytes", "total_s_so_far", "baseline_total_s_so_far",
+    "score", "score_difference", "kl", "ttft_speedup", "speedup_so_far", "tokens_computed", "tokens_computed_so_far",
+    "revived_tokens", "kv_bytes", "aux_bytes", "total_s_so_far",
 )  # fmt: skip
 _TURNS = (1, 2, 4, 8, 16, 32)  # in the table as shown; the CSV has all
 _COLUMNS = (
@@ -25,7 +25,7 @@ _COLUMNS = (
     Column("turn", "turn"),
     EXAMPLES,
     Column("score", "score", 2),
-    Column("baseline_score", "baseline score", 2),
+    Column("score_difference", "score - baseline", 2, missing="unpaired", sign="+"),
     Column("kl", "KL, nats", 4, missing="unpaired"),
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("speedup_so_far", "speedup so far", 2),
@@ -57,11 +57,10 @@ def by_turn(results: Results) -> pd.DataFrame:
     speedup_so_far: the baseline's time for all turns up to this one, divided by the method's. Other values: as in
     `eval.store.aggregate.by_task`, over rows with such a turn. turns: what the method does in later turns.
     """
-    frame: Any = results.frame
-    frame = frame[(frame["method"] != BASELINE) & frame["baseline_ttft_s"].notna()]
+    among = results.frame.assign(total_s=results.frame["total_s_so_far"])  # for the speedup so far
+    frame: Any = among[among["counts"]]
     frame = frame[frame.groupby(SETTING)["turn"].transform("max") > 1]
-    so_far = {name: frame[f"{name}_so_far"] for name in ("total_s", "baseline_total_s")}  # for the speedup so far
-    rows = rows_by(frame.assign(**so_far), "turn")
+    rows = rows_by(frame, "turn", among)
     for row in rows:
         row["turns"] = json.loads(row["settings"]).get("turns", "continue")
         row |= {f"speedup_so_far{end}": row[f"generation_speedup{end}"] for end in ("", "_low", "_high")}
@@ -80,10 +79,10 @@ _TITLES = {"continue": "each later turn goes on", "again": "each later turn runs
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, suite, method, label, turns (continue or again), turn, examples, and the means over tasks of score,
-    baseline_score, kl, ttft_speedup, speedup_so_far and revived_tokens, with `_low` and `_high`."""
+    """model, suite, method, label, turns (continue or again), turn, examples, and the means over tasks of score, kl,
+    ttft_speedup, speedup_so_far and revived_tokens, with `_low` and `_high`; also of the baseline."""
     frame = by_turn(results)
-    values = forms("score", "baseline_score", "kl", "ttft_speedup", "speedup_so_far", "revived_tokens")
+    values = forms("score", "kl", "ttft_speedup", "speedup_so_far", "revived_tokens")
     columns = [*SECTION, "method", "label", "turns", "turn", "examples", *values]
     return frame.loc[frame["level"] == "all", columns].reset_index(drop=True)
 
@@ -92,13 +91,17 @@ def data(results: Results) -> pd.DataFrame:
 def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value, a column for methods that continue and one for others."""
     figure, sections = style.sections_of(frame, 9.5, lambda _: 2.3 * len(_PANELS), most=2, note=", mean over tasks")
-    for part, rows in sections:
+    for part, section in sections:
+        is_baseline = section["method"] == BASELINE
+        rows, baseline = section[~is_baseline], section[is_baseline]
         titles = {turns: title for turns, title in _TITLES.items() if turns in set(rows["turns"])}
         panels = part.subplots(len(_PANELS), len(titles), sharex=True, sharey="row", squeeze=False)
         for (value, (label, is_log)), line in zip(_PANELS.items(), panels, strict=True):
             line[0].set_ylabel(label)
             for axes, turns in zip(line, titles, strict=True):
                 _draw_panel(axes, rows[rows["turns"] == turns], value, style.styles_of(rows["method"]))
+                if value == "score":
+                    axes.plot(baseline["turn"], baseline["score"], label="baseline", **style.REFERENCE)
             if is_log:
                 style.log_scale(line[0], "y")
             else:
@@ -110,7 +113,8 @@ def plot(frame: Any) -> MplFigure:
         curves: dict[str, Any] = {}
         for axes in panels[0]:
             curves |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-        curves["baseline"] = curves.pop("baseline")  # last
+        if "baseline" in curves:
+            curves["baseline"] = curves.pop("baseline")  # last
         style.legend_beside(panels[0, -1], handles=curves.values(), labels=curves)
     return figure
 
@@ -126,10 +130,7 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         if number:
             look |= {"linestyle": style.LINES[number % len(style.LINES)], "markerfacecolor": "white"}
         style.draw(axes, curve, "turn", value, **look)
-    if value == "score" and len(rows):
-        baseline = rows.groupby("turn")["baseline_score"].mean()
-        axes.plot(baseline.index, baseline, label="baseline", **style.REFERENCE)
-    elif value.startswith(("ttft_", "speedup")):
+    if value.startswith(("ttft_", "speedup")):
         axes.axhline(1, **style.REFERENCE)
 
 

@@ -3,7 +3,7 @@
 OUT/README.md     all tables and figures with captions, and a list of those without runs
 OUT/tables/       each table as .md, .csv (full precision) and .tex
 OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
-OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hash of the records
+OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hashes of the visits
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
                 text = f"{picture}\n\n{figure.caption}\n\n{links}; `{subject.command}`\n"
             sections.append(f"## {figure.title}\n\n{text}")
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
-    runs, records = len(results.runs), sum(len(run.examples) for run in results.runs)
+    runs, answers = len(results.runs), len(results.counting)
     index = (
         f"# Tables and figures\n\nMade by `lazyllm-bench paper` from {counted(runs, 'stored run')} with "
-        f"{counted(records, 'record')}, without a model. [provenance.json](provenance.json) lists the runs, their "
+        f"{counted(answers, 'answer')}, without a model. [provenance.json](provenance.json) lists the runs, their "
         "code and their machines.\n\n"
     )
     if missing:
@@ -74,18 +74,16 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:
-    """For each run, in the order of folders: its setting, where it ran, and the hash of its records."""
+    """For each run, in the order of folders: its arms, where it ran, and the hashes of its visits."""
     return [
         {
             "folder": run.folder.name,
             "fingerprint": run.about["fingerprint"],
             "model": run.model,
-            "method": run.identity["method"],
-            "parameters": run.identity.get("parameters"),
-            "seed": run.seed,
+            "arms": run.identity["arms"],
             "examples": len(run.keys),
-            "failed": len(run.failures),
-            "records_sha256": run.records_sha256,
+            "failed": len(run.failed),
+            "visits_sha256": run.visits_sha256,
             "provenance": run.about.get("provenance"),
         }
         for run in results.runs

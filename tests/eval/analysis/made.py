@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from eval.analysis.table import Figure
-from eval.store.record import Record, Trace
 from eval.store.runs import StoredRun
-from tests.eval.store.made import measurement, record
+from eval.store.visit import Trace, Turn, Visit
+from tests.eval.store.visits import measurement
+
+ARM = "the arm"  # the label of the method in a run made here
+_NUMBERS = count()  # of folders, as each run has one
 
 PRESETS: dict[str, dict[str, Any]] = {
     "lazy": {"schedule": "table1", "prune_generated": False, "revive": True},
@@ -22,18 +26,34 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def example(dataset: str, name: str, prompt_tokens: int = 100, baseline: dict | None = None, **method: Any) -> Record:
-    """A record with some values changed; by default, the baseline scores 1 with a TTFT of 0.4 s and 0.8 s in total."""
+def example(dataset: str, name: str, prompt_tokens: int = 100, baseline: dict | None = None, **own: Any) -> Visit:
+    """A visit with some values changed; by default, the baseline scores 1 with a TTFT of 0.4 s and 0.8 s in total."""
+    return conversation(dataset, name, [prompt_tokens], [own], [baseline or {}])
+
+
+def conversation(dataset: str, name: str, tokens: list[int], own: list[dict], baseline: list[dict]) -> Visit:
+    """A visit of as many turns, from the tokens that each asks, and what differs in each answer of both arms."""
     usual = {"score": 1.0, "ttft_s": 0.4, "total_s": 0.8}
-    return replace(
-        record(0, dataset), id=name, prompt_tokens=prompt_tokens, method=measurement(**method),
-        baseline=measurement(**usual | (baseline or {})),
-    )  # fmt: skip
+    return Visit(
+        dataset=dataset,
+        id=name,
+        turns=[Turn(sha256=str(n), tokens=n, tokens_before_truncation=n) for n in tokens],
+        order=["baseline", ARM],
+        answers={
+            "baseline": [measurement(**usual | changes) for changes in baseline],
+            ARM: [measurement(**changes) for changes in own],
+        },
+    )
 
 
-def over(names: tuple[str, ...], **method: Any) -> list[Record]:
+def alone(visit: Visit) -> Visit:
+    """The visit without its baseline."""
+    return replace(visit, answers={ARM: visit.answers[ARM]})
+
+
+def over(names: tuple[str, ...], **own: Any) -> list[Visit]:
     """Two examples of each dataset."""
-    return [example(name, row, **method) for name in names for row in "ab"]
+    return [example(name, row, **own) for name in names for row in "ab"]
 
 
 # 10 prompt tokens and three steps; 20 tokens and one step, whose last two groups happen to agree
@@ -42,44 +62,48 @@ SHORT = example("trec", "short", 20, group_starts=[1, 3], computed=[[20, 10]])
 
 
 def stored(
-    records: list[Record], method: str = "lazy", settings: dict | None = None, model: str = "tiny",
-    paper: str | None = None, seed: int = 0, folder: Path = Path("none"),
+    visits: list[Visit], method: str = "lazy", settings: dict | None = None, model: str = "tiny",
+    paper: str | None = None, seed: int = 0, folder: Path | None = None, **identity: Any,
 ) -> StoredRun:  # fmt: skip
+    """A run of a method and its baseline, or of the baseline alone, in a folder of its own."""
     if settings is None:
         settings = {"schedule": "paper", "prune_generated": False, "revive": True} if method == "lazy" else {}
-    identity = {
-        "method": {"name": method, **json.loads(json.dumps(settings))},
-        "seed": seed,
-        "paired": True,
-        "data": {},
+    arms = {"baseline": {"method": {"name": "baseline"}}}
+    if method == "baseline":
+        visits = [replace(visit, answers={"baseline": visit.answers[ARM]}) for visit in visits]
+    else:
+        arms[ARM] = {"method": {"name": method, "seed": seed, **json.loads(json.dumps(settings))}}
+    about = {
+        "identity": {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, **identity},
+        "config": {"model": {"name": model, "paper": paper}},
+        "fingerprint": f"{method}{seed}",
     }
-    config = {"model": {"name": model, "paper": paper}}
-    return StoredRun(folder, {"identity": identity, "config": config, "fingerprint": f"{method}{seed}"}, records)
+    return StoredRun(folder or Path(f"made-{next(_NUMBERS)}"), about, visits)
 
 
-def preset(method: str, records: list[Record], **about: Any) -> StoredRun:
-    return stored(records, method, PRESETS[method], **about)
+def preset(method: str, visits: list[Visit], **about: Any) -> StoredRun:
+    return stored(visits, method, PRESETS[method], **about)
 
 
 def swept(method: str, target: str, kls: list[float], scores: list[float], **settings: Any) -> StoredRun:
-    """A run of a setting given by a speedup, from the KL and score of its examples."""
+    """A run of a setting given by a speedup, from the KL and score of its answers."""
     key = "schedule" if method == "lazy" else "keep"
     pairs = enumerate(zip(kls, scores, strict=True))
-    records = [example("hops", str(number), kl=kl, score=score) for number, (kl, score) in pairs]
-    return stored(records, method, {key: target, **settings})
+    visits = [example("hops", str(number), kl=kl, score=score) for number, (kl, score) in pairs]
+    return stored(visits, method, {key: target, **settings})
 
 
 def with_traces(run: StoredRun, folder: Path, *traces: Trace) -> StoredRun:
     (folder / "traces").mkdir(parents=True, exist_ok=True)
     for trace in traces:
-        (folder / "traces" / Trace.file_name(trace.dataset, trace.id)).write_text(trace.to_json())
+        (folder / "traces" / Trace.file_name(trace.dataset, trace.id, trace.arm)).write_text(trace.to_json())
     return replace(run, folder=folder)
 
 
 def small_trace(name: str = "a") -> Trace:
     """Three prompt tokens, two layers; the boundary keeps one prompt token, another one in the second step."""
     return Trace(
-        "lookup", name, ["A", " $B$", "C\n"], ["D", "E", "F"], [[0.2, 0.3, 0.5], [0.6, 0.4, 0.0]],
+        "lookup", name, ARM, ["A", " $B$", "C\n"], ["D", "E", "F"], [[0.2, 0.3, 0.5], [0.6, 0.4, 0.0]],
         [{1: [2]}, {1: [0, 3]}, {1: [0, 3, 4]}], [1, 2], [[3, 1], [3, 2], [3, 2]],
     )  # fmt: skip
 
