@@ -1,4 +1,4 @@
-"""The paper's claims, each with what the stored runs say: it holds, it does not hold, or it cannot be seen.
+"""The paper's claims (published/claims.yaml), each beside what the stored runs say.
 
 `step_cost` has the model of cost behind the claim that LazyLLM is never slower.
 """
@@ -7,217 +7,328 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_ends
-from eval.analysis.paper_tables import is_table1_preset
-from eval.analysis.style import as_published, studied
+from eval.analysis.run_table import FEWEST
+from eval.analysis.style import as_published, studied, usual
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
-from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import drawn_means, mean_interval, on_common_examples, with_baselines
-from eval.store.results import Results, first_turns
-from eval.store.runs import stored_once
+from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
+from eval.store.results import Results, beside, first_turns
+from eval.store.visit import read_trace
 
-HOLDS, FAILS, UNSEEN, NO_RUN = "holds", "does not hold", "cannot be seen", "no run"
-_RULES = {">": operator.gt, "<": operator.lt, "<=": operator.le}
+AGREES, HIGHER, LOWER = "agrees", "differs (higher)", "differs (lower)"
+HOLDS, FAILS, UNSEEN, NOT_RUN, NO_NUMBER = "holds", "does not hold", "cannot be seen", "not run", "-"
+_RULES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_CLAIMS = Path(__file__).parent / "published" / "claims.yaml"
+_PAPER_MODELS = ("llama2", "xgen")
+_PAPER_SUITE = "longbench"
 
 Value = tuple[float, float, float]  # with both ends of its 95 % interval
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper; its fields are described at the top of claims.yaml."""
+
+    section: str
+    claim: str
+    kind: str
+    measure: str
+    preset: str
+    shown: str
+    digits: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    paper: dict[str, float] = field(default_factory=dict)
+    tolerance: str = ""
+    holds: str = ""
+
+    def verdict(self, parts: list[Value], paper_model: str | None) -> str:
+        """What the value says of the claim. parts: one value, or one for each task or step."""
+        if not parts:
+            return NOT_RUN
+        if self.kind == "direction":
+            return self._direction(parts)
+        if paper_model not in self.paper:
+            return NO_NUMBER
+        ((_, low, high),) = parts
+        paper = self.paper[paper_model]
+        amount, unit = self.tolerance.split()
+        allowed = float(amount) * (paper / 100 if unit == "%" else 1)
+        if np.isnan([low, high]).any():
+            return UNSEEN
+        # rounding of binary fractions is no difference
+        if paper - allowed - 1e-9 <= low and high <= paper + allowed + 1e-9:
+            return AGREES
+        return HIGHER if low > paper + allowed else LOWER if high < paper - allowed else UNSEEN
+
+    def _direction(self, parts: list[Value]) -> str:
+        obeys = [self._obeys(part) for part in parts]
+        return FAILS if FAILS in obeys else UNSEEN if UNSEEN in obeys else HOLDS
+
+    def _obeys(self, part: Value) -> str:
+        """Of one part: the whole interval obeys the rule, or none of it, or that cannot be seen."""
+        sign, bound = self.holds.split()
+        ends = {bool(_RULES[sign](end, float(bound))) for end in part[1:]}
+        return UNSEEN if np.isnan(part).any() or len(ends) > 1 else HOLDS if ends == {True} else FAILS
+
+    def ours(self, parts: list[Value]) -> str:
+        """The value for people; of several parts, the range and how many go which way."""
+        if not parts:
+            return "-"
+        if len(parts) == 1:
+            return Column("value", "", self.digits).text(dict(zip(forms("value"), parts[0], strict=True)))
+        values, obeys = [part[0] for part in parts], [self._obeys(part) for part in parts]
+        low, high = (f"{value:.{self.digits}f}" for value in (min(values), max(values)))
+        return f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do not"
+
+    @property
+    def expected(self) -> str:
+        """What the verdict asks for, for people."""
+        return f"within {self.tolerance}" if self.kind == "reproduction" else self.holds
+
+
+@cache
+def claims() -> tuple[Claim, ...]:
+    """The claims of published/claims.yaml, in order."""
+    return tuple(Claim(**entry) for entry in yaml.safe_load(_CLAIMS.read_text(encoding="utf-8")))
+
+
 class _Section:
-    """One model and suite. usual: the runs of LazyLLM with Table 1's parameters, else of the setting that `studied`
-    chooses. examples: first turns, the baseline's too. by_task: as `Results.by_task`. tasks: its rows of the usual
-    setting, without datasets.
+    """One model on one suite, without ablations and runs that differ from the model's others.
+
+    frame: of `Results.frame`, all rows. rows: those that count.
     """
 
     def __init__(self, results: Results, model: str, suite: str) -> None:
-        self.model, self.suite = model, suite
-        published = as_published(results)
-        of_section = published.where(
-            lambda run: run.model == model and any(DATASETS[name].suite == suite for name in run.datasets)
-        )
-        preset = of_section.where(lambda run: run.method == STUDIED and is_table1_preset(run.settings))
-        self.usual = preset if preset.runs else studied(of_section)
-        self.labels = [run.label for run in self.usual.runs]
-        frames: Any = with_baselines(first_turns(published.frame)), published.by_task
-        self.examples, self.by_task = (frame[(frame["model"] == model) & (frame["suite"] == suite)] for frame in frames)
-        self.tasks = self.by_task[self.by_task["label"].isin(self.labels) & (self.by_task["level"] != "dataset")]
+        self.model, self.suite, self.results = model, suite, usual(results)
+        frame: Any = self.results.frame
+        self.frame = as_published(frame[(frame["model"] == model) & (frame["suite"] == suite)])
+        self.rows = self.frame[self.frame["counts"]]
+        models = {run.model: run.paper_model for run in self.results.runs}
+        self.paper_model = models.get(model) if suite == _PAPER_SUITE else None
 
-    def counts(self) -> list[tuple[int, np.ndarray]]:
-        """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of the usual setting's examples."""
-        rows = stored_once(self.usual.runs, ["prompt_tokens", "method.computed"])
-        return [(prompt_tokens, np.array(computed)) for prompt_tokens, computed in rows]
+    def of(self, preset: str, method: str = STUDIED) -> Any:
+        """The rows of a method's arms that belong to an experiment: all settings of it, or with its baselines.
 
+        preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), or "any": the
+        setting of LazyLLM that figures show, or of another method all.
+        """
+        rows = self.rows[self.rows["method"] == method]
+        if preset == "any":
+            if method != STUDIED:
+                return rows
+            shown = studied(self.results)
+            labels = shown[shown["model"] == self.model]["label"].unique()
+            table1 = self.of("table1")
+            return table1 if len(table1) else rows[rows["label"].isin(labels)]
+        chosen = {text: _BELONGS[preset](json.loads(text)) for text in rows["settings"].unique()}
+        return rows[rows["settings"].map(chosen).astype(bool)]
 
-def _of_row(rows: Any, column: str, largest: bool = False) -> Value | None:
-    """Of the row with the smallest or largest value."""
-    rows = rows.sort_values(column, ascending=not largest)
-    return None if rows.empty else tuple(rows.iloc[0][forms(column)])
-
-
-def _usual(section: _Section, column: str, level: str = "task") -> Value | None:
-    """LazyLLM's task with the smallest value, or the mean over tasks ("all")."""
-    return _of_row(section.tasks[section.tasks["level"] == level], column)
-
-
-def _fastest(section: _Section, method: str) -> Value | None:
-    rows = section.by_task[(section.by_task["method"] == method) & (section.by_task["level"] == "task")]
-    return _of_row(rows, "ttft_speedup", largest=True)
+    def by_task(self, rows: Any) -> Any:
+        """`by_task` of these rows, without datasets, each beside its baseline."""
+        whole = by_task(pd.concat([rows, self.frame[~self.frame.index.isin(rows.index)].assign(counts=False)]))
+        return whole[whole["level"] != "dataset"]
 
 
-def _ttft_in(section: _Section, unit: str, scale: float) -> Value | None:
-    """The baseline's TTFT, divided by another time of the same example."""
-    rows = section.examples[section.examples["method"] == BASELINE]
+def _single_layer(settings: Mapping[str, Any]) -> tuple[int, float] | None:
+    """(layer, keep ratio) of a schedule with one pruning layer."""
+    schedule = settings.get("schedule")
+    single = isinstance(schedule, dict) and len(schedule) == 1
+    return next(((int(layer), keep) for layer, keep in schedule.items()), None) if single else None  # type: ignore[union-attr]
+
+
+_BELONGS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "table1": lambda settings: "table1" in settings.values(),
+    "figure5": lambda settings: target_of(json.dumps(settings)) is not None,
+    "figure6": lambda settings: _single_layer(settings) is not None,
+}
+
+
+def _values(rows: Any, column: str) -> list[Value]:
+    """The values of these rows of `by_task`; of few examples without an interval, which would be too narrow."""
+    rows = rows[rows[column].notna()]
+    numbers = rows[forms(column)].to_numpy(dtype=float, copy=True)
+    numbers[rows["examples"].to_numpy() < FEWEST, 1:] = np.nan
+    return [tuple(map(float, row)) for row in numbers]  # type: ignore[misc]  # three each
+
+
+def _overall(section: _Section, preset: str, column: str) -> list[Value]:
+    """LazyLLM's mean over tasks."""
+    whole = section.by_task(section.of(preset))
+    return _values(whole[whole["level"] == "all"], column)[:1]
+
+
+def _by_task(section: _Section, preset: str, column: str) -> list[Value]:
+    """LazyLLM's value of each task."""
+    whole = section.by_task(section.of(preset))
+    return _values(whole[whole["level"] == "task"], column)
+
+
+def _fastest_task(section: _Section, preset: str, method: str) -> list[Value]:
+    """A method's TTFT speedup on the task where it is fastest."""
+    whole = section.by_task(section.of(preset, method))
+    return sorted(_values(whole[whole["level"] == "task"], "ttft_speedup"))[-1:]
+
+
+def _ttft_in(section: _Section, preset: str, unit: str, scale: float = 1) -> list[Value]:
+    """The baseline's TTFT, divided by another time of the same answer."""
+    rows = first_turns(section.rows[section.rows["method"] == BASELINE])
     values = on_common_examples(rows.assign(ratio=scale * rows["ttft_s"] / rows[unit], label=BASELINE), "ratio")
-    return with_ends(drawn_means(values)[:, 0]) if len(values) else None
+    return [with_ends(drawn_means(values)[:, 0])] if len(values) else []
 
 
-def _kept_at(section: _Section, speedup: float) -> Value | None:
-    """The best relative score on multi-document QA of the settings that are at least this fast, to one per cent."""
-    rows = section.by_task[(section.by_task["method"] == STUDIED) & (section.by_task["name"] == "multi_doc_qa")]
-    rows = rows[rows[["ttft_speedup", "ideal_ttft_speedup"]].max(axis=1) > 0.99 * speedup]
-    return _of_row(rows, "relative_score", largest=True)
+def _mean_of(section: _Section, preset: str, column: str) -> list[Value]:
+    """The baseline's mean over all examples."""
+    rows = first_turns(section.rows[section.rows["method"] == BASELINE])
+    values = rows.drop_duplicates(["dataset", "id"])[column].dropna().to_numpy(dtype=float)
+    return [(float(values.mean()), *mean_interval(values))] if len(values) else []
 
 
-def _lead(section: _Section, column: str, other: str) -> Value | None:
-    """LazyLLM's lead over another method: the mean over the ideal speedups that both have, on the same examples."""
-    rows = section.examples.assign(target=section.examples["settings"].map(target_of))
-    rows = rows[rows["method"].isin([STUDIED, other])].dropna(subset=["target", column])
-    leads = []
-    for _, group in rows.assign(label=rows["method"]).groupby("target"):
-        values: Any = on_common_examples(group, column)
-        if len(values) and len(values.columns) == 2:
-            leads.append(drawn_means(values[[STUDIED, other]]) @ [1, -1])
-    return with_ends(_SIGN[column] * np.mean(leads, axis=0)) if leads else None
-
-
-def _between_ends(section: _Section, column: str, along: int) -> Value | None:
-    """How much better the largest layer (along=0) or keep ratio (1) of single pruning layers is than the smallest,
-    at the same other one: the mean over these.
-    """
-    rows = section.examples[section.examples["method"] == STUDIED].dropna(subset=column)
-    rows = rows.assign(label=rows["settings"].map(_single_layer)).dropna(subset="label")
-    values = on_common_examples(rows, column)
-    if not len(values):
-        return None
-    drawn = dict(zip(values.columns, drawn_means(values).T, strict=True))
-    lines: dict[float, list[tuple[float, float]]] = {}
-    for point in sorted(drawn):
-        lines.setdefault(point[1 - along], []).append(point)
-    gains = [drawn[line[-1]] - drawn[line[0]] for line in lines.values() if len(line) > 1]
-    return with_ends(_SIGN[column] * np.mean(gains, axis=0)) if gains else None
+def _kept_at(section: _Section, preset: str, speedup: float) -> list[Value]:
+    """The best relative score on multi-document QA of the settings that measured at least this speedup, to one per
+    cent; NaN if none did."""
+    rows = section.by_task(section.of(preset))
+    rows = rows[rows["name"] == "multi_doc_qa"]
+    fast = rows[rows["ttft_speedup"] > 0.99 * speedup]
+    unreached = [(np.nan,) * 3] if len(rows) else []
+    return _values(fast.sort_values("relative_score"), "relative_score")[-1:] or unreached
 
 
 _SIGN = {"score": 1, "kl": -1}  # of what is better
 
 
-def _single_layer(settings: str) -> tuple[int, float] | None:
-    """(layer, keep ratio) of a schedule with one pruning layer."""
-    schedule = json.loads(settings).get("schedule")
-    single = isinstance(schedule, dict) and len(schedule) == 1
-    return next(((int(layer), keep) for layer, keep in schedule.items()), None) if single else None
+def _leads(section: _Section, preset: str, column: str, other: str) -> list[Value]:
+    """LazyLLM's lead over another method in each task: the mean over the speedups that both were solved for."""
+    rows = first_turns(pd.concat([section.of(preset), section.of(preset, other)]))
+    rows = rows.assign(target=rows["settings"].map(target_of), label=rows["method"]).dropna(subset=column)
+    leads = []
+    for _, of_task in rows.groupby("task", sort=False):
+        of_targets = []
+        for _, group in of_task.groupby("target"):
+            values: Any = on_common_examples(group, column)
+            if len(values) and len(values.columns) == 2:
+                of_targets.append(drawn_means(values[[STUDIED, other]]) @ [1, -1])
+        if of_targets:
+            leads.append(with_ends(_SIGN[column] * np.mean(of_targets, axis=0)))
+    return leads
 
 
-def _largest_share(section: _Section) -> Value | None:
+def _gains_along(section: _Section, preset: str, column: str, along: str) -> list[Value]:
+    """How much better each next layer, or keep ratio, of a single pruning layer is, at each value of the other."""
+    rows = section.of(preset).dropna(subset=column)
+    rows = rows.assign(label=rows["settings"].map(lambda text: _single_layer(json.loads(text))))
+    values = on_common_examples(rows, column) if len(rows) else rows
+    if not len(values):
+        return []
+    drawn = dict(zip(values.columns, drawn_means(values).T, strict=True))
+    axis = ("layer", "keep").index(along)
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for point in sorted(drawn, key=lambda point: point[axis]):
+        lines.setdefault(point[1 - axis], []).append(point)
+    steps = [drawn[after] - drawn[before] for line in lines.values() for before, after in pairwise(line)]
+    return [with_ends(_SIGN[column] * step) for step in steps]
+
+
+def _counts(section: _Section, preset: str) -> list[tuple[int, np.ndarray]]:
+    """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's first turns."""
+    rows = first_turns(section.of(preset))
+    return [
+        (turn.tokens, np.array(answer.computed))
+        for turn, answer in section.results.measurements(rows)
+        if answer.computed
+    ]
+
+
+def _largest_share(section: _Section, preset: str) -> list[Value]:
     """Of the prompt's tokens, the largest share that any layer ran in any example."""
-    shares = [100 * computed.max() / tokens for tokens, computed in section.counts()]
-    return (max(shares),) * 3 if shares else None
+    shares = [100 * computed.max() / tokens for tokens, computed in _counts(section, preset)]
+    return [(max(shares),) * 3] if shares else []
 
 
-def _deeper_saves(section: _Section) -> Value | None:
+def _deeper_saves(section: _Section, preset: str) -> list[Value]:
     """How much smaller the share of tokens computed by the end is in the last layers than in the first."""
-    saved = [100 * (computed[-1, 0] - computed[-1, -1]) / tokens for tokens, computed in section.counts()]
-    if not saved:
-        return None
-    return float(np.mean(saved)), *mean_interval(np.array(saved))
+    saved = np.array([100 * (ran[-1, 0] - ran[-1, -1]) / tokens for tokens, ran in _counts(section, preset)])
+    return [(float(saved.mean()), *mean_interval(saved))] if len(saved) else []
 
 
-@dataclass(frozen=True)
-class Claim:
-    """section: of the paper. paper: its number, of Llama 2 7B. rule: holds if the whole interval obeys it. shown: the
-    table or figure to look at. measure, arguments: make the value from a `_Section`.
-    """
-
-    section: str
-    text: str
-    paper: str
-    rule: str
-    shown: str
-    digits: int
-    measure: Callable[..., Value | None]
-    arguments: tuple[Any, ...] = ()
-
-    def verdict(self, value: Value | None) -> str:
-        """Without an interval nothing can be seen."""
-        if value is None:
-            return NO_RUN
-        sign, bound = self.rule.split()
-        obeys = {bool(_RULES[sign](end, float(bound))) for end in value[1:]}
-        return UNSEEN if np.isnan(value).any() or len(obeys) > 1 else HOLDS if obeys == {True} else FAILS
+def _below_even_share(section: _Section, preset: str) -> list[Value]:
+    """The share of prompt tokens whose mean importance over the layers is below 1/n, over the traced prompts."""
+    traces = [read_trace(file) for run in section.results.runs if run.model == section.model for file in run.traces]
+    prompts = {(trace.dataset, trace.id): np.array(trace.importance).mean(axis=0) for trace in traces}
+    shares = np.array([100 * (scores < 1 / len(scores)).mean() for scores in prompts.values()])
+    return [(float(shares.mean()), *mean_interval(shares))] if len(shares) else []
 
 
-_OTHERS = {"static_pruning": "static pruning", "random_drop": "random token drop"}
-_UNITS = {"score": (", points", 2), "kl": (", nats of KL (ours)", 3)}
-CLAIMS = (
-    Claim("1", "TTFT, in decoding steps of the baseline", "21", "> 21", "ttft_share", 1, _ttft_in, ("step_s", 1)),
-    Claim("1", "TTFT, % of the baseline's generation time", "23", "> 23", "ttft_share", 1, _ttft_in, ("total_s", 100)),
-    Claim("5.1", "Score kept, % (mean over tasks)", "98.9", "> 98.9", "table1", 1, _usual, ("relative_score", "all")),
-    Claim("5.1", "TTFT speedup (slowest task)", "1.36", "> 1", "table1", 2, _usual, ("ttft_speedup",)),
-    Claim("5.1", "Prompt compression's TTFT speedup (fastest task)", "0.49", "< 1", "table1", 2, _fastest,
-          ("prompt_compression",)),
-    Claim("5.2", "Score kept at 2.34x, % (multi-document QA)", "99", "> 99", "figure5", 1, _kept_at, (2.34,)),
-    Claim("5.2", "Score kept at 3x, % (multi-document QA)", "90", "> 90", "figure5", 1, _kept_at, (3.0,)),
-    *(Claim("5.2", f"Better than {name} at one speedup{unit}", "", "> 0", "figure5", digits, _lead, (column, method))
-      for method, name in _OTHERS.items() for column, (unit, digits) in _UNITS.items()),
-    Claim("5.3", "Prompt tokens computed by the end, %", "75.5", "< 100", "table2", 1, _usual,
-          ("pct_prompt_tokens_computed", "all")),
-    Claim("5.3", "Generation speedup (mean over tasks)", "1.33", "> 1", "table2", 2, _usual,
-          ("generation_speedup", "all")),
-    Claim("3", "Never slower: generation speedup (slowest task)", "1.01", "> 1", "step_cost", 2, _usual,
-          ("generation_speedup",)),
-    Claim("3", "No token twice in a layer: largest share run, %", "", "<= 100", "figure7", 1, _largest_share),
-    *(Claim("5.4", f"{what}{unit}", "", "> 0", "figure6", digits, _between_ends, (column, along))
-      for along, what in ((1, "Keeping most better than fewest"), (0, "Pruning latest better than earliest"))
-      for column, (unit, digits) in _UNITS.items()),
-    Claim("5.5", "First layers compute more than the last, points", "", "> 0", "figure7", 1, _deeper_saves),
-)  # fmt: skip
+_MEASURES: dict[str, Callable[..., list[Value]]] = {
+    "overall": _overall,
+    "by_task": _by_task,
+    "fastest_task": _fastest_task,
+    "ttft_in": _ttft_in,
+    "mean_of": _mean_of,
+    "kept_at": _kept_at,
+    "leads": _leads,
+    "gains_along": _gains_along,
+    "largest_share": _largest_share,
+    "deeper_saves": _deeper_saves,
+    "below_even_share": _below_even_share,
+}
 _COLUMNS = (
     MODEL, Column("section", "section"), Column("claim", "claim"), Column("paper", "paper"), Column("ours", "ours"),
-    Column("rule", "holds if"), Column("verdict", "verdict"), Column("shown", "where"),
+    Column("expected", "asked"), Column("verdict", "verdict"), Column("shown", "where"),
 )  # fmt: skip
 
 
 def verdicts(results: Results) -> Table:
-    """Each claim of the paper about LazyLLM, for each model and suite that was run: the number and the verdict."""
-    rows = []
+    """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict.
+
+    frame: model, suite, section, claim, kind, paper (its number for the model), expected, parts (the number of values
+    behind ours), value, value_low, value_high (of a single part), verdict, shown.
+    """
+    rows, seen = [], set[str | None]()
     for section in _sections(results):
-        for claim in CLAIMS:
-            value = claim.measure(section, *claim.arguments)
-            numbers = dict(zip(forms("value"), value or (np.nan,) * 3, strict=True))
-            row = {"model": section.model, "suite": section.suite, **vars(claim), **numbers}
-            ours = Column("value", "", claim.digits).text(row)
-            rows.append(row | {"claim": claim.text, "verdict": claim.verdict(value), "ours": ours})
-    columns = [*SECTION, "section", "claim", "paper", *forms("value"), "rule", "verdict", "shown", "ours"]
-    frame = pd.DataFrame(rows, columns=columns)
+        seen.add(section.paper_model)
+        for claim in claims():
+            parts = _MEASURES[claim.measure](section, claim.preset, **claim.arguments)
+            rows.append(_row(claim, section.model, section.suite, section.paper_model, parts))
+    for name in _PAPER_MODELS:
+        if name not in seen:
+            rows += [_row(claim, name, _PAPER_SUITE, name, []) for claim in claims() if name in claim.paper]
+    columns = [*SECTION, "section", "claim", "kind", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
+    frame = pd.DataFrame(rows, columns=[*columns, "ours"])
     caption = (
-        "holds, does not hold: the whole 95 % bootstrap interval over examples obeys the rule, or none of it. cannot "
-        "be seen: some of it does, or there is no interval. The paper's numbers are of Llama 2 7B on LongBench. "
-        "LazyLLM has Table 1's parameters if these were run, else the setting of Figure 7. At 2.34x and "
-        "3x: the best setting with this measured or ideal speedup. At one speedup: the mean over the ideal speedups "
-        "that both methods have. ±: half of the interval."
+        "Reproductions: agrees, if the whole 95 % interval lies within the tolerance around the paper's number; "
+        "differs, if none of it does; cannot be seen otherwise. Directions: holds or does not hold, if every interval "
+        "obeys, or one of them disobeys as a whole. not run: `python run.py -m experiment=table1 model=llama2,xgen` "
+        "and the other experiments of the paper; `lazyllm-bench plan` tells their hours."
     )
     shown = cells(frame, _COLUMNS, results)
     return Table("verdicts", "The paper's claims", caption, frame.drop(columns="ours"), shown, keys=3)
 
 
+def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: list[Value]) -> dict[str, Any]:
+    paper = claim.paper.get(paper_model or "")
+    value = parts[0] if len(parts) == 1 else (np.nan,) * 3
+    return {
+        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim, "kind": claim.kind,
+        "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
+        **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
+        "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
+    }  # fmt: skip
+
+
 def _sections(results: Results) -> list[_Section]:
     """The models and suites of the runs of LazyLLM."""
-    frame: Any = as_published(results).frame
+    frame: Any = as_published(usual(results).frame)
     return [_Section(results, *key) for key in frame[frame["method"] == STUDIED].groupby(SECTION).groups]
 
 
@@ -245,18 +356,19 @@ def step_cost(results: Results) -> Table:
         "Unit of all costs: one decoding step of the baseline; a token in prefill: the baseline's. An answer's "
         "decoding time is fitted (least squares, on the examples of all other tasks) as steps times a step's cost plus "
         "revived tokens (mean over layers) times a revived token's cost; predicted: the speedup that this gives with "
-        "the measured TTFT. LazyLLM is slower if steps and revivals cost more than the prefill saves. ±: half of the "
-        "95 % bootstrap interval over examples."
+        "the measured TTFT. LazyLLM is slower if steps and revivals cost more than the prefill saves."
     )
     return Table("step_cost", "What a decoding step of LazyLLM costs", caption, frame, cells(frame, _COSTS, results), 2)
 
 
 def _costs(section: _Section) -> list[dict[str, Any]]:
     """A row for each task of a section."""
-    rows = section.examples[section.examples["label"].isin(section.labels)]
-    rows = rows.dropna(subset=["revived_tokens", "total_s", "baseline_total_s"])
+    rows = first_turns(section.of("any"))
+    theirs = beside(rows, section.frame)
+    rows = rows.assign(**{f"theirs_{name}": theirs[name] for name in ("ttft_s", "total_s", "step_s")})
+    rows = rows.dropna(subset=["revived_tokens", "total_s", "theirs_total_s"])
     rows = rows.assign(steps=rows["generated_tokens"] - 1, decoding_s=rows["total_s"] - rows["ttft_s"])
-    measured = section.tasks.set_index("name")
+    measured = section.by_task(rows).set_index("name")
     costs = []
     for task, group in rows.groupby("task", sort=False):
         others = rows[rows["task"] != task]
@@ -264,15 +376,15 @@ def _costs(section: _Section) -> list[dict[str, Any]]:
             continue
         (step, token), *_ = np.linalg.lstsq(others[["steps", "revived_tokens"]].to_numpy(float), others["decoding_s"])
         predicted = group["ttft_s"] + step * group["steps"] + token * group["revived_tokens"]
-        both = group.assign(predicted=predicted).groupby("dataset")[["baseline_total_s", "predicted"]].sum()
-        unit = group["baseline_step_s"].mean()
+        both = group.assign(predicted=predicted).groupby("dataset")[["theirs_total_s", "predicted"]].sum()
+        unit = group["theirs_step_s"].mean()
         costs.append({
             "model": section.model, "suite": section.suite, "task": task, "examples": group["id"].nunique(),
-            "prefill_saved": (group["baseline_ttft_s"] - group["ttft_s"]).mean() / unit,
+            "prefill_saved": (group["theirs_ttft_s"] - group["ttft_s"]).mean() / unit,
             "revived_a_step": group["revived_tokens"].sum() / max(1, group["steps"].sum()),
             "step_cost": step / unit, "token_cost": token / unit,
-            "prefill_token_cost": group["baseline_ttft_s"].sum() / group["prompt_tokens"].sum() / unit,
-            "predicted": (both["baseline_total_s"] / both["predicted"]).mean(),
+            "prefill_token_cost": group["theirs_ttft_s"].sum() / group["prompt_tokens"].sum() / unit,
+            "predicted": (both["theirs_total_s"] / both["predicted"]).mean(),
             **measured.loc[task, forms("generation_speedup")],
         })  # fmt: skip
     return costs

@@ -151,7 +151,7 @@ def beside(rows: Any, among: Any, arm: str | None = None) -> Any:
 
     others = among[among["is_baseline"] if arm is None else among["arm"] == arm]
     wanted = pd.MultiIndex.from_frame(rows[_VISIT])
-    found = others.set_index(_VISIT, verify_integrity=True, drop=False).reindex(wanted)
+    found = others.set_index(_VISIT, drop=False).reindex(wanted)
     return found.set_axis(rows.index)
 
 
