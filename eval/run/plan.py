@@ -1,30 +1,30 @@
-"""The cost of a run or a sweep before it starts: jobs, tokens, FLOPs, bytes, memory, hours.
+"""The cost of a run or a sweep before it starts: arms, tokens, FLOPs, bytes, memory, hours.
 
     lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
     lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
     lazyllm-bench plan experiment=demo             # without hours
 
 The arguments are those of a run or a sweep. Nothing is downloaded and no model runs: data and tokenizers are in the
-caches (lazyllm-bench fetch). Prompts, FLOPs and bytes are counted, with the paired baseline, warm-ups, later turns and
-other models. Answers have their maximum length; as many decode together as `answers.rows` says, or as fit into the
-GPU's memory; nothing is revived. Without --gpu, memory is that of a run on this machine. Hours follow from one rate:
-half of the FLOP/s and of the bytes per second in the GPU's data sheet.
+caches (lazyllm-bench fetch). Prompts, FLOPs and bytes are counted for each arm, with warm-ups, later turns and other
+models. Answers have their maximum length; as many decode together as `batch_size` says, or as fit into the GPU's
+memory; nothing is revived. Without --gpu, memory is that of a run on this machine. Hours follow from one rate: half of
+the FLOP/s and of the bytes per second in the GPU's data sheet.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.run.config import compose_config, jobs_of, to_run_config
-from eval.run.resolved import Resolved, build_method, canonical, later_turns, resolve
+from eval.run.arms import Arm
+from eval.run.job import jobs_of
+from eval.run.run import Run
 from eval.run.work import Model, Work, rows_of_answers
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, Accelerator
-from lazyllm.methods import Baseline, Method
 from lazyllm.models.checkpoint import HubError, read_config
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
@@ -52,18 +52,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one run, its paired baseline and warm-ups included.
+    """The cost of an arm of a run, its warm-ups included.
 
-    Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without a device.
+    run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without
+    a device.
     """
 
     run: str
+    arm: str
     examples: int
     prompt_tokens: int
     longest: int
     answer_tokens: int
-    method: Work
-    baseline: Work
+    work: Work
     memory: dict[str, int]
     seconds: float
 
@@ -72,81 +73,66 @@ class Cost:
         return sum(self.memory.values())
 
 
-def rows_of(run: Resolved) -> list[Rows]:
+def rows_of(run: Run) -> list[Rows]:
     """The run's rows, the first example's first. Raises UserError if data or tokenizer are not in the caches."""
-    from eval.run.prepare import prepare
-
     here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
-    cases = prepare(run.changed(model=here, method={"name": "baseline"}, compare={}, only=None)).cases
-    messages = [tuple(len(part.token_ids) for part in (case.prompt, *case.prompt.turns)) for case in cases]
+    cases = run.changed(model=here, method={"name": "baseline"}, compare=None, shard=None).cases
+    messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Rows(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
 
 
-def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cost:
-    """The cost of one run. rows: of `rows_of`. Raises UserError, as the run would."""
-    from eval.run.measure import WARMUP_TOKENS
-    from eval.run.prepare import parameters_of
-    from eval.store.runs import label_of, settings_in
-
+def costs_of(run: Run, rows: Sequence[Rows], device: Accelerator | None) -> list[Cost]:
+    """The cost of each arm of a run. rows: of `rows_of`. Raises UserError, as the run would."""
     model = Model.of(run.spec)
-    methods = {name: build_method(settings) for name, settings in parameters_of(run, model.config).items()}
-    sides: list[tuple[Mapping[str, Method], str]] = [(methods, later_turns(run.method))]
-    if run.paired:
-        sides.append((dict.fromkeys(methods, Baseline()), "continue"))
-    every = [method for by_dataset, _ in sides for method in by_dataset.values()]
+    every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
     longest, most = max(row.length for row in rows), max(row.new_tokens for row in rows)
     memory = None if device is None else 1e9 * device.gigabytes
-    together = rows_of_answers(run.config.answers.rows, run.spec, every, longest, most, memory)
+    together = rows_of_answers(run.config.batch_size, run.spec, every, longest, most, memory)
+    return [_cost(run, arm, rows, model, device, together) for arm in run.arms]
+
+
+def _cost(run: Run, arm: Arm, rows: Sequence[Rows], model: Model, device: Accelerator | None, together: int) -> Cost:
+    from eval.run.measure import WARMUP_TOKENS
+
     first = rows[0]
-    warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.timing.warmup)
-    works, seconds, peaks = [Work(0, 0), Work(0, 0)], 0.0, []
-    for side, (by_dataset, turns) in enumerate(sides):
-        for row in (*rows, warm_up):
-            method = by_dataset[row.dataset]
-            new_tokens = 1 if side == 1 and run.paired == "ttft" and row is not warm_up else row.new_tokens
-            for work in model.conversation(method, row.messages, new_tokens, turns, together):
-                works[side] += Work(row.count * work.flops, row.count * work.read)
-                seconds += row.count * seconds_on(device, work) if device is not None else 0
-            peaks.append(model.memory(method, row.length, row.new_tokens, together))
+    warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
+    total, seconds, peaks = Work(0, 0), 0.0, []
+    for row in (*rows, warm_up):
+        method = arm.method(row.dataset)
+        for work in model.conversation(method, row.messages, row.new_tokens, arm.turns, together):
+            total += Work(row.count * work.flops, row.count * work.read)
+            seconds += row.count * seconds_on(device, work) if device is not None else 0
+        peaks.append(model.memory(method, row.length, row.new_tokens, together))
     return Cost(
-        run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(canonical(run.method)))}",
+        run=Path(run.spec.name).name,
+        arm=arm.label,
         examples=sum(row.count for row in rows),
         prompt_tokens=sum(row.count * sum(row.messages) for row in rows),
         longest=max(sum(row.messages) for row in rows),
         answer_tokens=sum(row.count * len(row.messages) * row.new_tokens for row in rows),
-        method=works[0],
-        baseline=works[1],
+        work=total,
         memory=max(peaks, key=lambda parts: sum(parts.values())),
         seconds=seconds,
     )
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
-    """The cost of each run of the arguments. Raises UserError.
+    """The cost of each arm of each run of the arguments; shards are planned as one run. Raises UserError.
 
-    Runs that cannot reach their target speedup are left out, with a line in the log.
+    Arms that cannot reach their target speedup are left out, with a line in the log.
     """
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
-    jobs = [resolve(to_run_config(compose_config(job))) for job in jobs_of(whole)]
-    if any(job.is_served for job in jobs):
+    runs = [Run(config) for config in jobs_of(whole)]
+    if any(run.is_served for run in runs):
         raise UserError("a plan counts the work of a model in this process; a server's is unknown")
     try:
-        for job in jobs:
-            read_config(job.spec)  # what is not in the caches is told before torch is imported
+        for run in runs:
+            _ = run.asked, run.datasets
+            read_config(run.spec)  # what is not in the caches is told before torch is imported
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
-    from eval.run.prepare import within_reach
-
-    runs = [run for job in jobs for run in within_reach(job).values()]
-    if not runs:
-        raise UserError("no run reaches its speedup on this model: give a lower one")
-    keyed = [(repr(replace(run.config, method={}, compare={}, only=None)), run) for run in runs]  # by their prompts
-    baselines = {key for key, run in keyed if run.method["name"] == "baseline"}
-    controls = {key: run for key, run in keyed if run.config.control and key not in baselines}
-    keyed += [(key, run.changed(method={"name": "baseline"})) for key, run in controls.items()]  # one for all methods
-    rows = {key: rows_of(run) for key, run in dict(keyed).items()}
-    return [cost(run, rows[key], device) for key, run in keyed]
+    return [cost for run in runs for cost in costs_of(run, rows_of(run), device)]
 
 
 def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
@@ -154,27 +140,31 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
     from eval.store.runs import counted
 
-    headings = ["run", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "of baseline"]
-    headings += ["TB read", "of baseline", "GB", "hours"]
+    headings = ["model", "arm", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "TB read", "GB"]
     rows = [
         [
-            *(one.run, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}", f"{one.answer_tokens:,}"),
-            *(f"{work.flops / 1e15:.4g}" for work in (one.method, one.baseline)),
-            *(f"{work.read / 1e12:.4g}" for work in (one.method, one.baseline)),
+            *(one.run, one.arm, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}"),
+            *(f"{one.answer_tokens:,}", f"{one.work.flops / 1e15:.4g}", f"{one.work.read / 1e12:.4g}"),
             *(f"{one.peak / 1e9:.3g}", "?" if device is None else f"{one.seconds / 3600:.2g}"),
         ]
         for one in planned
     ]
     largest = max(planned, key=lambda one: one.peak)
     parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
-    lines = [*markdown_lines(headings, rows, 1), ""]
-    lines.append(f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more")
-    runs = counted(len(planned), "run")
+    total = sum((one.work for one in planned), Work(0, 0))
+    lines = [*markdown_lines([*headings, "hours"], rows, 2), ""]
+    lines.append(
+        f"{counted(len(planned), 'arm')} of {counted(len({one.run for one in planned}), 'model')}: "
+        f"{total.flops / 1e15:.4g} PFLOP, {total.read / 1e12:.4g} TB read"
+    )
+    lines.append(
+        f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"
+    )
     if device is None:
-        return "\n".join([*lines, f"{runs}; for hours, give --gpu {', '.join(ACCELERATORS)}"])
+        return "\n".join([*lines, f"for hours, give --gpu {', '.join(ACCELERATORS)}"])
     rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
     hours = sum(one.seconds for one in planned) / 3600
-    lines.append(f"{runs}, {hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
+    lines.append(f"{hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
     if largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
             f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "

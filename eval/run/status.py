@@ -2,9 +2,9 @@
 
 lazyllm-bench status RUNS [RUNS ...] [--json]
 
-One line a run; done: it has all examples of its newest command, which may have had a smaller limit. Exit code: 0 if all
-are done, 1 if some failed, 3 if some are not finished and none failed, 2 if folders cannot be read. Give a sweep's
-command again to run what is missing: finished runs end without loading a model.
+One line a run; done: every arm has answered all examples of its newest command, which may have had a smaller limit.
+Exit code: 0 if all are done, 1 if some failed, 3 if some are not finished and none failed, 2 if folders cannot be read.
+Give a sweep's command again to run what is missing: finished runs end without loading a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from eval.store.folder import files_of, read_about, read_jobs, read_planned
-from eval.store.runs import CAMPAIGN, StoredRun, counted
+from eval.store.runs import StoredRun, counted
 from lazyllm.errors import UserError, parser_of
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE = "done", "running", "unclear", "failed", "incomplete"
@@ -32,12 +32,15 @@ _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, DONE: 0}
 
 @dataclass(frozen=True)
 class Status:
-    """A run's line. last: of the last record, in UTC. expected, last: None if unknown. why: what is missing or fails"""
+    """A run's line.
+
+    arms: their labels. done, expected: examples; failed: answers. last: of the last visit, in UTC. expected, last: None
+    if unknown. why: what is missing or fails.
+    """
 
     run: str
     model: str
-    setting: str
-    seed: int | None
+    arms: list[str]
     state: str
     done: int
     expected: int | None
@@ -51,24 +54,24 @@ def status(folders: Sequence[Path]) -> list[Status]:
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give the folder that holds the runs, e.g. runs")
-    campaigns = sorted({file.parent for folder in folders for file in folder.rglob(CAMPAIGN)})
     runs = sorted({file.parent for folder in folders for file in folder.rglob("run.json")})
-    runs = [folder for folder in runs if not any(folder.is_relative_to(campaign) for campaign in campaigns)]
     if not runs:
-        where = f"{campaigns[0]}: a collected campaign" if campaigns else ", ".join(map(str, folders))
-        raise UserError(f"no run in or below {where}; give the folder that holds the runs")
+        raise UserError(f"no run in or below {', '.join(map(str, folders))}; give the folder that holds the runs")
     return [_status(folder) for folder in runs]
 
 
 def _status(folder: Path) -> Status:
     try:
         run = StoredRun(folder, read_about(folder / "run.json"))
-        keys, planned = set(run.keys), read_planned(folder)
-        seconds = max((file.stat().st_mtime for file in files_of(folder, "records") if keys), default=None)
+        answered: dict[tuple[str, str], set[str]] = {}
+        for visit in run.visits:
+            answered.setdefault(visit.key, set()).update(visit.answers)
+        keys, planned = {key for key, labels in answered.items() if labels >= run.arms.keys()}, read_planned(folder)
+        seconds = max((file.stat().st_mtime for file in files_of(folder, "visits") if answered), default=None)
         last = None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         missing = len(set(planned or ()) - keys)
-        failed = Counter(failure.reason for failure in run.failures)
-        findings = [(FAILED, f"{number} failed: {reason}") for reason, number in failed.most_common(3)]
+        failed = Counter((arm, reason) for (_, _, arm), reason in run.failed.items())
+        findings = [(FAILED, f"{number} of {arm} failed: {reason}") for (arm, reason), number in failed.most_common(3)]
         for file, events in read_jobs(folder).items():
             findings.append(_state_after(events[-1], file.stem.replace("jobs", "job"), last))
         state = next((state for state in (RUNNING, UNCLEAR, FAILED) if state in dict(findings)), INCOMPLETE)
@@ -79,20 +82,20 @@ def _status(folder: Path) -> Status:
             findings.append((INCOMPLETE, f"{lacks}; the same command goes on"))
         done, expected = (len(keys), None) if planned is None else (len(planned) - missing, len(planned))
         why = "; ".join(reason for _, reason in findings if reason)
-        return Status(folder.name, run.model, run.label, run.seed, state, done, expected, failed.total(), last, why)
+        return Status(folder.name, run.model, [*run.arms], state, done, expected, failed.total(), last, why)
     except (ValueError, KeyError, TypeError) as error:  # a damaged run; the others are still listed
-        return Status(folder.name, "", "", None, FAILED, 0, None, 0, None, str(error))
+        return Status(folder.name, "", [], FAILED, 0, None, 0, None, str(error))
 
 
 def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[str, str]:
-    """The state after the last event of a job, and the reason. last: time of the last record."""
+    """The state after the last event of a job, and the reason. last: time of the last visit."""
     if event["event"] == "end":
         error = event["error"] or ""
         if error.startswith(KeyboardInterrupt.__name__):  # Ctrl-C is not a failure
             return INCOMPLETE, "stopped"
         return (FAILED, f"{job} ended at {event['time']}: {error}") if error else (INCOMPLETE, "")
     if event["host"] != socket.gethostname():
-        return UNCLEAR, f"running or died on {event['host']} since {event['time']}, last record {last or 'never'}"
+        return UNCLEAR, f"running or died on {event['host']} since {event['time']}, last visit {last or 'never'}"
     try:
         os.kill(event["process"], 0)
     except OSError as error:
@@ -112,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:
-        headings = ("run", "state", Column("examples", justify="right"), "last record", Column("", overflow="fold"))
+        headings = ("run", "state", Column("examples", justify="right"), "last visit", Column("", overflow="fold"))
         table = Table(*headings, box=None, pad_edge=False)
         for line in lines:
             examples = f"{line.done}/{'?' if line.expected is None else line.expected}"

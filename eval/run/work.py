@@ -115,12 +115,12 @@ def rows_of_answers(
 ) -> int:
     """The number of answers that decode together, those of a paired baseline included.
 
-    asked: the setting `answers.rows`. methods: all that answer. n: tokens of the longest prompt. memory: bytes of the
+    asked: the setting `batch_size`. methods: all that answer. n: tokens of the longest prompt. memory: bytes of the
     accelerators; None for a CPU, or if it is not known. Raises UserError if a method's answers cannot be packed.
     """
     alone = [method.label for method in methods if not method.packs]
     if alone and (asked or 1) > 1:
-        raise UserError(f"answers.rows={asked}: {alone[0]} decodes in a way of its own: give answers.rows=1")
+        raise UserError(f"batch_size={asked}: {alone[0]} decodes in a way of its own: give batch_size=1")
     if asked is not None:
         return asked
     if alone or memory is None:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,24 @@ import pytest
 from eval import cli
 from eval.run.status import Status, status
 from eval.store.folder import PLANNED, open_store, planned_text
-from eval.store.record import Failure
-from tests.eval.store.made import record, write_run
+from eval.store.visit import Failure
+from tests.eval.store.visits import visit
 
+IDENTITY = {
+    "model": "tiny",
+    "arms": {name: {"method": {"name": name}, "parameters": None} for name in ("baseline", "lazy")},
+    "baseline": "baseline",
+    "seed": 0,
+}
 BEGAN, ENDED = "2026-11-21T10:00:00Z", "2026-11-21T10:00:10Z"
 
 
 def make(folder: Path, done: int, planned: int | None = None, **identity: Any) -> Path:
-    write_run(folder, [record(number) for number in range(done)], **identity)
+    about = {"config": {"model": {"name": "tiny", "paper": None}, "server": {"url": None}}}
+    with open_store(folder, IDENTITY | identity, about) as store:
+        for number in range(done):
+            if not store.visits.get(visit(number).key):
+                store.append(visit(number))
     if planned is not None:
         (folder / PLANNED).write_text(planned_text(("hotpotqa", f"row-{number}") for number in range(planned)))
     return folder
@@ -46,7 +57,7 @@ def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.Capture
     assert "1 run: 1 done" in capsys.readouterr().out
     make(tmp_path / "b", 3, 4, seed=1)
     (tmp_path / "b" / PLANNED).write_text(planned_text([("hotpotqa", "row-2"), ("hotpotqa", "row-9")]))
-    os.utime(tmp_path / "b" / "records.jsonl", (0, 0))
+    os.utime(tmp_path / "b" / "visits.jsonl", (0, 0))
     make(tmp_path / "c", 0, None, seed=2)
     (tmp_path / "c" / PLANNED).unlink(missing_ok=True)
     with (tmp_path / "b" / "jobs.jsonl").open("a") as opened:
@@ -54,21 +65,24 @@ def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.Capture
     done, missing, unknown = status([tmp_path])
     assert (done.state, done.done, done.expected, done.why) == ("done", 4, 4, "")
     assert (missing.run, missing.state, missing.done, missing.expected) == ("b", "incomplete", 1, 2)
-    assert (missing.seed, missing.last) == (1, "1970-01-01T00:00:00Z")
+    assert (missing.arms, missing.last) == (["baseline", "lazy"], "1970-01-01T00:00:00Z")
     assert "1 example missing" in missing.why
     assert (unknown.state, unknown.expected, unknown.last) == ("incomplete", None, None)
     assert cli.main(["status", str(tmp_path), "--json"]) == 3
     assert [line["run"] for line in json.loads(capsys.readouterr().out)] == ["a", "b", "c"]
 
 
-def test_failed_examples_say_why(tmp_path: Path) -> None:
+def test_failed_answers_say_which_arm_and_why(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", 1, 4)
     with open_store(folder, json.loads((folder / "run.json").read_text())["identity"], {}) as store:
-        for number, reason in enumerate(["it has a record now", "too long", "too long", "NaN"]):
-            store.fail(Failure("hotpotqa", f"row-{number}", reason, "a traceback"))
+        for number, reason in enumerate(["it has an answer now", "too long", "too long", "NaN"]):
+            one_arm = {"baseline": visit(number).answers["baseline"]}
+            failures = {"lazy": Failure(reason=reason, traceback="...")}
+            store.append(replace(visit(number), answers=one_arm, failures=failures))
     job(folder)
-    assert (one(tmp_path).state, one(tmp_path).failed) == ("failed", 3)
-    assert one(tmp_path).why == "2 failed: too long; 1 failed: NaN"
+    line = one(tmp_path)
+    assert (line.state, line.failed, line.done, line.expected) == ("failed", 3, 1, 4)
+    assert line.why.startswith("2 of lazy failed: too long; 1 of lazy failed: NaN")
     assert cli.main(["status", str(tmp_path)]) == 1
 
 

@@ -22,7 +22,9 @@ from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from tests.eval.store.visits import visit
 
-IDENTITY = {"model": "tiny", "method": {"name": "lazy", "schedule": {"2": 0.7}}, "seed": 0}
+ARMS = {name: {"method": {"name": name}, "parameters": None} for name in ("baseline", "lazy")}
+IDENTITY = {"model": "tiny", "arms": ARMS, "baseline": "baseline", "seed": 0}
+ABOUT = {"config": {"model": {"name": "tiny", "paper": None}, "server": {"url": None}}}
 BEGIN = {"event": "begin", "time": "2026-11-21T10:00:00Z"}
 
 
@@ -38,7 +40,7 @@ def content_of(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run of three visits and a job."""
-    with open_store(tmp_path, IDENTITY, {}) as store:
+    with open_store(tmp_path, IDENTITY, ABOUT) as store:
         for number in range(3):
             store.append(visit(number))
         store.note(BEGIN)
@@ -101,7 +103,11 @@ def test_store_refuses_other_folders_without_a_change(
 
 
 @pytest.mark.parametrize(
-    ("part", "change"), [("", {"method": {"name": "lazy", "schedule": {"2": 0.5}}}), ("-2-of-2", {"device": "another"})]
+    ("part", "change"),
+    [
+        ("", {"arms": ARMS | {"lazy": {"method": {"name": "lazy", "schedule": {"2": 0.5}}}}}),
+        ("-2-of-2", {"device": "another"}),
+    ],
 )
 def test_store_refuses_another_identity_and_names_the_difference(folder: Path, part: str, change: dict) -> None:
     with pytest.raises(UserError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
