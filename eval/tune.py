@@ -1,19 +1,22 @@
-"""The verb `tune`: search pruning layers and keep ratios on one half of the examples; report on the other half.
+"""The verb `tune`: search pruning layers and keep ratios on the split `dev` of the examples; report on `test`.
 
 lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3           the best score at an ideal TTFT speedup
 lazyllm-bench tune model=tiny dataset=embedded -m target_speedup=1.5,2,3    a study of each
 lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...              four processes on one study
 
-Every schedule is measured by an ordinary run in `trials/`, stored, locked and resumed as any other. The best one and
-one like the paper's are compared in runs/. The same command resumes a study that was stopped or killed. Its folder also
-holds `schedules.csv` (ideal speedups, scores on the tuning half) and `tuned.yaml`, for `method.schedule=tuned/STUDY`.
+Optuna proposes rounds of schedules. A round is the arms of an ordinary run in `trials/`, stored, locked and resumed as
+any other. The best schedule and one like the paper's are compared in runs/. The same command resumes a study that was
+stopped or killed. Its folder also holds `schedules.csv` (ideal speedups, scores on `dev`) and `tuned.yaml`, for
+`method.schedule=tuned/STUDY`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import shlex
+import time
 import warnings
 from bisect import bisect_left
 from collections import Counter
@@ -29,12 +32,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
-from eval.benchmarks.subsets import HELD_OUT, TUNING
 from eval.benchmarks.suite import setting
-from eval.run.config import RunConfig, TimingConfig, TrackerConfig, model_arguments, to_run_config
+from eval.run.config import RunConfig, TrackerConfig, model_arguments, to_run_config
 from eval.run.identity import code_sha256
 from eval.run.job import job, start
-from eval.run.resolved import Resolved, check_early, resolve
+from eval.run.run import Run
 from eval.run.targets import FILE, as_yaml
 from eval.store.folder import InUseError, check_same, fingerprint
 from lazyllm.errors import UserError, require
@@ -48,7 +50,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Cuts = tuple[tuple[int, int], ...]  # a schedule: (pruning layer, per cent kept), in the order of layers
-Score = Callable[[Cuts], float | None]  # of a schedule on the tuning half; None if it could not be measured
+# Scores of schedules on `dev`; None if one could not be measured
+Score = Callable[[Sequence[Cuts]], Mapping[Cuts, float | None]]
+ROUND = 4  # schedules that are measured together
 
 
 @dataclass
@@ -66,10 +70,10 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     """The composed config, checked as far as possible without a model. Raises UserError."""
     plain, default = to_run_config(config), TuneConfig()
     assert isinstance(plain, TuneConfig)
-    refused = ("compare", "only", "shard", "half", "trace")
+    refused = ("compare", "shard", "split", "trace", "aa_test")
     expected = {
         **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in refused},
-        "timing.paired": (plain.timing.paired is True, "true, as the finalists of a search are paired"),
+        "baseline": (plain.baseline, "true, as the finalists of a search are compared with it"),
         "method.name": (by_name(plain.method["name"]).dial == "schedule", "method=lazy, or one with a schedule"),
         "method.schedule": (plain.method.get("schedule", "paper") == "paper", "no such key: the search finds it"),
         "timeout_s": (plain.timeout_s is None or plain.timeout_s > 0, "more than 0 seconds, or null"),
@@ -160,45 +164,51 @@ class Space:
 def tune(config: TuneConfig) -> Path:
     """Search, then report; returns the study's folder. Raises UserError, before a model loads if possible."""
     plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
-    quiet: Any = {"timing": TimingConfig(paired=False, warmup=0), "tracker": TrackerConfig(), "fidelity": None}
-    trials = resolve(replace(plain, half=TUNING, out=None, evidence=False, **quiet))  # compared by score only
-    check_early(trials)
-    from eval.run.loop import loaded_once, run  # not at the top, as all heavy imports: arguments are checked first
-    from eval.run.prepare import prepare
+    quiet: Any = {"baseline": False, "warmup": 0, "tracker": TrackerConfig(), "fidelity": None, "evidence": False}
+    trials = Run(replace(plain, split="dev", out=None, **quiet)).check()  # compared by score only
+    from eval.run.loop import loaded_once, measure  # not at the top, as all heavy imports: arguments are checked first
     from eval.store.aggregate import rows_of
 
-    plan, lengths = prepare(trials), dict[str, Counter[int]]()
-    for case in plan.cases:
+    lengths = dict[str, Counter[int]]()
+    for case in trials.cases:
         lengths.setdefault(case.dataset.name, Counter())[len(case.prompt.token_ids)] += 1
     assert config.target_speedup is not None  # as `to_tune_config` makes sure
-    space = Space(plan.model_config, plan.cases[0].method, lengths, config.layers, config.target_speedup)
-    first = range(1, plan.model_config.num_hidden_layers)[: config.layers]
+    method = trials.arms[0].method(trials.datasets[0].name)
+    space = Space(trials.model_config, method, lengths, config.layers, config.target_speedup)
+    first = range(1, trials.model_config.num_hidden_layers)[: config.layers]
     fastest = space.speedup(tuple((layer, space.ratios[0]) for layer in first))
     within = f"less, as the best ideal speedup with layers={config.layers} is {fastest:.2f}: lower it or raise layers"
     require(fastest >= space.target, "target_speedup", space.target, within)
     # what must agree to resume a study; the number of trials may be raised
-    identity = plan.identity | {
-        "tuned_on": f"{len(plan.cases)} examples, {sha256_of(sorted(case.key for case in plan.cases))[:16]}",
-        "search_code": code_sha256(("eval/tune.py", "eval/store/aggregate.py"))[:16],
+    identity = trials.identity | {
+        "tuned_on": f"{len(trials.cases)} examples, {sha256_of(sorted(case.key for case in trials.cases))[:16]}",
+        "search_code": code_sha256(("eval/tune.py", "eval/store/aggregate.py")),
         "target_speedup": space.target,
         "layers": config.layers,
     }
-    name = f"{plan.folder.name.rpartition('-')[0]}-{space.target:g}x-{fingerprint(identity)[:8]}"
+    name = f"{trials.folder.name.rpartition('-')[0]}-{space.target:g}x-{fingerprint(identity)[:8]}"
     folder = Path(config.out or f"studies/{name}")
     study = open_study(folder, identity, config)
-    log.info("%s: %d examples to tune on, %d schedules measured", folder, len(plan.cases), len(tried_in(study)))
+    log.info("%s: %d examples to tune on, %d schedules measured", folder, len(trials.cases), len(tried_in(study)))
     with loaded_once(trials) as load:
 
-        def score(cuts: Cuts) -> float | None:
-            out = folder / "trials" / "-".join(f"{layer}_{percent}" for layer, percent in cuts)
-            method = {**config.method, "schedule": schedule_of(cuts)}
-            result = run(trials.changed(method=method, out=str(out)), show=False, load=load)
-            return None if result.failed or result.results is None else rows_of(result.results.frame)[-1]["score"]
+        def score(cuts: Sequence[Cuts]) -> dict[Cuts, float | None]:
+            labels = {one: "-".join(f"{layer}_{percent}" for layer, percent in one) for one in cuts}
+            arms = {label: {**config.method, "schedule": schedule_of(one)} for one, label in labels.items()}
+            out = folder / "trials" / sha256_of(sorted(arms))[:12]
+            result = measure(trials.changed(compare=arms, out=str(out)), show=False, load=load)
+            assert result.results is not None  # there are no shards
+            frame: Any = result.results.frame
+            failed = {arm for run in result.results.runs for _, _, arm in run.failed}
+            return {
+                one: None if label in failed else rows_of(frame[frame["arm"] == label], frame)[-1]["score"]
+                for one, label in labels.items()
+            }
 
         search(study, space, score, config.trials, config.timeout_s)
     if tried_in(study):
         with FileLock(folder / "report.lock"):  # other processes of the study report too, when they end
-            report(config, resolve(replace(plain, half=HELD_OUT, out=None)), space, study, folder)
+            report(config, Run(replace(plain, split="test", out=None)), space, study, folder)
     else:
         log.warning("%s: no schedule has been measured; the same command resumes the search", folder)
     return folder
@@ -238,14 +248,14 @@ def tried_in(study: optuna.Study, *states: str) -> dict[Cuts, Any]:
 
 
 def search(study: optuna.Study, space: Space, score: Score, trials: int, timeout_s: float | None = None) -> None:
-    """Measure schedules until the study has `trials` of them; none begins after `timeout_s` seconds.
+    """Measure schedules in rounds until the study has `trials` of them; no round begins after `timeout_s` seconds.
 
     A schedule without a score counts until the search is resumed. The reference comes first, then trials that an
     earlier process left unfinished. Several processes may measure a few schedules more.
     """
     import optuna
 
-    known, failed = tried_in(study), [trial for trial in study.trials if trial.state.name == "FAIL"]
+    states, known = optuna.trial.TrialState, tried_in(study)
     if len(known) >= trials:
         return
     for cuts in [*space.references().values(), *tried_in(study, "FAIL", "RUNNING")]:
@@ -255,23 +265,30 @@ def search(study: optuna.Study, space: Space, score: Score, trials: int, timeout
                 parameters |= {f"layer_{number}": layer, f"keep_{number}": percent}
             study.enqueue_trial(parameters)
 
-    def objective(trial: optuna.Trial) -> Any:
-        cuts = space.draw(trial)
-        trial.set_user_attr("cuts", cuts)
-        trial.set_constraint("ideal speedup that is missing", space.target - space.speedup(cuts))
-        if not space.reaches(cuts) or cuts in tried_in(study):
-            raise optuna.TrialPruned  # a repeated score would attract the sampler
-        try:
-            value = score(cuts)
-        except InUseError as error:  # another process measures the same schedule
-            raise optuna.TrialPruned from error
-        log.info("trial %d: schedule %s, score %s", trial.number, schedule_of(cuts), value)
-        return value
-
-    ended = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.FAIL)
-    enough = optuna.study.MaxTrialsCallback(trials + len(failed), states=ended)
+    failed, asked, end = 0, 0, math.inf if timeout_s is None else time.monotonic() + timeout_s
     # at most 20 candidates for each schedule to measure: a small space has few that are not measured yet
-    study.optimize(objective, n_trials=20 * trials, timeout=timeout_s, callbacks=[enough])
+    while (left := trials - len(tried_in(study)) - failed) > 0 and asked < 20 * trials and time.monotonic() < end:
+        round_: dict[Cuts, optuna.Trial] = {}
+        while len(round_) < min(ROUND, left) and asked < 20 * trials:
+            trial, asked = study.ask(), asked + 1
+            cuts = space.draw(trial)
+            trial.set_user_attr("cuts", cuts)
+            trial.set_constraint("ideal speedup that is missing", space.target - space.speedup(cuts))
+            if space.reaches(cuts) and cuts not in round_ and cuts not in tried_in(study):
+                round_[cuts] = trial
+            else:  # a repeated score would attract the sampler
+                study.tell(trial, state=states.PRUNED)
+        try:
+            scores = score([*round_]) if round_ else {}
+        except InUseError:  # another process measures the same schedules
+            for trial in round_.values():
+                study.tell(trial, state=states.PRUNED)
+            continue
+        for cuts, trial in round_.items():
+            value = scores[cuts]
+            log.info("trial %d: schedule %s, score %s", trial.number, schedule_of(cuts), value)
+            failed += value is None
+            study.tell(trial, value, state=states.FAIL if value is None else states.COMPLETE)
 
 
 def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:
@@ -279,33 +296,33 @@ def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:
     return sorted(tried, key=lambda cuts: (-tried[cuts], space.speedup(cuts)))
 
 
-def report(config: TuneConfig, held_out: Resolved, space: Space, study: optuna.Study, folder: Path) -> None:
-    """Compare the best schedule and the reference on the other half; write the files. Raises UserError if it failed."""
+def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, folder: Path) -> None:
+    """Compare the best schedule and the reference on `test`; write the files. Raises UserError if it failed."""
     import pandas as pd
 
     from eval.analysis.columns import with_ends
-    from eval.run.loop import compare
+    from eval.run.loop import measure
     from eval.store.aggregate import drawn_means, on_common_examples
 
     tried = tried_in(study)
     order = ranked(tried, space)
     rows = [(json.dumps(schedule_of(cuts)), space.speedup(cuts), tried[cuts]) for cuts in order]
-    table = pd.DataFrame(rows, columns=["schedule", "ideal_speedup", "tuning_score"])
+    table = pd.DataFrame(rows, columns=["schedule", "ideal_speedup", "dev_score"])
     write_whole(folder / "schedules.csv", table.to_csv(index=False, lineterminator="\n"))
     finalists = space.references() | {"tuned": order[0]}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    results = compare(held_out.changed(method={}, compare=methods, label=folder.name))
-    if any(result.failed for result in results):
-        raise UserError("held-out examples failed, so no schedule is written: the same command tries them again")
-    named = zip(finalists, results, strict=True)
-    examples = [result.results.frame.assign(label=name) for name, result in named if result.results]
-    scores = on_common_examples(pd.concat(examples), "score")
+    result = measure(test.changed(compare=methods, label=folder.name))
+    if result.failed or result.results is None:
+        raise UserError("answers failed, so no schedule is written: the same command tries them again")
+    frame: Any = result.results.frame
+    examples = frame[frame["arm"].isin([*finalists])]
+    scores = on_common_examples(examples.assign(label=examples["arm"]), "score")
     drawn = dict(zip(scores.columns, drawn_means(scores).T, strict=True))
     score, schedule = with_ends(drawn["tuned"]), schedule_of(order[0])
     about = {"model": Path(config.model.name).name, "datasets": sorted(space.lengths), "target_speedup": space.target}
-    about["held_out_score"] = [round(value, 2) for value in score]
+    about["test_score"] = [round(value, 2) for value in score]
     write_whole(folder / FILE, as_yaml(folder.name, schedule, space.model_config.num_hidden_layers, about))
-    print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, held-out score {score[0]:.2f}", end="")
+    print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, score on test {score[0]:.2f}", end="")
     if "paper" in drawn:
         print(", {:+.2f} [{:+.2f}, {:+.2f}] to paper's".format(*with_ends(drawn["tuned"] - drawn["paper"])), end="")
     command = shlex.join([*model_arguments(config.model.name), f"method.schedule=tuned/{folder}"])

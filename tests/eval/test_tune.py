@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +15,7 @@ import yaml
 
 import eval.run.measure
 from eval.run.config import check_arguments, compose_config, register_schema
-from eval.run.prepare import prepare
-from eval.store.folder import InUseError
-from eval.store.record import Record
+from eval.store.folder import InUseError, read_visits
 from eval.tune import Cuts, Space, TuneConfig, open_study, ranked, search, to_tune_config, tried_in, tune
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
@@ -29,9 +27,9 @@ SHAPE = SimpleNamespace(
 )  # fmt: skip
 QUICK = (
     "dataset=[lookup,shots]",
-    "limit=4",
+    "limit=2",
     "max_new_tokens=2",
-    "timing.warmup=0",
+    "warmup=0",
     "threads=1",
     "trials=2",
     "layers=2",
@@ -48,7 +46,7 @@ def space_of(target: float, layers: int = 8, cuts: int = 3, lengths: dict | None
 def config_of(*overrides: str) -> TuneConfig:
     register_schema(TuneConfig)
     try:
-        check_arguments(overrides, TuneConfig)
+        check_arguments(overrides)
         return to_tune_config(compose_config(overrides))
     finally:
         register_schema()
@@ -116,7 +114,7 @@ def searched(
     folder: Path, space: Space, trials: int, score: Callable[[Cuts], float | None] = quality, **identity: str
 ) -> dict[Cuts, float]:
     study = open_study(folder, identity, TuneConfig(target_speedup=space.target))
-    search(study, space, score, trials, timeout_s=None)
+    search(study, space, lambda round_: {cuts: score(cuts) for cuts in round_}, trials, timeout_s=None)
     return tried_in(study)
 
 
@@ -155,18 +153,20 @@ def test_study_resumes_with_references_and_broken_trials_first(tmp_path: Path) -
     assert searched(tmp_path, space, 4, stopped) == tried  # nothing is left to do
 
 
-def test_failed_and_busy_schedules_have_no_score(tmp_path: Path) -> None:
-    space, asked = space_of(1.2), list[Cuts]()
+def test_schedules_are_measured_in_rounds_which_may_be_busy(tmp_path: Path) -> None:
+    space, rounds = space_of(1.2), list[list[Cuts]]()
 
-    def score(cuts: Cuts) -> float | None:
-        asked.append(cuts)
-        if len(asked) == 1:
+    def score(round_: Sequence[Cuts]) -> dict[Cuts, float | None]:
+        rounds.append([*round_])
+        if len(rounds) == 1:
             raise InUseError("another process is working in this run folder")
-        return None if len(asked) == 2 else quality(cuts)
+        return {cuts: None if cuts == rounds[1][0] else quality(cuts) for cuts in round_}
 
-    tried = searched(tmp_path, space, 4, score)
-    assert [*tried] == asked[2:]
-    assert len(tried) == 3  # the failed one counts
+    study = open_study(tmp_path, {}, TuneConfig(target_speedup=space.target))
+    search(study, space, score, 6)
+    assert [len(round_) for round_ in rounds] == [4, 4, 2]
+    assert len({cuts for round_ in rounds[1:] for cuts in round_}) == 6
+    assert [*tried_in(study)] == [*rounds[1][1:], *rounds[2]]  # the failed one counts
 
 
 def test_search_ends_when_a_small_space_holds_no_further_schedule(tmp_path: Path) -> None:
@@ -190,27 +190,29 @@ def test_study_of_real_runs(
     monkeypatch.chdir(tmp_path)
     assert tune(config_of(*QUICK)) == Path("study")
     keys = {
-        name: {Record.from_json(line).key for file in Path(name).glob("*/records.jsonl") for line in file.open()}
+        name: {visit.key for folder in Path(name).iterdir() for visit in read_visits(folder)}
         for name in ("study/trials", "runs")
     }
-    both = {case.key for case in prepare(run_of("dataset=[lookup,shots]", "limit=4")).cases}
+    assert len(list(Path("study/trials").iterdir())) == 1  # a round: the arms of one run
+    both = {case.key for case in run_of("dataset=[lookup,shots]", "limit=4").cases}
     assert len(keys["study/trials"]) == len(keys["runs"]) == 4
-    assert keys["study/trials"] | keys["runs"] == both  # nothing held out is touched by the search
+    assert keys["study/trials"] | keys["runs"] == both  # the search touches nothing of the other split
     table = pd.read_csv("study/schedules.csv")
     assert len(table) == 2
     content = yaml.safe_load(Path("study/tuned.yaml").read_text())
     schedule = {str(layer): ratio for layer, ratio in content["schedule"].items()}
     assert json.loads(table["schedule"].tolist()[0]) == schedule
     assert (content["layers"], content["model"]) == (8, "tiny")
-    compared = pd.read_csv("runs/study-tiny.csv").query("task == 'mean over tasks'").set_index("method")
+    (folder,) = Path("runs").iterdir()
+    compared = pd.read_csv(folder / "summary.csv").query("kind == 'all'").set_index("method")
     ends = [compared.loc["tuned", f"score{end}"] for end in ("", "_low", "_high")]
-    assert content["held_out_score"] == pytest.approx(ends, abs=0.02)
-    assert re.search(r"score \S+, [+-]\S+ \[\S+, \S+\] to paper's\nRun it: .* model=tiny ", capsys.readouterr().out)
+    assert content["test_score"] == pytest.approx(ends, abs=0.02)
+    assert re.search(r"on test \S+, [+-]\S+ \[\S+, \S+\] to paper's\nRun it: .* model=tiny ", capsys.readouterr().out)
     run = run_of("method.schedule=tuned/study", "dataset=lookup", "limit=1")
-    assert prepare(run).identity["method"]["schedule"] == schedule
+    assert run.identity["arms"]["lazy"]["method"]["schedule"] == schedule
     monkeypatch.setattr(eval.run.measure, "generate", None)  # nothing is measured again
     tune(config_of(*QUICK))
-    for changed, named in (("seed=1", "seed: 0 there"), ("limit=2", "tuned_on: "), ("method.revive=false", "method: ")):
+    for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms: ")):
         with pytest.raises(UserError, match=named):
             tune(config_of(*QUICK, changed))
 
@@ -223,8 +225,8 @@ def test_study_of_real_runs(
         (["target_speedup=1"], "target_speedup=1.0: expected more than 1"),
         (["trials=0"], "trials=0: expected 1 or more"),
         (["timeout_s=0"], "timeout_s=0"),
-        (["half=tuning"], "half=tuning"),
-        (["timing.paired=false"], "timing.paired="),
+        (["split=dev"], "split=dev"),
+        (["baseline=false"], "baseline=False"),
         (["shard=1/2"], "shard=1/2"),
         (["experiment=demo"], "compare="),
         ([*QUICK, "target_speedup=40"], "best ideal speedup .* is 7.*raise layers"),
