@@ -9,6 +9,8 @@ OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, has
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,9 @@ from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     from eval.analysis.registry import Subject
+    from eval.analysis.table import Table
+
+log = logging.getLogger(__name__)
 
 _PICTURES = ("svg", "pdf", "png")
 
@@ -32,9 +37,11 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
     subjects: such as `eval.analysis.registry.SUBJECTS`. Raises UserError if a file cannot be written.
     """
     paths, sections, missing = [], [], []
-    for name, subject in subjects.items():
+    notes = results.unfinished
+    for number, (name, subject) in enumerate(subjects.items(), start=1):
+        log.info("%d of %d: %s", number, len(subjects), name)
         if subject.table is not None:
-            table = subject.table(results)
+            table = _with_notes(subject.table(results), notes)
             texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}
             for suffix, text in texts.items():
                 paths.append(out / "tables" / f"{name}.{suffix}")
@@ -67,10 +74,17 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
         f"{counted(answers, 'answer')}, without a model. [provenance.json](provenance.json) lists the runs, their "
         "code and their machines.\n\n"
     )
+    if notes:
+        index += "\n".join([*(f"**{note}**" for note in notes), "", ""])
     if missing:
         index += "\n".join(["No run yet for:", "", *(f"- {title}" for title in missing), "", ""])
     write_whole(out / "README.md", index + "\n".join(sections))
     return [out / "README.md", out / "provenance.json", *paths]
+
+
+def _with_notes(table: Table, notes: Sequence[str]) -> Table:
+    """The table, whose caption begins with these sentences."""
+    return replace(table, caption="\n".join([*notes, table.caption]))
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:
@@ -94,17 +108,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code 0; raises UserError."""
     parser = parser_of("paper", __doc__)
     add_choice(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/paper"), help="folder to write (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: paper beside the runs)")
     parser.add_argument(
         "--within", type=float, default=1.0, metavar="X",
         help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
     )  # fmt: skip
     options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    logging.getLogger("fontTools").setLevel(logging.WARNING)
     results = Results.read(options.runs, options.where, options.newest)
     from eval.analysis.ranking import effective_keep  # not at the top: importing matplotlib is slow
     from eval.analysis.registry import SUBJECTS
 
     keep = replace(SUBJECTS["effective_keep"], table=partial(effective_keep, within=options.within))
-    paths = write_paper(results, options.out, SUBJECTS | {"effective_keep": keep})
+    out = options.out or options.runs[0] / "paper"
+    paths = write_paper(results, out, SUBJECTS | {"effective_keep": keep})
     print(f"{counted(len(paths), 'file')} from {counted(len(results.runs), 'run')}: {paths[0]}")
     return 0

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of stored runs: lazyllm-bench report RUNS [RUNS ...] [--out runs/report.html]"""
+"""One self-contained HTML page of stored runs: lazyllm-bench report RUNS [RUNS ...] [--out PAGE]"""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns 0. Raises UserError if there is no page to make."""
     parser = parser_of("report", __doc__)
     add_choice(parser)
-    parser.add_argument("--out", type=Path, default=Path("runs/report.html"), help="the page (default: %(default)s)")
-    parser.add_argument("--records", type=int, metavar="N", help="show only the first N records of a run and dataset")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="default: report.html beside the runs")
+    parser.add_argument("--examples", type=int, metavar="N", help="show only the first N examples of a run and dataset")
     options = parser.parse_args(argv)
-    require(options.records is None or options.records > 0, "--records", options.records, "1 or more")
+    require(options.examples is None or options.examples > 0, "--examples", options.examples, "1 or more")
     results = Results.read(options.runs, options.where, options.newest)
     from eval.analysis.registry import SUBJECTS  # not at the top: slow to import
     from eval.report.page import render
 
-    page = render(results, SUBJECTS, options.records)
-    write_whole(options.out, page)
+    page = render(results, SUBJECTS, options.examples)
+    out = options.out or options.runs[0] / "report.html"
+    write_whole(out, page)
     size = len(page.encode()) / 1e6
-    print(f"{options.out} ({size:.1f} MB): open it in a browser; it needs no other file")
+    print(f"{out} ({size:.1f} MB): open it in a browser; it needs no other file")
     if size > 30:
-        print("A browser loads it slowly: --records N shows the first N records of each run and dataset only")
+        print("A browser loads it slowly: --examples N shows the first N of each run and dataset only")
     return 0

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
-# a number at the beginning of a cell, before its unit or interval: "58.95 ±2.45", "85.2 %", "1,024"
-_NUMBER = re.compile(r"([+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)(?:$|[\s%±(\[*])", re.IGNORECASE)
-_EMPTY = {"", "-", "–", "—"}
+from eval.analysis.table import Cell
+
+MOST = 4  # columns after the keys that are shown before a reader asks for more
 
 
 @dataclass(frozen=True)
 class Heading:
-    """text: as shown. numeric: whether the column is sorted by number and aligned to the right."""
+    """text: as shown. numeric: whether the column is sorted by number and aligned to the right. more: whether a reader
+    has to ask for it."""
 
     text: str
     numeric: bool
+    more: bool
 
 
 @dataclass(frozen=True)
-class Cell:
-    """text: as shown. value: its number, by which a numeric column is sorted; None without a number."""
+class Shown:
+    """A cell. text: as shown. value: its number, by which a numeric column is sorted; None without a number."""
 
     text: str
     value: float | None
@@ -45,7 +47,7 @@ class Grid:
     title: str
     caption: str
     columns: tuple[Heading, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[Shown, ...], ...]
     filtered: int | None = None
 
     def choices(self) -> list[str]:
@@ -56,22 +58,20 @@ class Grid:
 def grid(
     name: str, title: str, caption: str, cells: pd.DataFrame, filtered: int | None = None, keys: int | None = None
 ) -> Grid:
-    """The grid of a table of texts.
+    """The grid of a table of `Cell`s, numbers and texts. A column with a number in any cell is numeric.
 
-    keys: number of columns that name the row; they are numeric if every cell begins with a number or is empty. Later
-    columns are numeric, even with cells such as "unpaired".
+    keys: number of columns that name the row; of the others, those after the first `MOST` are shown on demand. None:
+    all are shown at once.
     """
-    columns, shown = [], []
-    for number, heading in enumerate(map(str, cells.columns)):
-        texts = cells.iloc[:, number].astype(object).fillna("").map(str)
-        filled = [text for text in texts if text.strip() not in _EMPTY]
-        is_key = keys is None or number < keys
-        numeric = not is_key or (bool(filled) and all(_number(text) is not None for text in filled))
-        columns.append(Heading(heading, numeric))
-        shown.append([Cell(text, _number(text) if numeric else None) for text in texts])
-    return Grid(name, title, caption, tuple(columns), tuple(zip(*shown, strict=True)), filtered)
+    shown = [[_shown(value) for value in cells.iloc[:, number]] for number in range(cells.shape[1])]
+    columns = tuple(
+        Heading(str(text), any(cell.value is not None for cell in column), keys is not None and number >= keys + MOST)
+        for number, (text, column) in enumerate(zip(cells.columns, shown, strict=True))
+    )
+    return Grid(name, title, caption, columns, tuple(zip(*shown, strict=True)), filtered)
 
 
-def _number(text: str) -> float | None:
-    number = _NUMBER.match(text.strip().lstrip("*").replace("−", "-"))
-    return None if number is None else float(number[1].replace(",", ""))
+def _shown(value: Any) -> Shown:
+    if isinstance(value, str):
+        return Shown(str(value), value.value if isinstance(value, Cell) else None)
+    return Shown("", None) if pd.isna(value) else Shown(f"{value:,}", float(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,15 +12,17 @@ from eval.analysis.columns import BASELINE, is_diagnostic, marked
 from eval.analysis.run_table import SHOWN
 from eval.analysis.style import usual
 from eval.analysis.table import COMPUTED, EXAMPLES, MODEL, Column, cells
+from eval.benchmarks.datasets import DATASETS
 from eval.report.grid import Grid, grid
-from eval.store.results import Results, as_text, first_turns
+from eval.store.results import Results, as_text
 from eval.store.runs import StoredRun, counted
 
 KEPT = 0.99  # of the baseline's score
+_FEW = 6  # arms that are named
 ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
 # facts that are elsewhere on the page
-_SHOWN_ELSEWHERE = {"method", "versions", "seed", "paired"}
+_SHOWN_ELSEWHERE = {"arms", "baseline", "versions", "seed"}
 
 
 def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
@@ -28,10 +31,10 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     started = sorted(_moment(run) for run in runs)
     return [
         ("Models", _listed(run.model for run in runs)),
-        ("Methods", _listed(run.method for run in runs)),
-        ("Runs", f"{len(runs)}, of {counted(len({run.label for run in runs}), 'setting')}"),
+        ("Methods", _listed(arm.method for run in runs for arm in run.arms.values())),
+        ("Runs", f"{len(runs)}, with {counted(sum(len(run.arms) for run in runs), 'arm')}"),
         ("Datasets", _listed(name for run in runs for name in run.datasets)),
-        ("Examples", f"{len(examples):,}, in {counted(sum(len(run.keys) for run in runs), 'record')}"),
+        ("Examples", f"{len(examples):,}, in {counted(sum(len(run.visits) for run in runs), 'visit')}"),
         ("Measured", started[0] if started[0] == started[-1] else f"{started[0]} to {started[-1]}"),
         ("On", _listed(run.device for run in runs)),
         ("Attention kernel", _listed(kernel for run in runs for kernel in run.kernels) or "unknown"),
@@ -41,7 +44,7 @@ def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
 def findings(results: Results) -> list[str]:
     """A sentence for each model and suite: the fastest setting that keeps 99 % of its baseline's score.
 
-    It says instead what the runs cannot show: without a paired baseline, with one that scores 0, with few examples.
+    It says instead what the runs cannot show: without a baseline, with one that scores 0, with few examples.
     As in figures, of the `usual` runs; the last sentence names the others.
     """
     shown = usual(results)
@@ -61,17 +64,17 @@ def _finding(rows: Sequence[dict[Any, Any]]) -> str:
     if not methods:
         return "only the baseline was measured."
     if not paired:
-        return "no speedup and no kept score: nothing was measured beside its baseline (timing.paired=true does)."
+        return "no speedup and no kept score: nothing was measured beside a baseline (baseline=true does)."
     if not faster:
-        return f"no setting is faster to its first token than its paired baseline ({counted(len(paired), 'setting')})."
+        return f"no setting is faster to its first token than the baseline ({counted(len(paired), 'setting')})."
     found = f"settings faster than the baseline: {len(faster)}"
     examples = min(row["examples"] for row in faster)
-    if not any(row["baseline_score"] for row in faster):
+    if all(pd.isna(row["relative_score"]) for row in faster):
         found += "; the baseline scores 0, so no score could be kept or lost."
     elif examples < ENOUGH:
         found += f"; {counted(examples, 'example')} cannot show whether a score is kept (at least {ENOUGH})."
     else:
-        keeping = [row for row in faster if row["baseline_score"] and row["score"] >= KEPT * row["baseline_score"]]
+        keeping = [row for row in faster if row["relative_score"] >= 100 * KEPT]
         found += f"; of these {len(keeping)} keep {KEPT:.0%} of its score."
         if not keeping:
             return f"{found} The best score: {_described(max(faster, key=lambda row: row['score']))}"
@@ -82,7 +85,7 @@ def _finding(rows: Sequence[dict[Any, Any]]) -> str:
 def _described(row: dict[Any, Any]) -> str:
     return (
         f"{row['label']}, {row['ttft_speedup']:.2f} times as fast to the first token, score {row['score']:.2f} "
-        f"against {row['baseline_score']:.2f} (examples: {row['examples']})."
+        f"against {row['score'] - row['score_difference']:.2f} (examples: {row['examples']})."
     )
 
 
@@ -91,28 +94,29 @@ def _moment(run: StoredRun) -> str:
 
 
 def runs_grid(runs: Sequence[StoredRun]) -> Grid:
-    """One row a run: its setting, examples, time and identity."""
+    """One row a run: its arms, examples, time and identity."""
     rows = [
         {
             "model": run.model,
-            "setting": run.label,
-            "seed": run.seed,
+            "arms": ", ".join(run.arms)
+            if len(run.arms) <= _FEW
+            else f"{len(run.arms)}: {', '.join([*run.arms][:_FEW])}, ...",
             "examples": len(run.keys),
             "datasets": len(run.datasets),
-            "paired": {True: "yes", False: "no"}.get(run.identity["paired"], "first token"),
+            "unfinished": run.unfinished,
             "started": _moment(run),
             "fingerprint": run.about["fingerprint"],
             "folder": run.folder.name,
         }
         for run in runs
     ]
-    caption = "A fingerprint is a hash of everything that can change a number: runs that share one can share records."
+    caption = "A fingerprint is a hash of everything that can change a number: runs that share one can share visits."
     return grid("runs", "Runs", caption, pd.DataFrame(rows))
 
 
 def settings_grid(runs: Sequence[StoredRun]) -> Grid | None:
     """The settings behind the models' names, such as `tiny (turns=4)`; None if no run has any."""
-    rows = {(run.model, fact, value): None for run in runs for fact, value in run.facts.items()}
+    rows = {(run.model, fact, value): None for run in runs for fact, value in run.differences.items()}
     caption = "Runs that differ in these from most runs of the model share no table with them."
     table = pd.DataFrame(list(rows), columns=["model", "setting", "value"])
     return grid("settings", "Settings of the models", caption, table) if rows else None
@@ -132,12 +136,11 @@ def results_grid(results: Results) -> Grid:
         names = names.where(table["level"] == "dataset", names + ", " + table["suite"])
     table = table.assign(row=names, setting=list(map(marked, table["label"], table["method"])))
     caption = (
-        "Scores 0 to 100; speedups over the paired baseline. ±: half of the 95 % bootstrap interval over examples, "
-        f"if each dataset has more than one. Several seeds of an example count as one example. % tokens computed: "
-        f"{COMPUTED}. KL: of the first token's distribution from the paired baseline's."
+        f"Scores 0 to 100; speedups over the baseline of the same visits; % tokens computed: {COMPUTED}. ±: half of "
+        "the 95 % bootstrap interval over examples, if each dataset has more than one; seeds count as one example."
     )
     keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting"), Column("seeds", "seeds"), EXAMPLES]
-    return grid("results", "Results", caption, cells(table, [*keys, *SHOWN]), filtered=0)
+    return grid("results", "Results", caption, cells(table, [*keys, *SHOWN]), filtered=0, keys=len(keys))
 
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
@@ -157,20 +160,21 @@ def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid |
 def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
     """Warnings to read before comparing numbers, in sentences that name the runs.
 
-    most: maximum number of records that the page shows for each run and dataset, None for all.
+    most: maximum number of examples that the page shows for each run and dataset, None for all.
     """
-    unpaired = [run for run in runs if not run.identity["paired"] and run.method != BASELINE]
+    unpaired = [run for run in runs if run.identity["baseline"] is None]
     cold = [run for run in runs if run.identity["warmup"] == 0]
     changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]
     concerned = {
-        "Measured without a paired baseline: no speedup, and no answer to compare with": unpaired,
+        "Measured without a baseline: no speedup, and no answer to compare with": unpaired,
         "Timed without warm-up: the first examples' times include one-off costs": cold,
         "Measured with uncommitted code: it cannot be checked out again": changed,
     }
     concerned |= {sign: [run for run in runs if sign in run.handicaps] for run in runs for sign in run.handicaps}
     sentences = [f"{text} ({_names(named)})." for text, named in concerned.items() if named] + _missing(runs)
-    if most is not None and any(first_turns(run.examples)["dataset"].value_counts().max() > most for run in runs):
-        shown = f"only the first {most} records are" if most > 1 else "only the first record is"
+    sentences[:0] = Results(runs).unfinished
+    if most is not None and any(max(Counter(dataset for dataset, _ in run.keys).values()) > most for run in runs):
+        shown = f"only the first {most} examples are" if most > 1 else "only the first example is"
         sentences.append(f"Of each run and dataset, {shown} shown below; tables count all.")
     return sentences
 
@@ -179,7 +183,7 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
     """A sentence for the runs that lack the same examples of another run of their model and suite."""
     sentences, alike = list[str](), dict[Any, list[StoredRun]]()
     for run in runs:
-        alike.setdefault((run.model, run.examples["suite"].iat[0]), []).append(run)
+        alike.setdefault((run.model, DATASETS[run.datasets[0]].suite), []).append(run)
     for (model, _), group in alike.items():
         wanted, lacking = {key for run in group for key in run.keys}, dict[Any, list[StoredRun]]()
         for run in group:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from eval.analysis.registry import Subject
 from eval.report import overview
 from eval.report.grid import grid
-from eval.report.record_browser import embed_records, embed_traces
+from eval.report.record_browser import embed_answers, embed_traces
 from eval.store.results import Results
 
 _HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 def render(results: Results, subjects: Mapping[str, Subject], most: int | None = None) -> str:
     """The page of some runs.
 
-    subjects: such as `eval.analysis.registry.SUBJECTS`. most: number of records shown for each run and dataset, None
+    subjects: such as `eval.analysis.registry.SUBJECTS`. most: number of examples shown for each run and dataset, None
     for all. Raises UserError if a trace cannot be read.
     """
     runs = results.runs
@@ -52,7 +52,7 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("page.html.jinja").render(
-        title=", ".join(dict.fromkeys(run.model.removesuffix(run.apart) for run in runs)),
+        title=", ".join(dict.fromkeys(run.model.removesuffix(run.variant) for run in runs)),
         facts=overview.facts(runs),
         warnings=overview.warnings(runs, most),
         runs=overview.runs_grid(runs),
@@ -66,7 +66,7 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
         ],
         first=first,
         pictures=[picture for picture in pictures if picture is not first],
-        records=embed_records(runs, most),
+        records=embed_answers(runs, most),
         traces=embed_traces(runs),
         style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),

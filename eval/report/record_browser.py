@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -9,53 +10,69 @@ from typing import Any
 import numpy as np
 
 from eval.analysis.mechanism import step_sets
-from eval.store.record import Measurement, Record, Trace, read_trace
-from eval.store.results import first_turns
-from eval.store.runs import StoredRun
+from eval.store.runs import StoredArm, StoredRun
+from eval.store.visit import Measurement, Trace, Turn, Visit, read_trace
 
 
 class Strings(dict[str, int]):
-    """Numbers of texts, so that prompts, gold answers and baselines of many runs are embedded once."""
+    """Numbers of texts, so that prompts, gold answers and baselines of many arms are embedded once."""
 
     def number(self, text: str) -> int:
         return self.setdefault(text, len(self))
 
 
-def embed_records(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
-    """The script's data: runs, strings, and one entry a record's turn, whose texts are indices of strings.
+def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
+    """The script's data: arms, strings, and one entry an arm's answer to a turn, beside the baseline's of the same
+    visit; its texts are indices of strings. The baseline has entries of its own only if it is a run's only arm.
 
-    most: only the first N records of each run and dataset; None for all. Scores are 0 to 100, times in seconds.
+    most: only the first N examples of each run and dataset; None for all. Scores are 0 to 100, times in seconds.
     """
-    strings = Strings()
+    strings, arms, answers = Strings(), list[dict[str, Any]](), list[dict[str, Any]]()
+    for run in runs:
+        baseline = run.identity["baseline"]
+        shown = [arm for arm in run.arms.values() if not arm.is_baseline or len(run.arms) == 1]
+        numbers = {arm.name: len(arms) + place for place, arm in enumerate(shown)}
+        arms += [embed_arm(run, arm) for arm in shown]
+        answered, places = set[tuple[str, str, str]](), Counter[str]()
+        for visit in run.visits:
+            places[visit.dataset] += not any((*visit.key, name) in answered for name in run.arms)
+            for name in [name for name in numbers if name in visit.answers and (*visit.key, name) not in answered]:
+                if most is None or places[visit.dataset] <= most:
+                    beside = visit.answers.get(baseline) if name != baseline else None
+                    answers += _embed(numbers[name], visit, visit.answers[name], beside, strings)
+            answered |= {(*visit.key, name) for name in visit.answers}
+    return {"runs": arms, "records": answers, "strings": list(strings)}
+
+
+def embed_arm(run: StoredRun, arm: StoredArm) -> dict[str, Any]:
+    """An arm's names, for headings and filters."""
+    return {"model": run.model, "label": arm.label, "seed": arm.seed}
+
+
+def _embed(
+    arm: int, visit: Visit, own: Sequence[Measurement], beside: Sequence[Measurement] | None, strings: Strings
+) -> list[dict[str, Any]]:
+    """An entry for each turn of an arm's answers."""
+    theirs: Sequence[Measurement | None] = beside or [None] * len(own)
+    return [
+        {
+            "run": arm,
+            "dataset": visit.dataset,
+            "id": strings.number(f"{visit.id}, turn {number}" if len(own) > 1 else visit.id),
+            **_asked(turn, strings),
+            "method": _measured(answer, strings),
+            "baseline": None if reference is None else _measured(reference, strings),
+        }
+        for number, (turn, answer, reference) in enumerate(zip(visit.turns, own, theirs, strict=True), start=1)
+    ]
+
+
+def _asked(turn: Turn, strings: Strings) -> dict[str, Any]:
     return {
-        "runs": [embed_run(run) for run in runs],
-        "records": [
-            _embed(number, turn, f"{record.id}, turn {turn.turn}" if record.later else record.id, strings)
-            for number, run in enumerate(runs)
-            for record, place in zip(run.records, first_turns(run.examples).groupby("dataset").cumcount(), strict=True)
-            if most is None or place < most
-            for turn in record.by_turn
-        ],
-        "strings": list(strings),
-    }
-
-
-def embed_run(run: StoredRun) -> dict[str, Any]:
-    """A run's names, for headings and filters."""
-    return {"model": run.model, "label": run.label, "seed": run.seed}
-
-
-def _embed(run: int, record: Record, name: str, strings: Strings) -> dict[str, Any]:
-    return {
-        "run": run,
-        "dataset": record.dataset,
-        "id": strings.number(name),
-        "tokens": record.prompt_tokens,
-        "uncut": record.prompt_tokens_before_truncation,
-        "end": strings.number(record.prompt_end),
-        "gold": [strings.number(answer) for answer in record.answers],
-        "method": _measured(record.method, strings),
-        "baseline": None if record.baseline is None else _measured(record.baseline, strings),
+        "tokens": turn.tokens,
+        "uncut": turn.tokens_before_truncation,
+        "end": strings.number(turn.end),
+        "gold": [strings.number(answer) for answer in turn.answers],
     }
 
 
@@ -79,7 +96,8 @@ def _short(value: float | None) -> float | None:
 
 def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     """All traces of the runs. Raises UserError if a file is not a trace."""
-    return [{**embed_run(run), **embed_trace(read_trace(file))} for run in runs for file in run.traces]
+    traces = [(run, read_trace(file)) for run in runs for file in run.traces]
+    return [{**embed_arm(run, run.arms[trace.arm]), **embed_trace(trace)} for run, trace in traces]
 
 
 def embed_trace(trace: Trace) -> dict[str, Any]:

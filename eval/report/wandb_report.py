@@ -39,10 +39,10 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
         return dict(kind="PanelGrid", runsets=[dict(kind="Runset", name="runs", filters=only, **own)], panels=shown)
 
     examples = len({key for run in runs for key in run.keys})
-    facts = {"model": [run.model for run in runs], "device": [run.identity["device"] for run in runs]}
+    facts = {"model": [run.model for run in runs], "device": [run.device for run in runs]}
     facts["commit"] = [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs]
     about = "; ".join(f"{name}: {', '.join(sorted(set(values)))}" for name, values in facts.items())
-    text = f"Runs: {len(prints)}; examples: {examples}; {about}. Speedups are over each example's paired baseline."
+    text = f"Runs: {len(prints)}; examples: {examples}; {about}. Speedups are over the baseline of the same visits."
     blocks = [dict(kind="P", text=text), dict(kind="TableOfContents")]
     blocks += [dict(kind="MarkdownBlock", text=TABLES[name](results).to_markdown("#")) for name in _TABLES]
     blocks.append(dict(kind="H1", text="Figures"))

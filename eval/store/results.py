@@ -46,7 +46,7 @@ class Results:
     def read(cls, folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> Results:
         """All runs with visits in the folders and their subfolders. Raises UserError as `find_runs`."""
         results = cls(find_runs(folders, where, newest))
-        for sentence in results.choices:
+        for sentence in [*results.unfinished, *results.choices]:
             log.warning("%s", sentence)
         return results
 
@@ -74,7 +74,7 @@ class Results:
             if len(run.rows)
         ]
         if not parts:
-            return pd.DataFrame(columns=COLUMNS)
+            return pd.DataFrame(columns=COLUMNS).astype({"is_baseline": bool, "counts": bool})
         frame = pd.concat(parts, ignore_index=True)[COLUMNS]
         chosen = self._chosen(frame)
         return frame.assign(counts=frame["counts"] & (frame["folder"] == chosen))
@@ -104,6 +104,11 @@ class Results:
             "or is newer (--where KEY=VALUE chooses)"
             for (folder, other), labels in pairs.items()
         ]
+
+    @cached_property
+    def unfinished(self) -> list[str]:
+        """A sentence for each run that lacks examples; none if all are whole."""
+        return [f"Unfinished: {run.folder.name}, {part}." for run in self.runs if (part := run.unfinished)]
 
     @cached_property
     def counting(self) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.folder import files_of, read_about, read_visits
+from eval.store.folder import files_of, read_about, read_planned, read_visits
 from eval.store.visit import MEASURED, SCALES, Measurement, Visit
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, handicaps
@@ -107,6 +107,16 @@ class StoredRun:
         answered = {(*visit.key, arm) for visit in self.visits for arm in visit.answers}
         failed = {(*visit.key, arm): why.reason for visit in self.visits for arm, why in visit.failures.items()}
         return {key: reason for key, reason in failed.items() if key not in answered}
+
+    @property
+    def unfinished(self) -> str:
+        """`4 of 120 examples`, if an arm lacks an answer to one that was planned; else ""."""
+        planned = set(read_planned(self.folder) or ())
+        answered: dict[tuple[str, str], set[str]] = {}
+        for visit in self.visits:
+            answered.setdefault(visit.key, set()).update(visit.answers)
+        done = planned & {key for key, arms in answered.items() if arms >= self.arms.keys()}
+        return "" if done == planned else f"{len(done)} of {counted(len(planned), 'example')}"
 
     @property
     def identity(self) -> dict[str, Any]:
