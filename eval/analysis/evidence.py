@@ -46,7 +46,9 @@ def evidence_shares(results: Results) -> pd.DataFrame:
     shares = shares.explode(_SHARES)
     shares["layer"] = 1 + shares.groupby(level=0).cumcount()
     shares[_SHARES] = 100 * shares[_SHARES].astype(float)
-    means: Any = shares.groupby(_KEYS).agg(examples=("in_prefill", "size"), **{name: (name, "mean") for name in _SHARES})
+    means: Any = shares.groupby(_KEYS).agg(
+        examples=("in_prefill", "size"), **{name: (name, "mean") for name in _SHARES}
+    )
     return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")
 
 

@@ -18,6 +18,7 @@ from eval.analysis.columns import STUDIED
 from eval.analysis.style import GREY, new_figure, of_trace, styled, usual
 from eval.analysis.table import Figure
 from eval.store.results import Results
+from eval.store.runs import is_ablation
 from eval.store.visit import Trace
 
 
@@ -142,7 +143,12 @@ def mechanism_frame(trace: Trace) -> pd.DataFrame:
 
 def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of LazyLLM, with columns `model` and `label`."""
-    return of_trace(usual(results), mechanism_frame, ["model", "label"], STUDIED)
+    return of_trace(
+        usual(results),
+        mechanism_frame,
+        ["model", "label"],
+        lambda arm: arm.method == STUDIED and not is_ablation(arm.settings),
+    )
 
 
 @styled

@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
-from eval.store.runs import is_ablation, label_of
+from eval.store.runs import StoredArm, is_ablation, label_of
 from eval.store.visit import Trace, read_trace
 
 # Figure 4's schedule with all other settings at their defaults
@@ -101,18 +101,21 @@ def studied(results: Results) -> Any:
 
 
 def of_trace(
-    results: Results, frame_of: Callable[[Trace], Any], about: Sequence[str], method: str | None = None
+    results: Results,
+    frame_of: Callable[[Trace], Any],
+    about: Sequence[str],
+    keep: Callable[[StoredArm], bool] = lambda arm: True,
 ) -> Any:
     """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
     columns with these facts of its run and arm, such as `model` and `label`; empty without a trace.
 
-    method: whose arms count; None for all.
+    keep: which arms count.
     """
     traced = [
         (run, run.arms[trace.arm], trace)
         for run in results.runs
         for trace in map(read_trace, run.traces)
-        if method in (None, run.arms[trace.arm].method)
+        if keep(run.arms[trace.arm])
     ]
     if not traced:
         return pd.DataFrame()

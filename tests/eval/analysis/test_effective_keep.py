@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 from eval.analysis.ranking import effective_keep
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -9,11 +7,11 @@ from tests.eval.analysis.made import example, line, stored
 
 
 def with_flops(label: float, scores: dict[str, float], tokens: int = 500, dataset: str = "hops") -> StoredRun:
-    records = [
+    visits = [
         example(dataset, name, tokens, {"prefill_flops": 1000}, score=score, prefill_flops=round(1000 * label))
         for name, score in scores.items()
     ]
-    return stored(records, settings={"schedule": {"2": label}})
+    return stored(visits, settings={"schedule": {"2": label}})
 
 
 def test_effective_keep_by_hand() -> None:
@@ -44,7 +42,7 @@ def test_effective_keep_by_hand() -> None:
 def test_effective_keep_by_task_and_length() -> None:
     short, long, task = {"a": 1.0, "b": 1.0}, {"c": 0.5, "d": 0.5}, {"e": 0.0, "f": 0.0}
     parts = (with_flops(0.3, short), with_flops(0.6, long, 900), with_flops(0.4, task, 900, "lookup"))
-    run = stored([record for part in parts for record in part.records], settings={"schedule": {"2": 0.3}})
+    run = stored([visit for part in parts for visit in part.visits], settings={"schedule": {"2": 0.3}})
     table = effective_keep(Results([run]))
     found = table.frame.set_index(["task", "prompt_tokens"])["keep"].to_dict()
     assert found == {
@@ -53,7 +51,5 @@ def test_effective_keep_by_task_and_length() -> None:
         ("all", "all"): 100,
     }  # fmt: skip
     assert line(table.cells, task="single_doc_qa")["1-512 tokens"] == "-"
-    silent = stored(
-        [replace(record, baseline=replace(record.baseline, score=0.0)) for record in run.records if record.baseline]
-    )
+    silent = stored([example("hops", "a", prefill_flops=1, baseline={"prefill_flops": 2, "score": 0.0})])
     assert effective_keep(Results([silent])).frame["keep"].isna().all()  # any share is near a baseline that scores 0

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from eval.analysis.evidence import FIGURE, evidence, evidence_shares
-from eval.store.record import Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun
+from eval.store.visit import Visit
 from tests.eval.analysis.made import drawn, example, stored, texts
 
 
-def with_evidence(dataset: str, name: str, score: float, prefill: list, revived: list | None = None) -> Record:
+def with_evidence(dataset: str, name: str, score: float, prefill: list, revived: list | None = None) -> Visit:
     revived = revived or [0.0] * len(prefill)
-    return example(dataset, name, score=score, evidence_prefill=prefill, evidence_revived=revived)
+    shares = {"evidence_prefill": prefill, "evidence_revived": revived, "evidence_recall": prefill[-1]}
+    return example(dataset, name, score=score, **shares)
 
 
 def runs() -> list[StoredRun]:
@@ -71,15 +74,16 @@ def test_evidence_figure_draws_the_setting_with_most_examples() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_evidence_shares_pool_seeds_and_count_an_example_once(order: int) -> None:
+def test_evidence_shares_pool_seeds(order: int) -> None:
     one, two = (
         stored([with_evidence("lookup", "a", 0.0, [share])], "random_drop", {"keep": 0.5}, seed=seed)
         for seed, share in enumerate((0.0, 1.0))
     )
-    found = evidence_shares(Results([one, two, one][::order]))
+    found = evidence_shares(Results([one, two][::order]))
     assert found[["examples", "in_prefill"]].to_numpy().tolist() == [[2, 50]]
 
 
 def test_evidence_counts_an_example_of_two_runs_once() -> None:
-    twice = [stored([with_evidence("lookup", "a", score, [1.0])]) for score in (1.0, 0.0)]
-    assert evidence_shares(Results(twice))["outcome"].tolist() == ["right"]
+    both = {1.0: Path("one"), 0.0: Path("two")}  # of two alike, the last one counts
+    twice = [stored([with_evidence("lookup", "a", score, [1.0])], folder=folder) for score, folder in both.items()]
+    assert evidence_shares(Results(twice))["outcome"].tolist() == ["wrong"]

@@ -3,14 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import pytest
 from matplotlib.container import ErrorbarContainer
 
 from eval.analysis.field import FIGURE, field, memory, plot_comparison, ttft_share
+from eval.analysis.run_table import run_table
 from eval.store.results import Results
 from lazyllm.methods import METHODS
-from tests.eval.analysis.made import drawn, example, line, over, stored, texts
+from tests.eval.analysis.made import ARM, alone, drawn, example, line, over, stored, texts
 
 BASELINE = {"prefill_flops": 600}
 
@@ -44,7 +44,7 @@ def test_memory_by_hand() -> None:
     table = memory(Results([stored(records)]))
     found = line(table.frame, method="lazy")
     assert (found["kv_bytes"], found["aux_bytes"], found["cache_bytes"]) == (1e6, 5e5, 1.5e6)
-    assert found["baseline_cache_bytes"] == 3e6  # the mean of two tasks
+    assert line(table.frame, method="baseline")["cache_bytes"] == 3e6  # the mean of two tasks
     assert (found["cache_ratio"], found["peak_ratio"]) == (0.5, 0.9)
     assert line(table.frame, method="baseline")["cache_ratio"] == 1
     assert table.cells["method"].tolist() == ["baseline", "lazy, schedule=paper"]
@@ -55,8 +55,8 @@ def test_memory_by_hand() -> None:
 
 
 def test_memory_says_what_was_not_measured() -> None:
-    records = [replace(record, baseline=None) for record in over(("hops",))]
-    cells = line(memory(Results([stored(records)])).cells, method="lazy, schedule=paper")
+    visits = [alone(visit) for visit in over(("hops",))]
+    cells = line(memory(Results([stored(visits)])).cells, method="lazy, schedule=paper")
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
 
 
@@ -125,50 +125,48 @@ def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
     points = sorted(xy for bars in ideals.containers for xy in map(tuple, bars.lines[0].get_xydata().round(6)))
     assert points == [(1.5, 1.6), (2.0, 2.0), (2.4, 2.0), (6.0, 4.0)]
     written = " ".join(texts(picture))
-    assert "oracle (diagnostic):\nits price is not in its TTFT" in written
+    assert "oracle (diagnostic):\nselection time excluded" in written
     assert "faint: other settings" in written
 
 
-def row(task: str, method: str, score: float, speedup: float, half: float | None) -> dict:
-    ends = {
-        f"{name}_{end}": None if half is None else value + sign * half
-        for name, value in (("score", score), ("ttft_speedup", speedup))
-        for end, sign in (("low", -1), ("high", 1))
-    }
-    return {"task": task, "method": method, "score": score, "ttft_speedup": speedup, **ends}
-
-
 def test_comparison_draws_tasks_and_a_mean_with_intervals() -> None:
-    table = pd.DataFrame(
-        [row("few_shot", "baseline", 50, 1, None), row("few_shot", "lazy", 40, 2, 0.1), row("code", "lazy", 20, 3, 0.1),
-         row("mean over tasks", "baseline", 50, 1, None), row("mean over tasks", "lazy", 30, 2.5, 0.2)]
-    )  # fmt: skip
-    picture = plot_comparison(table, "tiny, demo")
+    visits = [
+        example("trec", str(number), score=score, ttft_s=0.2, baseline={"score": 0.5})
+        for number, score in enumerate([0.25, 0.75] * 3)
+    ]
+    visits += [example("lcc", str(number), score=0.25, ttft_s=0.1, baseline={"score": 0.5}) for number in range(6)]
+    results = Results([stored(visits)])
+    picture = plot_comparison(results, run_table(results, "tiny, demo"))
     axes = picture.axes[0]
-    assert [cloud.get_offsets().tolist() for cloud in axes.collections if len(cloud.get_offsets()) and
-            type(cloud).__name__ == "PathCollection"] == [[[1, 50]], [[2, 40], [3, 20]]]  # fmt: skip
+    clouds = [cloud for cloud in axes.collections if type(cloud).__name__ == "PathCollection"]
+    assert [cloud.get_offsets().tolist() for cloud in clouds] == [[[1, 50], [1, 50]], [[2, 50], [4, 25]]]
     means = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
-    assert [(mean.lines[0].get_xdata().tolist(), mean.lines[0].get_ydata().tolist()) for mean in means] == [
-        ([1], [50]), ([2.5], [30]),
-    ]  # fmt: skip
-    horizontal = means[1].lines[2][0].get_segments()[0]
-    assert horizontal.round(6).tolist() == [[2.3, 30], [2.7, 30]]
+    assert [mean.lines[0].get_xydata().tolist() for mean in means] == [[[1, 50]], [[3, 37.5]]]
+    vertical = means[1].lines[2][1].get_segments()[0]
+    assert vertical[0][1] < 37.5 < vertical[1][1]
     colours = [mean.lines[0].get_color() for mean in means]
     assert colours == [METHODS["baseline"].colour, METHODS["lazy"].colour]  # as in every other picture
-    assert {"baseline", "lazy", "tiny, demo", "TTFT speedup over the paired baseline"} <= set(texts(picture))
+    assert {"baseline", ARM, "tiny, demo", "TTFT speedup over the baseline"} <= set(texts(picture))
 
 
-def test_comparison_gives_a_label_its_methods_style() -> None:
-    """The first label of a method has its style; a second label and an ablation have unique styles."""
-    labels = {
-        "no revival": {"name": "lazy", "revive": False},
-        "gentle": {"name": "lazy"}, "harsh": {"name": "lazy"}, "other": {"name": "static_pruning"},
+def test_comparison_gives_an_arm_its_methods_style() -> None:
+    """The first arm of a method has its style; a second one and an ablation have unique styles."""
+    arms = {
+        "no revival": {"name": "lazy", "revive": False}, "gentle": {"name": "lazy"},
+        "harsh": {"name": "lazy", "schedule": "4x"}, "other": {"name": "static_pruning"},
     }  # fmt: skip
-    table = pd.DataFrame([row("mean over tasks", label, 50, 2, 0.1) for label in labels])
-    containers = plot_comparison(table, "", labels).axes[0].containers
+    visits = [
+        replace(visit, answers=visit.answers | dict.fromkeys(arms, visit.answers[ARM])) for visit in over(("trec",))
+    ]
+    run = stored(visits)
+    run.identity["arms"] = {name: {"method": method} for name, method in arms.items()}
+    run.identity["baseline"] = None
+    table = run_table(Results([run]), "")
+    table.frame["ttft_speedup"] = 2.0
+    containers = plot_comparison(Results([run]), table).axes[0].containers
     means = [container for container in containers if isinstance(container, ErrorbarContainer)]
     looks = {mean.get_label(): (mean.lines[0].get_color(), mean.lines[0].get_marker()) for mean in means}
-    for label in ("gentle", "other"):
-        kind = METHODS[labels[label]["name"]]
-        assert looks[label] == (kind.colour, kind.marker)
+    for name in ("gentle", "other"):
+        kind = METHODS[arms[name]["name"]]
+        assert looks[name] == (kind.colour, kind.marker)
     assert len(set(looks.values())) == 4

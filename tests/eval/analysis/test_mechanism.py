@@ -24,10 +24,10 @@ from eval.analysis.mechanism import (
     plot,
     token_states,
 )
-from eval.store.record import Trace, compact_counts
 from eval.store.results import Results
+from eval.store.visit import Trace, compact_counts
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop
-from tests.eval.analysis.made import drawn, small_trace, stored, texts, with_traces
+from tests.eval.analysis.made import ARM, drawn, small_trace, stored, texts, with_traces
 from tests.reference import lazy_reference, random_model
 
 LAYERS = 5
@@ -39,7 +39,7 @@ def traced(method: Method, prompt: list[int], steps: int, seed: int = 0) -> Trac
     starts, computed = compact_counts(out.computed)
     texts = [f"t{number}" for number in range(len(prompt))]
     importance = [[1 / len(prompt)] * len(prompt)] * LAYERS
-    return Trace("lookup", "a", texts, ["g"] * len(out.token_ids), importance, out.selected, starts, computed)
+    return Trace("lookup", "a", ARM, texts, ["g"] * len(out.token_ids), importance, out.selected, starts, computed)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -106,7 +106,9 @@ def long_trace() -> Trace:
     selected = [{2: kept}, {2: [*range(70, 80), n]}, *({2: [5, *range(n, n + step)]} for step in range(2, steps))]
     counts = [[n, 3], *([n, 12] for _ in range(steps - 1))]
     importance = [[1 / n] * n] * layers
-    return Trace("lookup", "long", [f"w{i}" for i in range(n)], list("vwxyz"), importance, selected, [1, 3], counts)
+    return Trace(
+        "lookup", "long", ARM, [f"w{i}" for i in range(n)], list("vwxyz"), importance, selected, [1, 3], counts
+    )
 
 
 def test_mechanism_rows_are_the_states() -> None:

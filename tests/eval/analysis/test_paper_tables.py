@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from eval.analysis.paper_tables import claims, paper_values, table1, table1_paper, table2, table2_paper
-from eval.store.record import Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun
-from tests.eval.analysis.made import PRESETS, line, over, preset, stored
+from eval.store.visit import Visit
+from tests.eval.analysis.made import ARM, PRESETS, line, over, preset, stored
 
 MULTI_DOC_QA = ("hotpotqa", "2wikimqa", "musique")
 
 
-def llama2(method: str, records: list[Record], **about: Any) -> StoredRun:
+def llama2(method: str, records: list[Visit], **about: Any) -> StoredRun:
     return preset(method, records, **{"model": "llama2", "paper": "llama2"} | about)
 
 
@@ -48,7 +48,7 @@ def test_table1_by_hand() -> None:
 def test_table1_leaves_out_other_settings_than_the_preset() -> None:
     other = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
     table = table1(Results([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")]))
-    assert table.frame.empty
+    assert table.frame["method"].tolist() == ["baseline"]
 
 
 def test_table1_does_not_compare_part_of_a_task() -> None:
@@ -93,7 +93,7 @@ def test_table1_names_settings_of_one_method() -> None:
 
 def test_table1_keeps_the_parameters_of_a_preset() -> None:
     run = preset("lazy", over(("hops",)))
-    run.identity["parameters"] = {"hops": {"name": "lazy", "schedule": {"2": 0.4}, "revive": True}}
+    run.identity["arms"][ARM]["parameters"] = {"hops": {"name": "lazy", "schedule": {"2": 0.4}, "revive": True}}
     found = line(table1(Results([run])).frame, model="tiny", task="multi_doc_qa", method="lazy")
     assert json.loads(found["parameters"]) == {"schedule": {"2": 0.4}, "revive": True}
 
@@ -102,7 +102,7 @@ def test_table1_has_kl_without_a_published_one() -> None:
     runs = [llama2("lazy", over(MULTI_DOC_QA, kl=0.002)), llama2("static_pruning", over(MULTI_DOC_QA))]
     table = table1(Results(runs))
     assert line(table.frame, model="llama2", task="multi_doc_qa", method="lazy")["kl"] == pytest.approx(0.002)
-    methods = ("lazy", "static_pruning", "baseline")  # older records and the baseline itself have no value
+    methods = ("lazy", "static_pruning", "baseline")  # it was not measured; the baseline has none
     cells = [line(table.cells, model="llama2", task="multi_doc_qa", method=method)["KL, nats"] for method in methods]
     assert cells == ["0.00200 ±0.00000", "-", "-"]
     assert "paper_kl" not in table.frame

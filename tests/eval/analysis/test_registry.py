@@ -15,7 +15,9 @@ from tests.eval.analysis.made import LONG, SHORT, over, preset, small_trace, sto
 def test_table_without_runs_says_so(name: str) -> None:
     table = TABLES[name](Results([]))
     shown = table.to_markdown()
-    assert ("No run for this table." in shown) != name.endswith("_paper")  # these show what could be run
+    assert ("No run for this table." in shown) != (
+        name.endswith("_paper") or name == "verdicts"
+    )  # these show what could be run
     assert table.name == name
     assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
     assert table.to_latex()
@@ -43,7 +45,8 @@ def test_tables_do_not_depend_on_the_order_of_runs() -> None:
 
 def test_tables_name_random_weights() -> None:
     flops = {"prefill_flops": 50, "baseline": {"prefill_flops": 100}}
-    measured = {"kl": 0.1, "evidence_prefill": [1.0], "evidence_revived": [0.0]} | flops
+    shares = {"evidence_prefill": [1.0], "evidence_revived": [0.0], "evidence_recall": 1.0}
+    measured = {"kl": 0.1} | shares | flops
     runs = [preset("lazy", over(("hops",), **measured)), swept("lazy", "1.5x", [0.1], [1])]
     for run in runs:
         run.identity["load_format"] = "dummy"
@@ -58,13 +61,13 @@ def test_tables_name_random_weights() -> None:
 def test_figures_leave_out_ablations(name: str, changed: dict, tmp_path: Path) -> None:
     """Neither alone nor with more examples than the method itself."""
     usual = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
-    layers = [{"schedule": {str(layer): 0.5}} for layer in (2, 4)]
-    method = [with_traces(stored([SHORT], settings=usual | layer), tmp_path / "method", small_trace())
-              for layer in layers]  # fmt: skip
-    ablation = [
-        with_traces(stored([LONG, SHORT], settings=usual | changed | layer), tmp_path / "ablation", small_trace("b"))
-        for layer in layers
-    ]
+    method, ablation = [], []
+    for layer in (2, 4):
+        settings = usual | {"schedule": {str(layer): 0.5}}
+        folders = (tmp_path / f"{kind}-{layer}" for kind in ("method", "ablation"))
+        method.append(with_traces(stored([SHORT], settings=settings), next(folders), small_trace()))
+        more = stored([LONG, SHORT], settings=settings | changed)
+        ablation.append(with_traces(more, next(folders), small_trace("b")))
     figure = FIGURES[name]
     assert figure.data(Results(ablation)).empty
     pd.testing.assert_frame_equal(figure.data(Results([*ablation, *method])), figure.data(Results(method)))

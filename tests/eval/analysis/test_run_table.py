@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.store.record import Failure, Record
 from rich.console import Console
 
 from eval.analysis.run_table import compared_table, run_json, run_table
 from eval.analysis.table import Table
 from eval.store.folder import open_store
-from eval.store.record import Failure, Record
 from eval.store.results import Results
 from tests.eval.analysis.made import stored
 from tests.eval.store.made import measurement

@@ -30,7 +30,7 @@ def test_sensitivity_by_hand() -> None:
     rows = {row["label"]: row for row in table.frame.to_dict("records")}
     assert [row["ttft_speedup"] for row in rows.values()] == pytest.approx([0.4 / 0.3, 1.6, 2, 2, 4])
     slope = "score_change_per_0.1_keep"
-    assert rows["lazy, schedule={2: 0.8}"]["score_change"] == -10
+    assert rows["lazy, schedule={2: 0.8}"]["score_difference"] == -10
     assert rows["lazy, schedule={2: 0.8}"][slope] == pytest.approx(-5)  # 10 points for the first 0.2
     assert rows["lazy, schedule={2: 0.5}"][slope] == pytest.approx(-10 / 3)  # 10 more for the next 0.3
     assert rows["lazy, schedule={2: 0.5}, revive=false"][slope] == pytest.approx(-12)  # 60 for 0.5, on its own
@@ -89,7 +89,7 @@ def test_figure6_draws_a_curve_for_each_share() -> None:
 
 
 def test_figure6_draws_kl_on_a_log_scale() -> None:
-    run = stored([example("hotpotqa", "a", kl=0.02), example("trec", "a", kl=0.04)], settings=single(2, 0.5).settings)
+    run = stored([example("hotpotqa", "a", kl=0.02), example("trec", "a", kl=0.04)], settings={"schedule": {"2": 0.5}})
     frame = FIGURE.data(Results([run]))
     assert frame["kl"].tolist() == [pytest.approx(0.03)]
     picture = drawn(FIGURE, frame)

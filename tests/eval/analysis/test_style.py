@@ -86,7 +86,8 @@ def test_around_gives_distances_and_nan_without_interval() -> None:
 def test_figures_choose_the_runs_that_differ_least() -> None:
     one, other, third = (stored([], seed=seed, model=model) for seed, model in enumerate(("tiny", "tiny", "big")))
     odd = [
-        replace(run, apart=" (a=1)", facts=dict.fromkeys(facts, "1")) for run, facts in ((other, "a"), (third, "ab"))
+        replace(run, variant=" (a=1)", differences=dict.fromkeys(facts, "1"))
+        for run, facts in ((other, "a"), (third, "ab"))
     ]
     assert [run.model for run in usual(Results([one, *odd])).runs] == ["tiny", "big (a=1)"]  # no usual run of `big`
 

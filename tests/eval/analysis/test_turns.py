@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,38 +7,41 @@ import pytest
 
 from eval.analysis.groups import groups
 from eval.analysis.turns import FIGURE, by_turn, turns
-from eval.store.record import LaterTurn, Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun
-from tests.eval.analysis.made import drawn, example, stored, texts
+from eval.store.visit import Visit
+from tests.eval.analysis.made import conversation, drawn, example, stored, texts
 
 KEEP = {"layer": 2, "keep": "1.5x"}
 
 
-def row(dataset: str, name: str, *measured: tuple[float, float, float, float]) -> Record:
-    """A row from the scores, TTFT and whole times of its turns, and the baseline's whole times; its TTFT is 1 s."""
-    made, so_far, baseline_so_far = [], 0.0, 0.0
-    for score, ttft, total, theirs in measured:
+def row(dataset: str, name: str, *measured: tuple[float, float, float, float], first: int = 100) -> Visit:
+    """A row from the scores, TTFT and whole times of its turns, and the baseline's whole times; its TTFT is 1 s.
+
+    first: tokens of the whole prompt; later messages have 20.
+    """
+    own, baseline, so_far, baseline_so_far = [], [], 0.0, 0.0
+    for number, (score, ttft, total, theirs) in enumerate(measured):
         so_far, baseline_so_far = so_far + total, baseline_so_far + theirs
-        beside = {"ttft_s": 1.0, "total_s": theirs, "total_s_so_far": baseline_so_far}
-        own = {"score": score, "ttft_s": ttft, "total_s": total, "total_s_so_far": so_far, "kl": 0.5}
-        made.append(example(dataset, name, baseline=beside, tokens_computed=7.0, revived_tokens=len(made) * 1.0, **own))
-    shared = ("prompt_sha256", "prompt_tokens", "method", "baseline", "prompt_end", "answers")
-    later = [LaterTurn(**{field: getattr(one, field) for field in shared}) for one in made[1:]]
-    return replace(made[0], later=later or None)
+        baseline.append({"ttft_s": 1.0, "total_s": theirs, "total_s_so_far": baseline_so_far, "score": 0.25})
+        own.append({
+            "score": score, "ttft_s": ttft, "total_s": total, "total_s_so_far": so_far, "kl": 0.5,
+            "tokens_computed": 7.0, "revived_tokens": number * 1.0,
+        })  # fmt: skip
+    return conversation(dataset, name, [first, *[20] * (len(own) - 1)], own, baseline)
 
 
 def runs() -> list[StoredRun]:
     """Two rows of one task and one of another; the method pays off for one question only."""
-    records = [
+    visits = [
         row("hotpotqa", "a", (1.0, 0.5, 1.0, 2.0), (0.5, 2.0, 4.0, 1.0)),
         row("hotpotqa", "b", (0.5, 0.5, 1.0, 2.0), (0.0, 2.0, 4.0, 1.0)),
         row("trec", "a", (1.0, 0.25, 2.0, 4.0), (1.0, 4.0, 4.0, 2.0)),
     ]
     once = row("trec", "a", (1.0, 0.5, 1.0, 2.0))
     return [
-        stored(records, "static_pruning", KEEP),
-        stored(records, "static_pruning", {**KEEP, "turns": "again"}),
+        stored(visits, "static_pruning", KEEP),
+        stored(visits, "static_pruning", {**KEEP, "turns": "again"}),
         stored([once], "lazy"),
     ]
 
@@ -47,13 +49,20 @@ def runs() -> list[StoredRun]:
 def test_turns_by_hand() -> None:
     table: Any = by_turn(Results(runs()))
     assert set(table["turns"]) == {"continue", "again"}  # and nothing of what was asked once
-    found = table[(table["level"] == "all") & (table["turns"] == "continue")].set_index("turn")
+    of_method = (table["turns"] == "continue") & (table["method"] == "static_pruning")
+    found = table[(table["level"] == "all") & of_method].set_index("turn")
     assert found["score"].tolist() == [(75 + 100) / 2, (25 + 100) / 2]
     assert found["ttft_speedup"].tolist() == [(2 / 1 + 1 / 0.25) / 2, (2 / 4 + 1 / 4) / 2]
     assert found["speedup_so_far"].tolist() == pytest.approx([(4 / 2 + 4 / 2) / 2, (6 / 10 + 6 / 6) / 2])
     assert (found["revived_tokens"].tolist(), found["kl"].tolist()) == ([0, 1], [0.5, 0.5])
     assert found["examples"].tolist() == [3, 3]
+    baseline = table[(table["level"] == "all") & (table["method"] == "baseline")]
+    assert baseline[["turn", "score", "ttft_speedup", "speedup_so_far"]].to_numpy().tolist() == [
+        [1, 25, 1, 1],
+        [2, 25, 1, 1],
+    ]
     rows = table[(table["level"] == "dataset") & (table["name"] == "hotpotqa") & (table["turn"] == 2)]
+    rows = rows[rows["method"] == "static_pruning"]
     drawn = 100 * np.array([0.5, 0.0])  # all that two rows can be drawn to
     assert rows["score_low"].tolist() == [drawn.min()] * 2
     assert rows["score_high"].tolist() == [drawn.max()] * 2
@@ -61,6 +70,7 @@ def test_turns_by_hand() -> None:
 
 def test_turns_table_has_runs_with_several_questions() -> None:
     cells = turns(Results(runs())).cells
+    cells = cells[cells["method"].str.startswith("static")]
     assert cells[["turn", "n", "score", "speedup so far", "revived"]].to_numpy().tolist()[:2] == [
         ["1", "3", "87.50", "2.00", "0.0"], ["2", "3", "62.50", "0.80", "1.0"]
     ]  # fmt: skip
@@ -81,9 +91,7 @@ def test_turns_figure_has_a_column_for_continuing_and_for_starting_again() -> No
 
 
 def test_later_turn_is_in_the_group_of_its_first_prompts_length() -> None:
-    record = row("hotpotqa", "long", (1.0, 0.5, 1.0, 2.0), (0.5, 2.0, 4.0, 1.0))
-    later = [replace(turn, prompt_tokens=20) for turn in record.later or ()]
-    records = [replace(record, prompt_tokens=9000, later=later), example("hotpotqa", "short", 100)]
-    frame = groups(Results([stored(records)])).frame
+    long = row("hotpotqa", "long", (1.0, 0.5, 1.0, 2.0), (0.5, 2.0, 4.0, 1.0), first=9000)
+    frame = groups(Results([stored([long, example("hotpotqa", "short", 100)])])).frame
     found = frame[(frame["level"] == "all") & (frame["method"] == "lazy")].set_index("group")["score"]
     assert found.to_dict() == {"all": 62.5, "tokens=1-512": 50, "tokens=8193+": 75}

@@ -1,0 +1,90 @@
+"""Results on one screen: a row for each model, suite and method. Nothing is written.
+
+lazyllm-bench results [RUNS ...] [--by task|length] [--sort COLUMN] [--where KEY=VALUE] [--json]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from eval.store.results import Results, add_choice
+from lazyllm.errors import UserError, parser_of
+
+_KEYS = ("model", "suite", "method", "label")  # of rows; other keys of --where are of runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb `results`; returns 0. Raises UserError."""
+    parser = parser_of("results", __doc__)
+    add_choice(parser)
+    parser.add_argument("--by", choices=["task", "length"], help="also a row for each task, or range of prompt tokens")
+    parser.add_argument("--sort", metavar="COLUMN", help="by this column, the highest first: score, ttft_speedup, ...")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    options = parser.parse_args(arguments)
+    of_rows = [condition for condition in options.where if condition.partition("=")[0] in _KEYS]
+    results = Results.read(options.runs, [one for one in options.where if one not in of_rows], options.newest)
+    frame = summary(results, options.by)
+    for condition in of_rows:
+        key, _, value = condition.partition("=")
+        known = sorted(frame[key].unique())
+        frame = frame[frame[key] == value]
+        if frame.empty:
+            raise UserError(f"--where {condition}: no such row; {key} is one of {', '.join(known)}")
+    if options.sort is not None:
+        if options.sort not in frame:
+            raise UserError(f"--sort {options.sort}: expected one of {', '.join(frame)}")
+        numbers = pd.api.types.is_numeric_dtype(frame[options.sort])
+        frame = frame.sort_values(options.sort, ascending=not numbers, kind="stable")
+    if options.json:
+        rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+        print(json.dumps(rows, indent=2, default=str))
+        return 0
+    from eval.run.console import console  # not at the top, both: rich is slow to import
+
+    screen = console()
+    screen.print(table_of(frame, results).to_rich(screen.width))
+    return 0
+
+
+def summary(results: Results, by: str | None = None) -> pd.DataFrame:
+    """A row for each setting on each suite: the mean over tasks, then by task or length.
+
+    Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, ttft_speedup,
+    generation_speedup, pct_prompt_tokens_computed, kl, each with `_low` and `_high`, examples, turns, unfinished.
+    """
+    from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
+    from eval.analysis.table import forms
+
+    values = forms("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl")
+    table: Any = results.by_task
+    table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(columns={"name": "part"})
+    if by == "length":
+        counting = results.counting.assign(part=range_of(prompt_lengths(results.counting)))
+        lengths: Any = pd.DataFrame(rows_by(counting, "part", results.frame))
+        table = pd.concat([table, lengths[lengths["level"] == "all"]])
+    unfinished: dict[tuple[str, str], list[str]] = {}
+    for run in results.runs:
+        for arm in run.arms.values() if run.unfinished else ():
+            unfinished.setdefault((run.model, arm.label), []).append(run.unfinished)
+    parts = zip(table["model"], table["label"], strict=True)
+    table = table.assign(unfinished=[", ".join(unfinished.get(key, ())) for key in parts])
+    columns = [*SETTING[:2], "part", "method", "label", *values, "examples", "turns", "unfinished"]
+    return in_order(table)[columns].reset_index(drop=True)
+
+
+def table_of(frame: Any, results: Results) -> Any:
+    """The `Table` of a `summary`."""
+    from eval.analysis.run_table import SHOWN
+    from eval.analysis.table import LABEL, Column, Table, cells
+
+    shown = [column for column in SHOWN if column.name in frame]
+    counts = [Column("examples", "n")]
+    counts += [Column("turns", "turns")] if (frame["turns"] > frame["examples"]).any() else []
+    counts += [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
+    sections = frame.assign(section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"])
+    keys = [Column("section", "model, suite, part"), LABEL]
+    return Table("results", "Results", "", frame, cells(sections, [*keys, *shown, *counts]), keys=2)
