@@ -18,7 +18,8 @@ from eval.analysis.table import Figure
 from eval.analysis.write import main, write_paper
 from eval.store.results import Results
 from lazyllm.errors import UserError
-from tests.eval.store.made import record, write_run
+from tests.eval.store.made import write_run
+from tests.eval.store.visits import visit
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESET = {"name": "lazy", "schedule": "table1", "prune_generated": False, "revive": True}
@@ -37,9 +38,9 @@ SOME, NONE = subject("some", pd.DataFrame({"a": [1]})), subject("some", pd.DataF
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("written") / "runs"
-    records = [record(number, dataset) for dataset in ("hotpotqa", "2wikimqa", "musique") for number in range(2)]
-    write_run(folder / "one", records, PRESET, model="llama2", paper="llama2")
-    write_run(folder / "two", [record(0, "hops"), record(1, "hops")])
+    visits = [visit(number, dataset) for dataset in ("hotpotqa", "2wikimqa", "musique") for number in range(2)]
+    write_run(folder / "one", visits, PRESET, model="llama2", paper="llama2")
+    write_run(folder / "two", [visit(0, "hops"), visit(1, "hops")])
     return Results.read([folder])
 
 
@@ -75,11 +76,10 @@ def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
     folder = runs.runs[1].folder
     assert str(folder.parent) not in text
     one, two = json.loads(text)
-    assert (one["folder"], one["model"], one["examples"], one["method"]) == ("one", "llama2", 6, PRESET)
+    assert (one["folder"], one["model"], one["examples"]) == ("one", "llama2", 6)
+    assert one["arms"]["lazy"]["method"] == PRESET
     assert one["fingerprint"] == runs.runs[0].about["fingerprint"]
-    assert two["records_sha256"] == {
-        "records.jsonl": hashlib.sha256((folder / "records.jsonl").read_bytes()).hexdigest()
-    }
+    assert two["visits_sha256"] == {"visits.jsonl": hashlib.sha256((folder / "visits.jsonl").read_bytes()).hexdigest()}
     assert two["provenance"]["git_commit"] == "abc"
 
 
