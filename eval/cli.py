@@ -18,6 +18,7 @@ VERBS = {
     "rows": ("eval.run.rows", "write a dataset's rows in its suite's format, without a model"),
     "status": ("eval.run.status", "show which runs in a folder are done, missing or failed, and why"),
     "collect": ("eval.store.collect", "collect all runs of a folder in one Parquet file"),
+    "results": ("eval.analysis.screen", "show results on one screen: a row for each model, suite and method"),
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": ("eval.analysis.write", "make every table and figure from stored runs, without a model"),
     "board": ("eval.board", "score all submissions of results/board again, and write its page"),

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
         print(json.dumps(rows, indent=2, default=str))
         return 0
-    from eval.run.console import console  # not at the top, both: rich is slow to import
+    from eval.analysis.table import console  # not at the top: pandas is slow to import
 
     screen = console()
     screen.print(table_of(frame, results).to_rich(screen.width))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -13,6 +14,7 @@ from eval.benchmarks import SUITES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as MplFigure
+    from rich.console import Console
     from rich.table import Table as RichTable
 
     from eval.store.results import Results
@@ -24,6 +26,7 @@ _LATEX = {
 }  # fmt: skip
 COMPUTED = "tokens run by any model to score the prompt are included"  # for captions of "% tokens computed"
 MB = 1e6
+_LEAST = 2  # columns of values that the narrowest terminal shows
 _EMPTY = "No run for this table."
 
 
@@ -69,24 +72,26 @@ class Table:
         columns = {shown.columns[self.keys - 1]: [name for name, *_ in rows]}
         for place, name in enumerate(shown.columns[self.keys :]):
             columns[name] = [texts[place] if texts else "" for _, texts, _ in rows]
-        fits, room = dict[str, list[str]](), float("inf") if width is None else width - 1
-        for name, texts in columns.items():
-            first, _, rest = name.replace("**", "").partition(" ")
-            heading = f"{first}\n{rest}" if fits and rest else f"{first} {rest}".strip()
-            room -= 2 + max(map(len, [*heading.split("\n"), *texts]))
-            if room < 0 and len(fits) > 1:
-                break
-            fits[heading] = texts
+        headings = [name.replace("**", "") for name in columns]
+        headings[1:] = [heading.replace(" ", "\n", 1) for heading in headings[1:]]
+        lists = [[*heading.split("\n"), *texts] for heading, texts in zip(headings, columns.values(), strict=True)]
+        widths = [2 + max(map(len, texts)) for texts in lists]
+        shows = len(columns)
+        if width is not None:  # names are cut rather than the first two values
+            widths[0] = min(widths[0], max(18, width - 1 - sum(widths[1 : 1 + _LEAST])))
+            shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
+        texts_of = dict(zip(headings[:shows], columns.values(), strict=False))
+        texts_of[headings[0]] = [_cut(text, widths[0] - 2) for text in columns[next(iter(columns))]]
         notes = [self.caption] if self.caption else []
         if self.brief is not None:
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
-        if left_out := [*columns][len(fits) :]:
-            notes.insert(0, f"Not shown for want of room, but in the files: {'; '.join(left_out)}.")
+        if left_out := [*columns][shows:]:
+            notes.insert(0, f"Not shown for want of room, a wider terminal has: {'; '.join(left_out)}.")
         table = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.caption, table.caption_justify = escape("\n".join(notes)), "left"
-        for number, heading in enumerate(fits):
+        for number, heading in enumerate(texts_of):
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-        for (_, _, is_bold), *texts in zip(rows, *fits.values(), strict=True):
+        for (_, _, is_bold), *texts in zip(rows, *texts_of.values(), strict=True):
             table.add_row(*map(escape, texts), style="bold" if is_bold else None)
         return table
 
@@ -165,6 +170,18 @@ class Cell(str):
         cell = super().__new__(cls, text)
         cell.value = value
         return cell
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def console() -> Console:
+    """A console for tables, as wide as the terminal or COLUMNS says; a file or a pipe without it gets a fixed width."""
+    from rich.console import Console
+
+    usual = Console()
+    return usual if usual.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
 
 def forms(*names: str) -> list[str]:
