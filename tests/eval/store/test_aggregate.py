@@ -10,34 +10,39 @@ import pytest
 
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import COLUMNS, RESAMPLES, VALUES, by_task
-from eval.store.record import MEASURED
 from eval.store.results import COLUMNS as FRAME_COLUMNS
+from eval.store.visit import MEASURED
 
 NAN = float("nan")
+BASELINE = dict(score=100.0, ttft_s=2.0, scoring_s=0.0, scoring_tokens=0, total_s=4.0, step_s=1.0,
+                generated_tokens=3, pct_prompt_tokens_computed=100.0, kv_bytes=100, aux_bytes=0,
+                peak_memory_bytes=1200)  # fmt: skip
+METHOD = dict(score=50.0, ttft_s=1.0, scoring_s=0.0, scoring_tokens=0, total_s=2.0, step_s=0.5, generated_tokens=3,
+              pct_prompt_tokens_computed=80.0, kv_bytes=60, aux_bytes=20, peak_memory_bytes=1000)  # fmt: skip
 
 
-def example(dataset: str, name: str, method: str = "lazy", seed: int = 0, **changes: Any) -> dict[str, Any]:
-    """A row of `as_frame`: half the baseline's score, twice its speed, unless changed."""
-    row: dict[str, Any] = dict.fromkeys(FRAME_COLUMNS, NAN)
-    row |= dict(model="tiny", paper_model=None, method=method, settings="{}", label=method, seed=seed, run="r",
-                folder="f", paired=True, dataset=dataset, id=name, task=DATASETS[dataset].task,
-                suite=DATASETS[dataset].suite, prompt_tokens=10)  # fmt: skip
-    row |= dict(score=50.0, ttft_s=1.0, scoring_s=0.0, scoring_tokens=0, total_s=2.0, step_s=0.5, generated_tokens=3,
-                pct_prompt_tokens_computed=80.0, kv_bytes=60, aux_bytes=20, peak_memory_bytes=1000)  # fmt: skip
-    baseline = dict(score=100.0, ttft_s=2.0, scoring_s=0.0, scoring_tokens=0, total_s=4.0, step_s=1.0,
-                    generated_tokens=3, pct_prompt_tokens_computed=100.0, kv_bytes=100, aux_bytes=0,
-                    peak_memory_bytes=1200)  # fmt: skip
-    row |= {f"baseline_{name}": value for name, value in baseline.items()}
-    assert set(changes) <= set(row)
-    return row | changes
+def row(dataset: str, name: str, method: str, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = dict.fromkeys(FRAME_COLUMNS, NAN)
+    values |= dict(model="tiny", paper_model=None, method=method, arm=method, settings="{}", label=method, seed=0,
+                   run="r", folder="f", is_baseline=method == "baseline", dataset=dataset, id=name,
+                   task=DATASETS[dataset].task, suite=DATASETS[dataset].suite, prompt_tokens=10, turn=1, visit=0,
+                   counts=True)  # fmt: skip
+    values |= BASELINE if method == "baseline" else METHOD
+    assert set(changes) <= set(values)
+    return values | changes
 
 
-def frame(*rows: dict[str, Any]) -> pd.DataFrame:
-    return pd.DataFrame(rows, columns=FRAME_COLUMNS)
+def visit(dataset: str, name: str, baseline: dict[str, Any] | None = None, **changes: Any) -> list[dict[str, Any]]:
+    """The rows of a visit: the baseline, and lazy with half its score and twice its speed, unless changed."""
+    lazy = row(dataset, name, "lazy", **changes)
+    place = {key: lazy[key] for key in ("folder", "model", "paper_model", "visit", "turn")}
+    return [row(dataset, name, "baseline", **place | (baseline or {})), lazy]
 
 
-def unpaired(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {f"baseline_{name}": NAN for name in MEASURED} | {"paired": False}
+def frame(*visits: list[dict[str, Any]]) -> pd.DataFrame:
+    return pd.DataFrame([row for rows in visits for row in rows], columns=FRAME_COLUMNS).astype(
+        {"counts": bool, "is_baseline": bool}
+    )
 
 
 def row_of(table: pd.DataFrame, name: str, method: str = "lazy") -> Any:
@@ -49,33 +54,33 @@ def row_of(table: pd.DataFrame, name: str, method: str = "lazy") -> Any:
 def test_means_and_speedups_are_those_by_hand() -> None:
     table = by_task(
         frame(
-            example("hotpotqa", "a", score=100.0, baseline_score=50.0, ttft_s=1.0, baseline_ttft_s=3.0),
-            example("hotpotqa", "b", score=0.0, baseline_score=50.0, ttft_s=1.0, baseline_ttft_s=1.0),
-            example("musique", "a", score=100 / 3, baseline_score=0.0, ttft_s=1.0, baseline_ttft_s=4.0, total_s=8.0),
-            example("trec", "a", score=100.0, step_s=NAN, rouge_l=7.0),
+            visit("hotpotqa", "a", {"score": 50.0, "ttft_s": 3.0}, score=100.0, ttft_s=1.0),
+            visit("hotpotqa", "b", {"score": 50.0, "ttft_s": 1.0}, score=0.0, ttft_s=1.0),
+            visit("musique", "a", {"score": 0.0, "ttft_s": 4.0}, score=100 / 3, ttft_s=1.0, total_s=8.0),
+            visit("trec", "a", score=100.0, step_s=NAN, rouge_l=7.0),
         )
     )
     assert list(table.columns) == list(by_task(frame()).columns) == COLUMNS
     lazy = table[table["method"] == "lazy"]
-    assert lazy[["level", "name", "task", "examples", "datasets"]].to_numpy().tolist() == [
-        ["dataset", "hotpotqa", "multi_doc_qa", 2, 1],
-        ["dataset", "musique", "multi_doc_qa", 1, 1],
-        ["task", "multi_doc_qa", "multi_doc_qa", 3, 2],
-        ["dataset", "trec", "few_shot", 1, 1],
-        ["task", "few_shot", "few_shot", 1, 1],
-        ["all", "all", "all", 4, 3],
+    assert lazy[["level", "name", "task", "examples", "turns", "datasets"]].to_numpy().tolist() == [
+        ["dataset", "hotpotqa", "multi_doc_qa", 2, 2, 1],
+        ["dataset", "musique", "multi_doc_qa", 1, 1, 1],
+        ["task", "multi_doc_qa", "multi_doc_qa", 3, 3, 2],
+        ["dataset", "trec", "few_shot", 1, 1, 1],
+        ["task", "few_shot", "few_shot", 1, 1, 1],
+        ["all", "all", "all", 4, 4, 3],
     ]
     assert row_of(table, "hotpotqa")["ttft_speedup"] == 2  # (3 + 1) / (1 + 1)
     assert row_of(table, "musique")["score"] == 33.33  # the official rounding
     assert math.isnan(row_of(table, "musique")["relative_score"])  # the baseline scores 0
     task = row_of(table, "multi_doc_qa")
     assert task["score"] == pytest.approx((50 + 33.33) / 2)
-    assert task["baseline_score"] == 25
+    assert task["score_difference"] == pytest.approx((50 + 33.33) / 2 - 25)
     assert task["relative_score"] == pytest.approx(100 * (50 + 33.33) / 2 / 25)
     assert task["ttft_speedup"] == 3
     assert task["generation_speedup"] == pytest.approx((2 + 0.5) / 2)
     assert task["step_speedup"] == 2
-    assert (task["cache_bytes"], task["baseline_cache_bytes"]) == (80, 100)
+    assert (task["cache_bytes"], task["cache_ratio"], task["peak_ratio"]) == (80, 0.8, pytest.approx(1000 / 1200))
     assert row_of(table, "trec")["rouge_l"] == 7
     overall = row_of(table, "all")
     assert overall["score"] == pytest.approx(((50 + 33.33) / 2 + 100) / 2)
@@ -85,74 +90,85 @@ def test_means_and_speedups_are_those_by_hand() -> None:
     assert not math.isnan(row_of(table, "hotpotqa")["score_low"])
     for name in ("musique", "multi_doc_qa", "all"):  # one example has no interval, nor do means that include it
         assert math.isnan(row_of(table, name)["score_low"])
+    baseline = row_of(table, "multi_doc_qa", "baseline")
+    assert (baseline["score"], baseline["ttft_s"]) == (25, pytest.approx((2 + 4) / 2))
+    assert (baseline["ttft_speedup"], baseline["score_difference"], baseline["cache_ratio"]) == (1, 0, 1)
 
 
-def test_seeds_count_as_one_example() -> None:
-    table = by_task(
-        frame(
-            example("hotpotqa", "a", seed=0, score=0.0, ttft_s=1.0, baseline_ttft_s=2.0),
-            example("hotpotqa", "a", seed=1, score=100.0, ttft_s=3.0, baseline_ttft_s=2.0),
-            example("hotpotqa", "b", seed=0, score=20.0, ttft_s=1.0, baseline_ttft_s=8.0),
-            example("hotpotqa", "b", seed=1, score=40.0, ttft_s=1.0, baseline_ttft_s=6.0),
-            example("musique", "a", seed=0, score=50.0),
-            example("musique", "a", seed=1, score=50.0),
-            example("musique", "a", seed=2, score=80.0),
-        )
-    )
-    row = row_of(table, "hotpotqa")
-    assert (row["seeds"], row["examples"]) == (3, 2)
-    assert row["score"] == 40  # of 50 and 30
-    assert row["ttft_s"] == 1.5  # of 2 and 1
-    assert row["ttft_speedup"] == 3  # (2 + 2 + 8 + 6) / (1 + 3 + 1 + 1)
-    assert row["score_seed_std"] == pytest.approx(math.sqrt(1800))  # 10 and 70, two of which one is free
+def test_seeds_count_as_one_example_each_with_the_baseline_of_its_visit() -> None:
+    seeds = [
+        ("hotpotqa", "a", 0, 0.0, 1.0, 2.0), ("hotpotqa", "a", 1, 100.0, 3.0, 2.0),
+        ("hotpotqa", "b", 0, 20.0, 1.0, 8.0), ("hotpotqa", "b", 1, 40.0, 1.0, 6.0),
+        ("musique", "a", 0, 50.0, 1.0, 2.0), ("musique", "a", 1, 50.0, 1.0, 2.0), ("musique", "a", 2, 80.0, 1.0, 2.0),
+    ]  # fmt: skip
+    rows = [
+        visit(dataset, name, {"ttft_s": theirs}, seed=seed, score=score, ttft_s=own, folder=f"run {seed}")
+        for dataset, name, seed, score, own, theirs in seeds
+    ]
+    table = by_task(frame(*rows))
+    found = row_of(table, "hotpotqa")
+    assert (found["seeds"], found["examples"], found["turns"]) == (3, 2, 2)
+    assert found["score"] == 40  # of 50 and 30
+    assert found["ttft_s"] == 1.5  # of 2 and 1
+    assert found["ttft_speedup"] == 3  # (2 + 2 + 8 + 6) / (1 + 3 + 1 + 1)
+    assert found["score_seed_std"] == pytest.approx(math.sqrt(1800))  # 10 and 70, two of which one is free
     # seed 2 lacks hotpotqa: the task's are (10 + 50) / 2 and (70 + 50) / 2
     assert row_of(table, "multi_doc_qa")["score_seed_std"] == pytest.approx(math.sqrt(450))
     assert row_of(table, "musique")["score"] == 60
-    assert (row["score_low"], row["score_high"]) == (30, 50)  # two examples: every mean of two is between them
-    lone = by_task(frame(example("hotpotqa", "a"), example("hotpotqa", "b")))
+    assert (found["score_low"], found["score_high"]) == (30, 50)  # two examples: every mean of two is between them
+    lone = by_task(frame(visit("hotpotqa", "a"), visit("hotpotqa", "b")))
     assert math.isnan(row_of(lone, "hotpotqa")["score_seed_std"])
 
 
 def test_deviation_leaves_out_seeds_without_all_examples() -> None:
-    rows = [example("hotpotqa", name, seed=seed, score=10.0 * seed) for name in "ab" for seed in range(3)]
+    rows = [
+        visit("hotpotqa", name, seed=seed, score=10.0 * seed, folder=f"{seed}") for name in "ab" for seed in range(3)
+    ]
     table = by_task(frame(*rows[:-1]))  # seed 2 lacks b
     assert row_of(table, "hotpotqa")["score_seed_std"] == pytest.approx(math.sqrt(50))  # of 0 and 10
 
 
-def test_baseline_is_its_run_or_the_paired_one() -> None:
-    paired = [example("hotpotqa", name, baseline_score=score) for name, score in (("a", 40.0), ("b", 60.0))]
-    again = example("hotpotqa", "a", method="random_drop", baseline_score=50.0, baseline_ttft_s=4.0)
-    table = by_task(frame(*paired, again))
-    row = row_of(table, "hotpotqa", "baseline")
-    assert (row["settings"], row["label"], row["examples"]) == ("{}", "baseline", 2)
-    assert row["score"] == row["baseline_score"] == 52.5  # of (40 + 50) / 2 and 60
-    assert row["ttft_s"] == 2.5  # of 3 and 2
-    assert (row["ttft_speedup"], row["ttft_speedup_low"], row["relative_score"]) == (1, 1, 100)
-    own = unpaired(example("hotpotqa", "a", method="baseline", score=10.0))
-    row = row_of(by_task(frame(*paired, again, own)), "hotpotqa", "baseline")
-    assert row["score"] == 35  # from its own run 10, and the paired 60
-    assert row_of(by_task(frame(own)), "hotpotqa", "baseline")["score"] == 10
+def test_turns_are_part_of_their_example() -> None:
+    rows = [visit("hotpotqa", name, turn=turn, score=10.0 * turn, ttft_s=turn) for name in "ab" for turn in (1, 2, 3)]
+    found = row_of(by_task(frame(*rows)), "hotpotqa")
+    assert (found["examples"], found["turns"], found["score"]) == (2, 6, 20)
+    assert found["ttft_speedup"] == 1  # 12 s of both
 
 
 def test_comparisons_are_missing_without_a_baseline() -> None:
-    table = by_task(frame(*(unpaired(example("hotpotqa", name)) for name in "ab")))
+    table = by_task(frame(*(visit("hotpotqa", name)[1:] for name in "ab")))
     assert list(table["method"].unique()) == ["lazy"]
-    row = row_of(table, "hotpotqa")
-    assert row["score"] == 50
-    for column in ("baseline_score", "relative_score", "ttft_speedup", "step_speedup", "baseline_kv_bytes"):
-        assert math.isnan(row[column])
-        assert math.isnan(row[f"{column}_low"])
-    half = by_task(frame(example("hotpotqa", "a"), unpaired(example("hotpotqa", "b"))))
-    assert math.isnan(row_of(half, "hotpotqa")["ttft_speedup"])  # not every example has a baseline
+    found = row_of(table, "hotpotqa")
+    assert found["score"] == 50
+    for column in ("score_difference", "relative_score", "ttft_speedup", "step_speedup", "cache_ratio"):
+        assert math.isnan(found[column])
+        assert math.isnan(found[f"{column}_low"])
+
+
+def test_an_answer_whose_baseline_failed_counts_but_not_in_comparisons() -> None:
+    whole = visit("hotpotqa", "a", {"score": 80.0, "ttft_s": 6.0}, score=60.0, ttft_s=2.0)
+    half = visit("hotpotqa", "b", score=0.0, ttft_s=9.0)[1:]
+    found = row_of(by_task(frame(whole, half)), "hotpotqa")
+    assert (found["examples"], found["score"], found["ttft_s"]) == (2, 30, 5.5)
+    assert (found["ttft_speedup"], found["score_difference"], found["relative_score"]) == (3, -20, 75)
+
+
+def test_a_second_visit_gives_the_clock_of_what_it_measured_and_no_second_answer() -> None:
+    first = visit("hotpotqa", "a", {"ttft_s": 100.0})[:1]  # lazy failed
+    second = visit("hotpotqa", "a", {"ttft_s": 3.0, "visit": 1, "counts": False}, ttft_s=1.0, visit=1)
+    table = by_task(frame(first, second))
+    assert row_of(table, "hotpotqa")["ttft_speedup"] == 3
+    assert row_of(table, "hotpotqa", "baseline")["ttft_s"] == 100
+    assert row_of(table, "hotpotqa", "baseline")["examples"] == 1
 
 
 def test_settings_models_and_suites_stay_apart() -> None:
     table = by_task(
         frame(
-            example("hotpotqa", "a", score=10.0),
-            example("hotpotqa", "a", score=20.0, settings='{"keep": 0.5}', label="lazy, keep=0.5"),
-            example("hotpotqa", "a", score=30.0, model="llama2", paper_model="llama2"),
-            example("hops", "a", score=40.0),
+            visit("hotpotqa", "a", score=10.0, folder="1"),
+            visit("hotpotqa", "a", score=20.0, settings='{"keep": 0.5}', label="lazy, keep=0.5", folder="2"),
+            visit("hotpotqa", "a", score=30.0, model="llama2", paper_model="llama2", folder="3"),
+            visit("hops", "a", score=40.0, folder="4"),
         )
     )
     found = table[(table["method"] == "lazy") & (table["name"] == "multi_doc_qa")]
@@ -165,33 +181,41 @@ def test_settings_models_and_suites_stay_apart() -> None:
     ]
 
 
-MEANS = {*MEASURED, *(f"baseline_{name}" for name in MEASURED)}
-RATIOS = {
+SPEEDUPS = {
     "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
     "ideal_ttft_speedup": "prefill_flops",
 }  # fmt: skip
+Pair = tuple[dict[str, float], dict[str, float]]  # an answer, and the baseline's
 
 
-def slow_value(column: str, examples: list[list[dict[str, float]]]) -> float:
-    """A dataset's value. examples: the rows of each example's seeds."""
-    if column in RATIOS:
-        clock = RATIOS[column]
-        baseline = sum(row[f"baseline_{clock}"] for seeds in examples for row in seeds)
-        return baseline / sum(row[clock] for seeds in examples for row in seeds)
-    if column.endswith("cache_bytes"):
-        prefix = column.removesuffix("cache_bytes")
-        return slow_value(f"{prefix}kv_bytes", examples) + slow_value(f"{prefix}aux_bytes", examples)
-    means = [sum(row[column] for row in seeds) / len(seeds) for seeds in examples]
+def slow_value(column: str, examples: list[list[Pair]], side: int = 0) -> float:
+    """A dataset's value. examples: the answers of each example's seeds."""
+    if column in SPEEDUPS:
+        theirs, own = (sum(pair[place][SPEEDUPS[column]] for seeds in examples for pair in seeds) for place in (1, 0))
+        return theirs / own
+    if column == "cache_bytes":
+        return slow_value("kv_bytes", examples, side) + slow_value("aux_bytes", examples, side)
+    means = [sum(pair[side][column] for pair in seeds) / len(seeds) for seeds in examples]
     return sum(means) / len(means)
 
 
-def slow_task(column: str, datasets: list[list[list[dict[str, float]]]], official: bool) -> float:
-    if column == "relative_score":
-        return 100 * slow_task("score", datasets, official) / slow_task("baseline_score", datasets, official)
-    if column == "answered_score":
-        return 100 * slow_task("score", datasets, official) / slow_task("pct_answered", datasets, official)
-    values = [slow_value(column, examples) for examples in datasets]
-    if official and column in ("score", "baseline_score"):
+def slow_task(column: str, datasets: list[list[list[Pair]]], official: bool, side: int = 0) -> float:
+    def of(name: str, place: int = 0) -> float:
+        return slow_task(name, datasets, official, place)
+
+    match column:
+        case "relative_score":
+            return 100 * of("score") / of("score", 1)
+        case "score_difference":
+            return of("score") - of("score", 1)
+        case "answered_score":
+            return 100 * of("score") / of("pct_answered")
+        case "cache_ratio":
+            return of("cache_bytes") / of("cache_bytes", 1)
+        case "peak_ratio":
+            return of("peak_memory_bytes") / of("peak_memory_bytes", 1)
+    values = [slow_value(column, examples, side) for examples in datasets]
+    if official and column == "score":
         values = [round(value, 2) for value in values]
     return sum(values) / len(values)
 
@@ -208,36 +232,39 @@ def slow_percentile(values: list[float], share: float) -> float:
 def test_values_and_intervals_equal_a_slow_version(seeds: int) -> None:
     rng = random.Random(seeds)
     sizes = {"hotpotqa": 4, "musique": 3}
+
+    def drawn_values() -> dict[str, float]:
+        return {column: rng.uniform(1, 100) for column in MEASURED}
+
     rows = {
-        name: [
-            [{column: rng.uniform(1, 100) for column in MEANS} for _ in range(seeds)] for _ in range(sizes[name])
-        ]
-        for name in sizes
-    }  # fmt: skip
+        name: [[(drawn_values(), drawn_values()) for _ in range(seeds)] for _ in range(size)]
+        for name, size in sizes.items()
+    }
     table = by_task(
         frame(
             *(
-                example(name, str(number), seed=seed, **rows[name][number][seed])
+                visit(name, str(number), rows[name][number][seed][1], seed=seed, folder=str(seed),
+                      **rows[name][number][seed][0])
                 for name in sizes
                 for number in range(sizes[name])
                 for seed in range(seeds)
             )
         )
-    )
+    )  # fmt: skip
     # the same resamples: only the random draws are taken from there
     picks = {
         name: np.random.default_rng(list(name.encode())).integers(0, n, size=(RESAMPLES, n)).tolist()
         for name, n in sizes.items()
     }
     for row_name, names in {"hotpotqa": ["hotpotqa"], "musique": ["musique"], "multi_doc_qa": list(sizes)}.items():
-        row = row_of(table, row_name)
+        found = row_of(table, row_name)
         for column in VALUES:
-            assert row[column] == pytest.approx(slow_task(column, [rows[name] for name in names], True)), column
-            if column not in {"score", "baseline_ttft_s", "cache_bytes", "relative_score", "answered_score", *RATIOS}:
+            assert found[column] == pytest.approx(slow_task(column, [rows[name] for name in names], True)), column
+            if column in MEASURED and column not in {"score", "ttft_s"}:
                 continue  # resampled like the score, which is a mean too
-            drawn = [
+            resampled = [
                 slow_task(column, [[rows[name][pick] for pick in picks[name][number]] for name in names], False)
                 for number in range(RESAMPLES)
             ]
-            assert row[f"{column}_low"] == pytest.approx(slow_percentile(drawn, 0.025)), column
-            assert row[f"{column}_high"] == pytest.approx(slow_percentile(drawn, 0.975)), column
+            assert found[f"{column}_low"] == pytest.approx(slow_percentile(resampled, 0.025)), column
+            assert found[f"{column}_high"] == pytest.approx(slow_percentile(resampled, 0.975)), column

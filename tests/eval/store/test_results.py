@@ -2,45 +2,55 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
-from eval.store.folder import fingerprint, read_records
-from eval.store.results import COLUMNS, as_frame, chosen, find_runs
+from eval.store.folder import fingerprint, read_visits
+from eval.store.results import COLUMNS, Results, beside, chosen, find_runs
 from eval.store.runs import label_of
+from eval.store.visit import Failure
 from lazyllm.errors import UserError
-from tests.eval.store.made import LAZY, PROVENANCE, measurement, record, write_run
+from tests.eval.store.made import LAZY, PROVENANCE, alone, write_run
+from tests.eval.store.visits import measurement, visit
+
+
+def frame_of(*folders: Path) -> Any:
+    return Results(find_runs(folders)).frame
 
 
 def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
-    write_run(tmp_path / "b", [record(0)])
-    write_run(tmp_path / "a" / "deep", [record(1)], seed=1)
+    write_run(tmp_path / "b", [visit(0)])
+    write_run(tmp_path / "a" / "deep", [visit(1)], seed=1)
     write_run(tmp_path / "begun", [], seed=2)
     (tmp_path / "stray.jsonl").write_text("{}")
     runs = find_runs([tmp_path, tmp_path / "a"])
     assert [run.folder for run in runs] == [tmp_path / "a" / "deep", tmp_path / "b"]
-    assert runs[1].records == [record(0)]
-    assert [run.seed for run in runs] == [1, 0]
-    assert runs[0].settings == {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+    assert runs[1].visits == [visit(0)]
+    lazy = runs[0].arms["lazy"]
+    assert (lazy.method, lazy.seed, lazy.is_baseline, runs[1].arms["lazy"].seed) == ("lazy", 1, False, 0)
+    assert lazy.settings == {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+    assert [arm.is_baseline for arm in runs[0].arms.values()] == [True, False]
 
 
 def test_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         find_runs([tmp_path / "absent"])
-    assert list(as_frame([]).columns) == COLUMNS
+    assert list(Results([]).frame.columns) == COLUMNS
     write_run(tmp_path / "begun", [])
-    with pytest.raises(UserError, match="no run with records"):
+    with pytest.raises(UserError, match="no run with answers"):
         find_runs([tmp_path])
 
 
 @pytest.mark.parametrize(
-    ("identity", "apart"),
+    ("identity", "variant"),
     [
-        ({"code": "another"}, "code=another"),
-        ({"code": "0123456789abcdef"}, "code=0123"),
+        ({"engine": "another"}, "engine=another"),
+        ({"engine": "0123456789abcdef"}, "engine=0123"),
         ({"versions": {"torch": "3"}}, "versions.torch=3"),
         ({"max_new_tokens": 3}, "max_new_tokens=3"),
         # the first four digits of the hash of the rows that differ
@@ -48,50 +58,60 @@ def test_no_run_is_refused(tmp_path: Path) -> None:
         ({"turns": 4, "data": {"hotpotqa": "another"}}, "turns=4"),  # as short as tells it apart
     ],
 )
-def test_model_name_tells_runs_apart_that_share_no_table(tmp_path: Path, identity: dict[str, Any], apart: str) -> None:
+def test_model_name_tells_runs_apart_that_share_no_table(tmp_path: Path, identity: dict, variant: str) -> None:
     usual: dict[str, Any] = {
         "data": {"hotpotqa": "1234 5678"}, "device": "a", "versions": {"torch": "2"}, "max_new_tokens": None,
         "turns": 1,
     }  # fmt: skip
-    write_run(tmp_path / "a", [record(0)], **usual)
-    write_run(tmp_path / "b", [record(0)], **usual | identity)
-    write_run(tmp_path / "c", [record(1)], **usual, seed=1)
+    write_run(tmp_path / "a", [visit(0)], **usual)
+    write_run(tmp_path / "b", [visit(0)], **usual | identity)
+    write_run(tmp_path / "c", [visit(1)], **usual, seed=1)
     runs = find_runs([tmp_path])
-    assert [run.model for run in runs] == ["tiny", f"tiny ({apart})", "tiny"]
-    assert as_frame(runs)["model"].tolist() == ["tiny", f"tiny ({apart})", "tiny"]
-    assert len(runs[1].facts) == len(identity)  # all of them, for the table of settings
+    assert [run.model for run in runs] == ["tiny", f"tiny ({variant})", "tiny"]
+    assert list(Results(runs).frame["model"].unique()) == ["tiny", f"tiny ({variant})"]
+    assert len(runs[1].differences) == len(identity)  # all of them, for the table of settings
+
+
+def test_a_methods_and_a_suites_code_tell_runs_apart_only_where_they_ran(tmp_path: Path) -> None:
+    data = {"data": {"hotpotqa": "1"}, "suite_code": "s"}
+    write_run(tmp_path / "a", [visit(0)], **data)
+    write_run(tmp_path / "b", [visit(0)], {"name": "random_drop", "keep": 0.5}, seed=3, **data)
+    write_run(tmp_path / "c", [visit(0)], data={"hops": "1"}, suite_code="t")
+    assert [run.model for run in find_runs([tmp_path])] == ["tiny"] * 3
+    write_run(tmp_path / "d", [visit(1)], **data | {"suite_code": "u"})
+    assert [run.model for run in find_runs([tmp_path])] == ["tiny"] * 3 + ["tiny (code of longbench=u)"]
 
 
 def test_model_name_has_more_facts_if_others_share_the_first(tmp_path: Path) -> None:
-    odd = [{}, {}, {"code": "2", "dtype": "x"}, {"code": "2"}, {"dtype": "x"}]
+    odd = [{}, {}, {"dtype": "x", "threads": 2}, {"dtype": "x"}, {"threads": 2}]
     for number, identity in enumerate(odd):
-        write_run(tmp_path / str(number), [record(0)], **{"dtype": "usual"} | identity)
+        write_run(tmp_path / str(number), [visit(0)], **{"dtype": "usual", "threads": 1} | identity)
     names = [run.model for run in find_runs([tmp_path])]
-    assert names == ["tiny", "tiny", "tiny (code=2, dtype=x)", "tiny (code=2)", "tiny (dtype=x)"]
+    assert names == ["tiny", "tiny", "tiny (dtype=x, threads=2)", "tiny (dtype=x)", "tiny (threads=2)"]
 
 
 def test_model_names_differ_though_their_hashes_begin_alike(tmp_path: Path) -> None:
     for number, code in enumerate(["1", "1", "0123456789abcdef", "0123fedcba9876543"]):
-        write_run(tmp_path / str(number), [record(0)], code=code)
-    assert [run.model for run in find_runs([tmp_path])][2:] == ["tiny (code=01234567)", "tiny (code=0123fedc)"]
+        write_run(tmp_path / str(number), [visit(0)], engine=code)
+    assert [run.model for run in find_runs([tmp_path])][2:] == ["tiny (engine=01234567)", "tiny (engine=0123fedc)"]
 
 
 def test_newest_of_equally_common_settings_has_the_plain_name(tmp_path: Path) -> None:
     for name, started in (("a", "2026-01-02"), ("b", "2026-01-01")):
-        write_run(tmp_path / name, [record(0)], provenance=PROVENANCE | {"started": started}, code=name)
-    assert [run.model for run in find_runs([tmp_path])] == ["tiny", "tiny (code=b)"]
+        write_run(tmp_path / name, [visit(0)], provenance=PROVENANCE | {"started": started}, engine=name)
+    assert [run.model for run in find_runs([tmp_path])] == ["tiny", "tiny (engine=b)"]
     assert [run.folder.name for run in find_runs([tmp_path], newest=True)] == ["a"]
 
 
 def test_where_selects_by_config_and_identity(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [record(0)], dtype="bfloat16", max_new_tokens=None)
-    write_run(tmp_path / "b", [record(0)], {"name": "baseline"}, dtype="float32", max_new_tokens=3)
+    write_run(tmp_path / "a", [visit(0)], dtype="bfloat16", max_new_tokens=None)
+    write_run(tmp_path / "b", [visit(0)], {"name": "gemfilter"}, dtype="float32", max_new_tokens=3)
 
     def names(*where: str) -> list[str]:
         return [run.folder.name for run in find_runs([tmp_path], where)]
 
-    assert names("dtype=bfloat16") == names("max_new_tokens=null") == names("method.schedule.2=0.5") == ["a"]
-    assert names("max_new_tokens=3") == names("method.name=baseline", "dtype=float32") == ["b"]
+    assert names("dtype=bfloat16") == names("max_new_tokens=null") == names("arms.lazy.method.schedule.2=0.5") == ["a"]
+    assert names("max_new_tokens=3") == names("arms.lazy.method.name=gemfilter", "dtype=float32") == ["b"]
     with pytest.raises(UserError, match=r"--where dtype=int8: no such run; dtype is one of bfloat16, float32"):
         names("dtype=int8")
     assert chosen([], ["dtype=int8"]) == []
@@ -100,60 +120,103 @@ def test_where_selects_by_config_and_identity(tmp_path: Path) -> None:
             names(wrong)
 
 
-def test_methods_seeds_and_models_share_tables(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [record(0)])
-    write_run(tmp_path / "b", [record(0)], {"name": "baseline"}, paired=False, seed=3, data={"x": "y"}, warmup=1)
-    write_run(tmp_path / "c", [record(0)], LAZY | {"schedule": "table1"}, parameters={"hotpotqa": LAZY})
-    write_run(tmp_path / "d", [record(0)], model="folder/llama", paper="llama2", code="2")
-    runs = find_runs([tmp_path])
-    assert [(run.model, run.paper_model, run.method) for run in runs] == [
-        ("tiny", None, "lazy"),
-        ("tiny", None, "baseline"),
-        ("tiny", None, "lazy"),
-        ("llama", "llama2", "lazy"),
-    ]
-
-
-def test_frame_row_holds_the_record(tmp_path: Path) -> None:
-    one = replace(
-        record(7, "gov_report"),
-        method=measurement(
-            score=0.25, rouge_l=0.5, ttft_s=0.2, total_s=0.6, scoring_s=0.1, decode_step_s=[0.1, 0.3],
-            token_ids=[1, 2, 3], peak_memory_bytes=9, scoring_tokens=7,
-        ),
-        baseline=measurement(decode_step_s=[], token_ids=[1]),
+def test_a_row_holds_the_answer(tmp_path: Path) -> None:
+    one = visit(
+        7, "gov_report", score=0.25, rouge_l=0.5, total_s=0.6, scoring_s=0.1, decode_step_s=[0.1, 0.3],
+        token_ids=[1, 2, 3], peak_memory_bytes=9, scoring_tokens=7,
     )  # fmt: skip
-    write_run(tmp_path, [one], {"name": "random_drop", "keep": 0.5, "seed": 4}, seed=4)
-    frame = as_frame(find_runs([tmp_path]))
+    one.answers["baseline"] = [measurement(decode_step_s=[], token_ids=[1], text="")]
+    write_run(tmp_path, [one], {"name": "random_drop", "keep": 0.5, "seed": 4})
+    frame = frame_of(tmp_path)
     assert list(frame.columns) == COLUMNS
-    row = frame.iloc[0].to_dict()
+    baseline, row = frame.to_dict("records")
     expected = {
-        "model": "tiny", "method": "random_drop", "settings": '{"keep": 0.5}', "label": "random_drop, keep=0.5",
-        "seed": 4, "paired": True, "dataset": "gov_report", "task": "summarization", "suite": "longbench",
-        "id": "row-7", "prompt_tokens": 100, "score": 25, "rouge_l": 50, "ttft_s": 0.2, "scoring_s": 0.1,
-        "total_s": 0.6, "step_s": 0.2, "generated_tokens": 3, "pct_prompt_tokens_computed": 75, "kv_bytes": 640,
-        "aux_bytes": 32, "scoring_tokens": 7, "peak_memory_bytes": 9, "baseline_score": 50,
-        "baseline_generated_tokens": 1, "baseline_ttft_s": 0.2, "baseline_scoring_tokens": 0,
+        "model": "tiny", "arm": "lazy", "method": "random_drop", "settings": '{"keep": 0.5}',
+        "label": "random_drop, keep=0.5", "seed": 4, "is_baseline": False, "dataset": "gov_report",
+        "task": "summarization", "suite": "longbench", "id": "row-7", "prompt_tokens": 100, "turn": 1, "visit": 0,
+        "counts": True, "score": 25, "rouge_l": 50, "ttft_s": 0.2, "scoring_s": 0.1, "total_s": 0.6, "step_s": 0.2,
+        "generated_tokens": 3, "pct_prompt_tokens_computed": 75, "kv_bytes": 640, "aux_bytes": 32, "pct_answered": 100,
+        "scoring_tokens": 7, "peak_memory_bytes": 9,
     }  # fmt: skip
     assert {key: row[key] for key in expected} == pytest.approx(expected)
-    for missing in ("baseline_step_s", "baseline_rouge_l", "baseline_peak_memory_bytes"):
-        assert math.isnan(row[missing])
+    expected = {
+        "arm": "baseline",
+        "seed": 0,
+        "is_baseline": True,
+        "score": 50,
+        "generated_tokens": 1,
+        "pct_answered": 0,
+    }
+    assert {key: baseline[key] for key in expected} == pytest.approx(expected)
+    for missing in ("step_s", "rouge_l", "peak_memory_bytes"):
+        assert math.isnan(baseline[missing])
 
 
-def test_paired_measurement_goes_before_unpaired(tmp_path: Path) -> None:
-    alone = replace(record(0), method=measurement(score=0.0), baseline=None)
-    write_run(tmp_path / "a", [alone, replace(alone, id="only here")], paired=False)
-    write_run(tmp_path / "b", [record(0, score=1.0)])
-    frame = as_frame(find_runs([tmp_path]))
-    assert frame[["id", "score", "paired"]].to_numpy().tolist() == [["only here", 0, False], ["row-0", 100, True]]
+def test_each_turn_is_a_row_and_measurements_are_behind_it(tmp_path: Path) -> None:
+    write_run(tmp_path, [visit(0, turns=3), visit(1)])
+    results = Results(find_runs([tmp_path]))
+    lazy = results.counting[results.counting["arm"] == "lazy"]
+    assert lazy[["id", "turn", "prompt_tokens"]].to_numpy().tolist() == [
+        ["row-0", 1, 100], ["row-0", 2, 1], ["row-0", 3, 2], ["row-1", 1, 100],
+    ]  # fmt: skip
+    assert [turn.tokens for turn, _ in results.measurements(lazy)] == [100, 1, 2, 100]
+    assert [answer.text for _, answer in results.measurements(results.counting)] == ["base"] * 4 + ["an answer"] * 4
 
 
-def test_frame_refuses_example_measured_twice(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [record(0), record(2)])
-    write_run(tmp_path / "b", [record(1), record(0)], warmup=9)
-    message = r"row-0, lazy, schedule=.* measured twice, in .*/a and .*/b; remove one, or choose by warmup: --where"
-    with pytest.raises(UserError, match=message):
-        as_frame(find_runs([tmp_path]))
+def test_an_arms_first_answer_counts(tmp_path: Path) -> None:
+    failed = replace(
+        visit(0), answers={"baseline": [measurement("first")]}, failures={"lazy": Failure(reason="", traceback="")}
+    )
+    write_run(tmp_path, [failed, visit(0, score=1.0), visit(0, score=0.0)])
+    frame = frame_of(tmp_path)
+    assert frame[["arm", "visit", "counts"]].to_numpy().tolist() == [
+        ["baseline", 0, True], ["baseline", 1, False], ["baseline", 2, False], ["lazy", 1, True], ["lazy", 2, False],
+    ]  # fmt: skip
+    (run,) = find_runs([tmp_path])
+    assert run.failed == {}
+
+
+def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path: Path) -> None:
+    write_run(tmp_path / "look", [visit(0, score=0.25)], provenance=PROVENANCE | {"started": "2026-02"})
+    write_run(
+        tmp_path / "whole", [visit(0, score=1.0), visit(1)], provenance=PROVENANCE | {"started": "2026-01"}, warmup=9
+    )
+    results = Results(find_runs([tmp_path]))
+    counting = results.counting[results.counting["arm"] == "lazy"]
+    assert counting[["id", "score"]].to_numpy().tolist() == [["row-0", 100], ["row-1", 50]]
+    (sentence,) = results.choices
+    assert "look" in sentence
+    assert "tables count" in sentence
+    write_run(tmp_path / "again", [visit(0), visit(1)], provenance=PROVENANCE | {"started": "2026-03"}, warmup=8)
+    assert {*Results(find_runs([tmp_path])).counting["folder"]} == {str(tmp_path / "again")}  # as many, but newer
+
+
+def test_beside_is_the_baseline_of_the_same_visit_by_dictionaries(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    visits = []
+    for number in range(12):
+        one = visit(number % 6, turns=rng.choice([1, 2]), ttft_s=rng.random())
+        for answers in one.answers.values():
+            answers[:] = [replace(answer, ttft_s=rng.random()) for answer in answers]
+        visits.append(alone(one) if rng.random() < 0.3 else one)
+    write_run(tmp_path / "a", visits)
+    write_run(tmp_path / "b", visits[::-1], seed=1)
+    results = Results(find_runs([tmp_path]))
+    expected = {}
+    for run in results.runs:
+        times: dict[Any, int] = {}
+        for one in run.visits:
+            number = times[one.key] = times.get(one.key, -1) + 1
+            for turn, answer in enumerate(one.answers.get("baseline", ()), start=1):
+                expected[str(run.folder), *one.key, number, turn] = answer.ttft_s
+    rows = results.frame.sample(frac=1, random_state=0)
+    found = beside(rows, results.frame)
+    assert list(found.index) == list(rows.index)
+    for (_, row), (_, reference) in zip(rows.iterrows(), found.iterrows(), strict=True):
+        time = expected.get((row["folder"], row["dataset"], row["id"], row["visit"], row["turn"]))
+        assert (time is None and pd.isna(reference["ttft_s"])) or reference["ttft_s"] == time
+    other = beside(rows[rows["is_baseline"]], results.frame, arm="lazy")
+    assert {*other["arm"].dropna()} == {"lazy"}
 
 
 @pytest.mark.parametrize(
@@ -169,23 +232,28 @@ def test_label_leaves_out_usual_values(method: str, settings: dict[str, Any], la
     assert label_of(method, json.loads(json.dumps(settings))) == label
 
 
-def test_run_with_more_examples_goes_before_a_first_look(tmp_path: Path) -> None:
-    write_run(tmp_path / "look", [record(0, score=0.25)])
-    write_run(tmp_path / "whole", [record(0, score=1.0), record(1)], warmup=9)
-    frame = as_frame(find_runs([tmp_path]))
-    assert frame["id"].tolist() == ["row-0", "row-1"]
-    assert frame["score"].tolist() == [100, 50]
+def test_the_baseline_once_more_has_rows_of_its_own(tmp_path: Path) -> None:
+    one = visit(0)
+    one = replace(one, answers={"baseline": one.answers["baseline"], "baseline again": [measurement(ttft_s=0.1)]})
+    arm = {"method": {"name": "baseline"}, "code": "1"}
+    write_run(tmp_path, [one], arms={"baseline": arm, "baseline again": arm})
+    results = Results(find_runs([tmp_path]))
+    speedups = results.by_task[results.by_task["level"] == "all"].set_index("label")["ttft_speedup"]
+    assert speedups.to_dict() == {"baseline": 1, "baseline again": pytest.approx(4)}
 
 
-def test_frame_takes_the_paired_run_though_two_unpaired_ones_are_equal(tmp_path: Path) -> None:
-    for warmup in (1, 2):
-        write_run(tmp_path / f"{warmup}", [replace(record(0), baseline=None)], paired=False, warmup=warmup)
-    write_run(tmp_path / "paired", [record(0)])
-    assert as_frame(find_runs([tmp_path]))["paired"].tolist() == [True]
+def test_unfinished_runs_are_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [visit(0)])
+    assert Results(find_runs([tmp_path])).unfinished == []  # nothing is known of a plan
+    (folder / "examples.json").write_text(json.dumps({"hotpotqa": ["row-0", "row-1", "row-2"]}))
+    assert Results(find_runs([tmp_path])).unfinished == ["Unfinished: a, 1 of 3 examples."]
 
 
-def test_records_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visits_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = []
-    monkeypatch.setattr("eval.store.runs.read_records", lambda folder: folders.append(folder) or read_records(folder))
-    write_run(tmp_path, [record(0)])
-    assert len(as_frame(find_runs([tmp_path]))) == len(folders) == 1
+    monkeypatch.setattr("eval.store.runs.read_visits", lambda folder: folders.append(folder) or read_visits(folder))
+    write_run(tmp_path, [visit(0)], LAZY)
+    results = Results(find_runs([tmp_path]))
+    assert len(results.frame) == 2
+    assert len(results.by_task)
+    assert len(folders) == 1
