@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from eval.run import measure
-from eval.run.config import AnswersConfig, ModelConfig, TimingConfig
-from eval.run.loop import run
-from eval.run.prepare import prepare
+from eval.run.config import ModelConfig
+from eval.run.loop import measure as measure_run
 from eval.run.work import Model, rows_of_answers
-from eval.store.aggregate import by_task
-from eval.store.folder import read_records
-from eval.store.record import Record
+from eval.store.folder import read_visits
+from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
@@ -27,74 +25,101 @@ from tests.runs import run_of, small_run
 OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes", "prefill_mfu"}
 
 
-def records_of(folder: Path, rows: int, **changes: Any) -> dict[str, Record]:
-    result = run(small_run(folder, answers=AnswersConfig(rows=rows), max_new_tokens=6, **changes), show=False)
-    assert result.results is not None
-    return {record.id + record.dataset: record for record in result.results.runs[0].records}
+ARMS = {
+    "lazy": {"name": "lazy", "schedule": {2: 0.5}},
+    "static": {"name": "static_pruning", "layer": 2, "keep": 0.5},
+}
 
 
-def untimed(record: Record) -> Any:
-    """A record without its times and the memory of the process, logits rounded to what float32 gives."""
-    plain = json.loads(record.to_json())
-    plain["baseline_ttft_s"] = plain["baseline_ttft_s"] is not None
-    for side in ("method", "baseline"):
-        if plain[side] is not None:
-            plain[side] = {key: value for key, value in plain[side].items() if key not in OWN_TIMES}
-            plain[side]["kl"] = None if plain[side]["kl"] is None else round(plain[side]["kl"], 4)
+def visits_of(folder: Path, size: int, **changes: Any) -> dict[tuple[str, str], Visit]:
+    measure_run(small_run(folder, batch_size=size, max_new_tokens=6, **changes), show=False)
+    return {visit.key: visit for visit in read_visits(folder)}
+
+
+def untimed(visit: Visit) -> Any:
+    """A visit without its times, its order and the memory of the process; logits rounded to what float32 gives."""
+    plain = json.loads(visit.to_json())
+    del plain["order"], plain["attention_kernel"]
+    for answers in plain["answers"].values():
+        for answer in answers:
+            for name in OWN_TIMES:
+                del answer[name]
+            answer["kl"] = None if answer["kl"] is None else round(answer["kl"], 4)
     return plain
 
 
-@pytest.mark.parametrize("paired", [True, "ttft", False])
-def test_packed_records_are_those_of_single_runs_without_times_of_steps(tmp_path: Path, paired: bool | str) -> None:
-    timing = TimingConfig(warmup=0, paired=paired)
-    single, packed = (records_of(tmp_path / str(rows), rows, timing=timing) for rows in (1, 5))
+@pytest.mark.parametrize(
+    ("size", "changes"), [(5, {"compare": ARMS}), (2, {"compare": ARMS}), (4, {"baseline": False})]
+)
+def test_packed_visits_are_those_of_single_answers_without_times_of_steps(
+    tmp_path: Path, size: int, changes: dict[str, Any]
+) -> None:
+    """Also if a pack holds fewer answers than there are arms."""
+    single, packed = (visits_of(tmp_path / str(n), n, **changes) for n in (1, size))
     assert packed.keys() == single.keys()
-    for key, record in packed.items():
-        assert untimed(record) == untimed(single[key])
-        for measured, alone in ((record.method, single[key].method), (record.baseline, single[key].baseline)):
-            if measured is None:
-                continue
+    for key, visit in packed.items():
+        assert untimed(visit) == untimed(single[key])
+        assert sorted(visit.order) == sorted(visit.answers)
+        for label, (measured,) in visit.answers.items():
             assert measured.ttft_s > 0
             assert (measured.total_s, measured.decode_step_s, measured.peak_memory_bytes) == (None, None, None)
-            assert alone is not None
-            assert alone.total_s is not None
+            assert single[key].answers[label][0].total_s is not None
+
+
+def test_first_tokens_of_a_visit_come_in_its_order_with_nothing_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[Any] = []
+    join, run = measure.Pack.join, measure.Pack.run
+    monkeypatch.setattr(measure.Pack, "join", lambda pack, row: [joined.append(row.method), join(pack, row)][1])
+    monkeypatch.setattr(measure.Pack, "run", lambda pack: [joined.append(None), run(pack)][1])
+    visits = visits_of(tmp_path, 6, compare=ARMS, limit=2)
+    planned = small_run(None, compare=ARMS)
+    methods = {arm.label: arm.method("lookup") for arm in planned.arms}
+    order = [methods[label] for visit in visits.values() for label in visit.order]
+    prefills = [method for method in joined if method is not None]
+    assert sorted(map(repr, prefills)) == sorted(map(repr, order))
+    runs_of_three = [joined[start : start + 3] for start in range(len(joined)) if joined[start] is not None]
+    begins = [part for part in runs_of_three if sorted(map(repr, part)) == sorted(map(repr, methods.values()))]
+    assert len(begins) >= len(visits)  # the three arms of each visit, one right after the other
 
 
 @pytest.mark.slow
 def test_packed_shards_with_forced_answers_traces_and_evidence_are_a_single_run(tmp_path: Path) -> None:
     model = ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=520)  # the evidence is not cut
     settings: dict[str, Any] = dict(model=model, max_new_tokens=6, trace=1, fidelity="answer")
-    run(small_run(tmp_path / "single", **settings), show=False)
-    packed = small_run(tmp_path / "packed", answers=AnswersConfig(rows=4), **settings)
+    measure_run(small_run(tmp_path / "single", **settings), show=False)
+    packed = small_run(tmp_path / "packed", batch_size=4, **settings)
     for shard in ("1/2", "2/2"):
-        run(packed.changed(shard=shard), show=False)
-    single, found = ({r.key: untimed(r) for r in read_records(tmp_path / name)} for name in ("single", "packed"))
+        measure_run(packed.changed(shard=shard), show=False)
+    single, found = ({v.key: untimed(v) for v in read_visits(tmp_path / name)} for name in ("single", "packed"))
     assert len(found) == 6
-    for key, record in found.items():
+    for key, visit in found.items():
         for forced in ("answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood"):
-            assert record["method"].pop(forced) == pytest.approx(single[key]["method"].pop(forced), abs=1e-5)
-        assert record == single[key]
-    assert any(record["method"]["evidence_recall"] is not None for record in found.values())
+            (ours,), (theirs,) = (one["answers"]["lazy"] for one in (visit, single[key]))
+            assert ours.pop(forced) == pytest.approx(theirs.pop(forced), abs=1e-5)
+        assert visit == single[key]
+    assert any(visit["answers"]["lazy"][0]["evidence_recall"] is not None for visit in found.values())
     traces = {name: {file.name for file in (tmp_path / name / "traces").iterdir()} for name in ("single", "packed")}
     assert traces["packed"] == traces["single"]
     assert len(traces["single"]) == 2
 
 
 def test_packed_run_has_no_generation_speedup_and_an_identity_of_its_own(tmp_path: Path) -> None:
-    single, packed = (small_run(tmp_path, answers=AnswersConfig(rows=rows)) for rows in (1, 4))
-    assert prepare(packed).identity == prepare(single).identity | {"answers_rows": 4}
-    result = run(packed, show=False)
-    assert result.results is not None
-    lazy: Any = by_task(result.results.frame).query("method == 'lazy'")
+    single, packed = (small_run(tmp_path, batch_size=size) for size in (1, 4))
+    assert packed.identity == single.identity | {"batch_size": 4}
+    table = measure_run(packed, show=False).table
+    assert table is not None
+    lazy: Any = table.frame.query("method == 'lazy'")
     assert lazy["generation_speedup"].isna().all()
     assert (lazy["ttft_speedup"] > 0).all()
 
 
 @pytest.mark.slow
-def test_examples_in_a_pack_start_again_fewer_at_once_after_a_failure(
+def test_answers_in_a_pack_start_again_fewer_at_once_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = records_of(tmp_path / "whole", 8)
+    expected = visits_of(tmp_path / "whole", 8)
     original = measure.Pack.run
 
     def run_out(pack: Any) -> Any:
@@ -103,29 +128,34 @@ def test_examples_in_a_pack_start_again_fewer_at_once_after_a_failure(
         return original(pack)
 
     monkeypatch.setattr(measure.Pack, "run", run_out)
-    found = records_of(tmp_path / "fewer", 8)
-    assert {key: untimed(record) for key, record in found.items()} == {
-        key: untimed(record) for key, record in expected.items()
+    found = visits_of(tmp_path / "fewer", 8)
+    assert {key: untimed(visit) for key, visit in found.items()} == {
+        key: untimed(visit) for key, visit in expected.items()
     }
-    retries = re.findall(r"(\d+) examples at once until (\d+) have ended", caplog.text)
-    assert retries == [("2", "4"), *[("1", "2")] * 3]  # each two of the four, then the last two of six
+    retries = re.findall(r"(\d+) answers at once until (\d+) have ended", caplog.text)
+    assert retries[:2] == [("4", "8"), ("2", "4")]
+    assert not any(visit.failures for visit in found.values())
 
 
-def test_only_the_example_that_fails_alone_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_answer_that_fails_alone_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = measure.Pack.join
 
     def refuse(pack: Any, row: Any) -> None:
-        if len(row.prompt) == longest:
+        if row.method == Lazy({2: 0.5}) and len(row.prompt) == longest:
             raise RuntimeError("this prompt fails")
         original(pack, row)
 
-    run_ = small_run(tmp_path, answers=AnswersConfig(rows=8))
-    lengths = [len(case.prompt.token_ids) for case in prepare(run_).cases]
-    longest = max(lengths)
+    run = small_run(tmp_path, batch_size=8)
+    lengths = {case.key: len(case.prompt.token_ids) for case in run.cases}
+    longest = max(lengths.values())
     monkeypatch.setattr(measure.Pack, "join", refuse)
-    result = run(run_, show=False)
-    assert result.results is not None
-    assert len(result.results.runs[0].records) == len(lengths) - lengths.count(longest)
+    measure_run(run, show=False)
+    visits = read_visits(tmp_path)
+    assert len(visits) == len(lengths)
+    for visit in visits:
+        fails = lengths[visit.key] == longest
+        assert set(visit.failures) == ({"lazy"} if fails else set())
+        assert set(visit.answers) == ({"baseline"} if fails else {"baseline", "lazy"})
 
 
 def test_rows_are_as_many_as_fit_into_memory() -> None:
@@ -143,10 +173,10 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
 
 def test_a_method_that_cannot_be_packed_is_refused_before_anything_runs() -> None:
     assert rows_of_answers(None, ModelSpec("llama2"), [Unpackable()], 3500, 500, 80e9) == 1
-    with pytest.raises(UserError, match=r"answers\.rows=1"):
+    with pytest.raises(UserError, match=r"batch_size=1"):
         rows_of_answers(2, ModelSpec("llama2"), [Unpackable()], 3500, 500, 80e9)
 
 
 @pytest.mark.parametrize("experiment", ["table2", "figure7"])
 def test_presets_that_show_whole_answers_times_decode_them_one_by_one(experiment: str) -> None:
-    assert run_of(f"experiment={experiment}", "model=llama2").config.answers.rows == 1
+    assert run_of(f"experiment={experiment}", "model=llama2").config.batch_size == 1
