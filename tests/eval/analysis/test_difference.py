@@ -1,26 +1,32 @@
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 from scipy.stats import binomtest
 
-from eval.analysis.run_table import binomial, difference, passes, run_table
+from eval.analysis.run_table import Comparison, binomial, comparisons, gate_failures, run_table
 from eval.run.job import parse_gate
 from eval.store.results import Results
 from lazyllm.errors import UserError
-from tests.eval.analysis.made import example, stored
+from tests.eval.analysis.made import ARM, alone, conversation, example, stored
 
 
-def results(scores: list[float], baseline: float = 0.5, ttft_s: float = 0.1, **method) -> Results:
+def results(scores: list[float], baseline: float = 0.5, ttft_s: float = 0.1, **own) -> Results:
     """A run on one dataset, each baseline with the same score and a TTFT of 0.2 s."""
     theirs = {"score": baseline, "ttft_s": 0.2}
-    records = [
-        example("hops", str(number), baseline=theirs, score=score, ttft_s=ttft_s, **method)
+    visits = [
+        example("hops", str(number), baseline=theirs, score=score, ttft_s=ttft_s, **own)
         for number, score in enumerate(scores)
     ]
-    return Results([stored(records)])
+    return Results([stored(visits)])
+
+
+def compared(scores: list[float], **own) -> Comparison:
+    (found,) = comparisons(results(scores, **own))
+    return found
 
 
 def test_binomial_is_the_exact_test() -> None:
@@ -31,25 +37,38 @@ def test_binomial_is_the_exact_test() -> None:
         assert binomial(better, worse) == pytest.approx(exact)
 
 
-def test_difference_counts_pairs_and_has_their_interval() -> None:
-    found = difference(results([0.5, 0.75, 0.25, 0.25, 0.5], same_answer=0))
-    assert found is not None
-    assert [found[name] for name in ("examples", "better", "worse", "p", "changed")] == [5, 1, 2, 1.0, 5]
-    assert found["score"] == pytest.approx(-5)
-    assert found["score_low"] < -5 < found["score_high"]
-    assert (found["ttft"], found["ttft_low"], found["ttft_high"]) == pytest.approx((2, 2, 2))
-    same = difference(results([0.75] * 5, same_answer=1))
-    assert same is not None
-    assert [same[name] for name in ("score", "score_low", "score_high", "changed")] == [25, 25, 25, 0]
-    assert difference(Results([stored([replace(example("hops", "a"), baseline=None)])])) is None
+def test_comparison_counts_pairs_and_has_their_interval() -> None:
+    found = compared([0.5, 0.75, 0.25, 0.25, 0.5], same_answer=0)
+    assert (found.name, found.examples, found.better, found.worse, found.p) == (ARM, 5, 1, 2, 1.0)
+    assert (found.changed, found.answers) == (5, 5)
+    score, low, high = found.score
+    assert score == pytest.approx(-5)
+    assert low < -5 < high
+    assert found.ttft == pytest.approx((2, 2, 2))
+    same = compared([0.75] * 5, same_answer=1)
+    assert (same.score, same.changed) == ((25, 25, 25), 0)
+    assert comparisons(Results([stored([alone(example("hops", "a"))])])) == []
 
 
-def test_table_shows_the_difference_and_that_by_chance() -> None:
-    control = results([0.5] * 5, ttft_s=0.2, same_answer=1)
-    caption = run_table(Results(results([0.75] * 5).runs, control), "").caption
+def test_comparison_counts_the_answers_of_all_turns() -> None:
+    turns = [{"score": 0.5, "same_answer": 0}, {"score": 1.0, "same_answer": 0}, {"score": 0.0, "same_answer": 1}]
+    visits = [conversation("hops", str(number), [9, 9, 9], turns, [{"score": 0.25}] * 3) for number in range(2)]
+    (found,) = comparisons(Results([stored(visits)]))
+    assert (found.examples, found.changed, found.answers) == (2, 4, 6)
+    assert "4 of 6 answers differ" in run_table(Results([stored(visits)]), "").caption
+
+
+def test_table_shows_the_comparison_and_that_by_chance() -> None:
+    run = results([0.75] * 5).runs[0]
+    visits = [replace(visit, answers=visit.answers | {"again": visit.answers["baseline"]}) for visit in run.visits]
+    run = replace(run, given=visits)
+    run.identity["arms"]["again"] = run.identity["arms"]["baseline"]
+    caption = run_table(Results([run]), "").caption
     assert "score +25.00 (95 % interval +25.00 to +25.00), 5 examples better and 0 worse (p = 0.062)" in caption
-    assert "the baseline beside itself: score +0.00" in caption
-    assert "TTFT speedup 1.00 (1.00 to 1.00); 0 of 5 answers differ" in caption
+    assert "again beside the baseline: score +0.00" in caption
+    assert "TTFT speedup 1.00 (1.00 to 1.00)" in caption
+    assert [one.is_aa_test for one in comparisons(Results([run]))] == [False, True]
+    assert gate_failures(comparisons(Results([run])), {"score": 20}) == []  # chance need not pass
     assert "nan" not in run_table(results([0.75]), "").caption  # one example has no interval
 
 
@@ -57,13 +76,17 @@ def test_table_shows_the_difference_and_that_by_chance() -> None:
     ("gate", "passed"),
     [("score>=20 ttft>=1.9", True), ("score>=26", False), ("ttft>=2.1 score>=0", False), ("score>=-1", True)],
 )
-def test_gate_needs_the_whole_interval_of_every_method(gate: str, passed: bool) -> None:
-    better, same = difference(results([0.75] * 5)), difference(results([0.5] * 5))
-    assert passes([better], parse_gate(gate)) == passed
-    assert not passes([better, same], parse_gate("score>=20"))
-    assert not passes([better, None], parse_gate(gate))
-    assert not passes([], parse_gate(gate))
-    assert not passes([difference(results([0.75] * 4))], parse_gate("score>=0"))  # too few for an interval
+def test_gate_needs_the_whole_interval_of_every_arm(gate: str, passed: bool) -> None:
+    better, same = compared([0.75] * 5), compared([0.5] * 5)
+    assert (gate_failures([better], parse_gate(gate)) == []) == passed
+    assert gate_failures([better, same], parse_gate("score>=20")) == [
+        f"{ARM}: the interval of score begins at 0.00, below 20"
+    ]
+    assert gate_failures([], parse_gate(gate)) == ["no arm has answers beside the baseline"]
+    few = compared([0.75] * 4)
+    assert math.isnan(few.score[1])
+    (why,) = gate_failures([few], parse_gate("score>=0"))
+    assert "without an interval: fewer than 5 examples" in why
 
 
 @pytest.mark.parametrize("gate", ["", "score>1", "speed>=2", "score>=x", "score>=1,ttft>=2"])
