@@ -10,15 +10,14 @@ import pytest
 
 from eval.benchmarks.datasets import resolve_datasets
 from eval.cli import main
-from eval.run.loop import compare, run
-from eval.run.prepare import prepare
-from eval.store.folder import read_about, read_records
-from eval.store.record import Record, read_trace
+from eval.run.loop import measure
+from eval.store.folder import read_about, read_visits
+from eval.store.visit import Visit, read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.runs import run_of
 
-SHORT = ("max_new_tokens=2", "timing.warmup=0", "out=run")
+SHORT = ("max_new_tokens=2", "warmup=0", "out=run")
 
 
 @pytest.fixture(autouse=True)
@@ -27,31 +26,32 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     caplog.set_level("INFO")
 
 
-def records_of() -> list[Record]:
-    return read_records(Path("run"))
+def visits_of() -> list[Visit]:
+    return read_visits(Path("run"))
 
 
 def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = ("limit=1", "max_new_tokens=3", "model.max_prompt_tokens=300", "timing.warmup=0")
-    run(run_of("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short))
+    short = ("limit=1", "max_new_tokens=3", "model.max_prompt_tokens=300", "warmup=0")
+    measure(run_of("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short))
     assert [path.name for path in Path().iterdir()] == ["run"]  # nothing is written elsewhere
-    records = records_of()
+    visits = visits_of()
     names = [dataset.name for dataset in resolve_datasets("all")]
-    assert [record.dataset for record in records] == names
-    for record in records:
-        assert record.prompt_tokens_before_truncation > record.prompt_tokens
-        assert record.baseline is not None
-        assert record.baseline.pct_prompt_tokens_computed == 100
-        assert 0 < record.method.pct_prompt_tokens_computed <= 100
-        assert record.method.computed[0][0] == record.prompt_tokens
-        assert 1 <= len(record.method.token_ids) <= 3
+    assert [visit.dataset for visit in visits] == names
+    for visit in visits:
+        ((turn,), (method,), (baseline,)) = visit.turns, visit.answers["lazy"], visit.answers["baseline"]
+        assert turn.tokens_before_truncation > turn.tokens
+        assert baseline.pct_prompt_tokens_computed == 100
+        assert 0 < (method.pct_prompt_tokens_computed or 0) <= 100
+        assert method.computed is not None
+        assert method.computed[0][0] == turn.tokens
+        assert 1 <= len(method.token_ids or ()) <= 3
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
     summary = json.loads(Path("run/summary.json").read_text())
-    assert [row["name"] for row in summary["rows"] if row["kind"] == "dataset"] == names
+    assert [row["name"] for row in summary["rows"] if row["kind"] == "dataset" and row["method"] == "baseline"] == names
     assert summary["provenance"]["versions"]["torch"]
     for suffix in ("csv", "md"):
-        assert Path(f"run/summary.{suffix}").read_text().count("hotpotqa") == 1
+        assert Path(f"run/summary.{suffix}").read_text().count("hotpotqa") == 2  # a row for each arm
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_run_refuses_before_it_writes_anything(
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UserError, match=message):
-        run(run_of(*overrides))
+        measure(run_of(*overrides))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,40 +92,38 @@ def test_bad_rows_stop_a_run_or_are_counted(tmp_path: Path, shared: Path, caplog
     rows = (shared / "longbench" / "trec.jsonl").read_bytes().split(b"\n")
     (data / "trec.jsonl").write_bytes(b"\n".join([rows[0], b"{broken", rows[1]]) + b"\n")
     overrides = ["dataset=trec", f"data.dir={data}", "max_new_tokens=1", "model.max_prompt_tokens=300"]
-    overrides += ["timing.warmup=0", "out=run"]
+    overrides += ["warmup=0", "out=run"]
     with pytest.raises(UserError, match=r"trec\.jsonl:2"):
-        run(run_of(*overrides))
-    run(run_of(*overrides, "data.on_error=skip"))
+        measure(run_of(*overrides))
+    measure(run_of(*overrides, "data.on_error=skip"))
     assert "skipped 1 row (data.on_error=skip)" in caplog.text
     assert "trec.jsonl:2" in caplog.text
-    assert len(records_of()) == 2
+    assert len(visits_of()) == 2
 
 
 def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    compare(run_of("experiment=demo", "limit=1", "dataset=[shots,complete]", "timing.warmup=0"))
+    measure(run_of("experiment=demo", "limit=1", "dataset=[shots,complete]", "warmup=0"))
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines]
-    for task in ("few_shot", "code"):
-        methods = {"baseline", "lazy", "static_pruning", "random_drop", "prompt_compression"}
-        assert {row[1] for row in rows if row and row[0] == task} == methods
-    assert Path("runs/demo-tiny.md").read_text().count("| lazy |") == 3  # two tasks and their mean
+    arms = ["baseline", "lazy", "static_pruning", "random_drop", "prompt_compression"]
+    shown = [line.split()[0] for line in lines if line.split() and line.split()[0] in arms]
+    assert shown[: 3 * len(arms)] == 3 * arms  # two tasks and their mean
     assert "model=llama2" in lines[-1]
-    assert len(list(Path("runs").glob("tiny-*"))) == 4  # each method has its own run, with its own baseline
-    (compressed,) = Path("runs").glob("tiny-prompt_compression-*")
-    for record in read_records(compressed):
-        assert record.baseline is not None
-        assert 0 < record.method.scoring_s < record.method.ttft_s  # selecting is part of its time
-        assert (record.baseline.scoring_s, record.baseline.pct_prompt_tokens_computed) == (0, 100)
+    (folder,) = Path("runs").glob("tiny-*")  # one folder, and the baseline once
+    visits = read_visits(folder)
+    assert [list(visit.answers) for visit in visits] == [arms] * 2
+    for visit in visits:
+        (compressed,), (baseline,) = visit.answers["prompt_compression"], visit.answers["baseline"]
+        assert 0 < (compressed.scoring_s or 0) < compressed.ttft_s  # selecting is part of its time
+        assert (baseline.scoring_s, baseline.pct_prompt_tokens_computed) == (0, 100)
 
 
 def test_tuned_targets_depend_on_the_task_and_are_stored() -> None:
-    run(run_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", "timing.paired=false", *SHORT))
-    about, records = read_about(Path("run/run.json")), read_records(Path("run"))
-    parameters = about["identity"]["parameters"]
-    for record in records:  # the tokens that entered each layer are those of the dataset's own schedule
-        method = Lazy(parameters[record.dataset]["schedule"])
-        per_layer = method.tokens_per_layer(8, record.prompt_tokens)
-        assert record.method.computed[0] == [per_layer[start - 1] for start in record.method.group_starts]
+    measure(run_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", "baseline=false", *SHORT))
+    parameters = read_about(Path("run/run.json"))["identity"]["arms"]["lazy"]["parameters"]
+    for visit in visits_of():  # the tokens that entered each layer are those of the dataset's own schedule
+        method, (measured,) = Lazy(parameters[visit.dataset]["schedule"]), visit.answers["lazy"]
+        per_layer = method.tokens_per_layer(8, visit.turns[0].tokens)
+        assert (measured.computed or [])[0] == [per_layer[start - 1] for start in measured.group_starts or ()]
     assert parameters["lookup"] != parameters["retrieve"]
 
 
@@ -134,34 +132,38 @@ def test_traces_are_made_once_beside_the_records(caplog: pytest.LogCaptureFixtur
         "dataset=[lookup,shots]",
         "limit=1",
         "max_new_tokens=3",
-        "timing.warmup=0",
-        "timing.paired=false",
+        "warmup=0",
         "out=run",
     )
-    run(run_of(*quick), show=False)
-    run(run_of(*quick, "trace=1"), show=False)  # of a run that is measured already
+    measure(run_of(*quick), show=False)
+    measure(run_of(*quick, "trace=1"), show=False)  # of a run that is measured already
     files = sorted(Path("run/traces").iterdir())
-    assert [file.name.split("-")[0] for file in files] == ["lookup", "shots"]
+    assert [file.name.split("-")[0] for file in files] == ["lookup", "shots"]  # not of the baseline
+    visits = {visit.key: visit for visit in visits_of()}
     for file in files:
         trace = read_trace(file)
-        record = next(record for record in records_of() if record.key == (trace.dataset, trace.id))
-        assert len(trace.tokens) == record.prompt_tokens
-        assert (trace.computed, trace.group_starts) == (record.method.computed, record.method.group_starts)
-        assert len(trace.generated) == len(record.method.token_ids)
+        visit = visits[trace.dataset, trace.id]
+        (measured,) = visit.answers[trace.arm]
+        assert len(trace.tokens) == visit.turns[0].tokens
+        assert (trace.computed, trace.group_starts) == (measured.computed, measured.group_starts)
+        assert len(trace.generated) == len(measured.token_ids or ())
         np.testing.assert_allclose(np.sum(trace.importance, axis=1), 1, rtol=1e-3)
     before = [file.stat().st_mtime_ns for file in files]
     caplog.clear()
-    run(run_of(*quick, "trace=1"), show=False)
+    measure(run_of(*quick, "trace=1"), show=False)
     assert "2 of them already measured" in caplog.text
     assert [file.stat().st_mtime_ns for file in files] == before
+    measure(run_of(*quick, "trace=2", "limit=2"), show=False)
+    assert len(list(Path("run/traces").iterdir())) == 4
 
 
-def test_sample_is_drawn_by_the_seed_and_can_be_widened() -> None:
-    keys = [
-        [case.key for case in prepare(run_of("dataset=[lookup,shots]", "limit=20", f"sample={sample}")).cases]
-        for sample in (3, 3, 40)
-    ]
-    assert len(set(keys[0])) == 3
-    assert keys[0] == keys[1]
-    assert set(keys[0]) < set(keys[2])
-    assert len(set(keys[2])) == 40
+def test_random_subset_is_drawn_by_the_seed_and_can_be_widened() -> None:
+    def drawn(limit: int, seed: int = 0) -> list[tuple[str, str]]:
+        run = run_of("dataset=[lookup,shots]", f"limit={limit}", "subset=random", f"seed={seed}")
+        return [case.key for case in run.cases]
+
+    assert len(set(drawn(3))) == 6
+    assert drawn(3) == drawn(3) != drawn(3, seed=1)
+    assert set(drawn(3)) < set(drawn(20))
+    run = run_of("dataset=[lookup,shots]", "limit=3", "subset=random")
+    assert run.identity == run.changed(limit=20).identity
