@@ -1,9 +1,9 @@
 """One page of all submitted results: lazyllm-bench board [FOLDER] [--out PAGE]
 
-FOLDER (results/board) holds a folder for each submission: its runs, as written by `lazyllm-bench run` or, smaller, by
-`lazyllm-bench collect`, and a README.md that begins with a title. Every stored answer is scored again. No page is
-written if a score differs, if a planned example has no record, if a run lacks its commit, versions, machine or the
-hash of its rows, or if a prefill was faster than its accelerator can be.
+FOLDER (results/board) holds a folder for each submission: its runs, as written by `lazyllm-bench run` (visits.jsonl may
+be gzipped), and a README.md that begins with a title. Every stored answer is scored again. No page is written if a
+score differs, if an arm has not answered a planned example, if a run lacks its commit, versions, machine or the hash of
+its rows, or if a prefill was faster than its accelerator can be.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import needs_classes
 from eval.store.folder import fingerprint, read_planned
-from eval.store.record import Measurement, Record
-from eval.store.results import Results, tell_apart, with_baselines
+from eval.store.results import Results, tell_apart
 from eval.store.runs import StoredRun, counted, stored_runs
+from eval.store.visit import Measurement, Turn
 from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 from lazyllm.machine import accelerator
@@ -35,16 +35,16 @@ _SAME = 1e-9  # tolerance of scores: versions of Python may add floats in anothe
 _INTRODUCTION = """\
 # Board
 
-Made by `lazyllm-bench board` from {records} records. It scored every stored answer anew, and all scores agree. Times,
+Made by `lazyllm-bench board` from {answers} answers. It scored every stored answer anew, and all scores agree. Times,
 FLOPs, KL and gold answers are as submitted. How to submit: docs/adding.md.
 """
 _CAPTION = """
 Mean over tasks. ±: half of the 95 % bootstrap interval over examples. KL: of the first token's distribution from the
-paired baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. Effective
+baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. Effective
 keep: the least share of a prefill's FLOPs at which the method scores within 1 % of its own baseline, over all of its
-settings in the submission; 100: at none. Diagnostic: a reference, no method; its price is not in its TTFT. -: not
-measured. Machine: a hash of machine, attention kernel and versions; times compare within one. Baseline MFU: FLOPs of
-its prefill over TTFT and the accelerator's dense peak (on a CPU: the rate of a measured matrix product).
+settings in the submission; 100: at none. Diagnostic: a reference, no method; selection time excluded. -: not
+measured. Machine: a hash of machine, attention kernel and versions; times compare within one. MFU: FLOPs of the
+prefill over TTFT and the accelerator's dense peak (on a CPU: the rate of a measured matrix product).
 """
 
 
@@ -58,7 +58,7 @@ class Submission:
 
     @property
     def problems(self) -> list[str]:
-        """The reasons to refuse it: a line for each bad run or record."""
+        """The reasons to refuse it: a line for each bad run or answer."""
         return [problem for run in self.results.runs for problem in (*_lacking(run), *_disagreeing(run))]
 
 
@@ -66,7 +66,7 @@ def read_board(folder: Path) -> list[Submission]:
     """The submissions in a folder, by name. Raises UserError if there is none, or if one cannot be read."""
     board = [_submission(child) for child in sorted(folder.glob("*")) if child.is_dir()]
     if not board:
-        raise UserError(f"{folder}: no submission; expected folders written by `lazyllm-bench collect`")
+        raise UserError(f"{folder}: no submission; expected folders, each with runs and a README.md")
     return board
 
 
@@ -76,16 +76,16 @@ def _submission(folder: Path) -> Submission:
     if not first.startswith("# "):
         raise UserError(f"{readme}: expected a title in its first line (# ...), then how and where it was run")
     try:
-        runs = with_baselines(tell_apart(stored_runs([folder])))
+        runs = tell_apart(stored_runs([folder]))
     except KeyError as error:
         raise UserError(f"{folder}: a run.json lacks {error}; submit it as `lazyllm-bench run` wrote it") from error
-    if not any(len(run.examples) for run in runs):
-        raise UserError(f"{folder}: no records; expected runs, collected by `lazyllm-bench collect`")
+    if not any(len(run.rows) for run in runs):
+        raise UserError(f"{folder}: no answers; expected runs, as `lazyllm-bench run` wrote them")
     return Submission(folder, first[2:].strip(), Results(runs))
 
 
 def _lacking(run: StoredRun) -> Iterator[str]:
-    """A line for each missing fact of a run's provenance, and for missing examples."""
+    """A line for each missing fact of a run's provenance, and for missing answers."""
     known, about = run.about.get("provenance") or {}, run.folder / "run.json"
     lacking = [name for name in ("git_commit", "versions", "machine") if not known.get(name)]
     lacking += [f"the data hash of {name}" for name in run.datasets if not run.identity["data"].get(name)]
@@ -99,41 +99,45 @@ def _lacking(run: StoredRun) -> Iterator[str]:
     planned = read_planned(run.folder)
     if planned is None:
         yield f"{run.folder}: lacks examples.json, the list of planned examples"
-    elif missing := sorted(set(planned) - set(run.keys)):
-        lacks = counted(len(missing), "planned example")
-        yield f"{run.folder}: no record of {lacks}, such as {', row '.join(missing[0])}"
+        return
+    answered = {(*visit.key, arm) for visit in run.visits for arm in visit.answers}
+    missing = [(*key, arm) for key in planned for arm in run.arms if (*key, arm) not in answered]
+    if missing:
+        dataset, example, arm = missing[0]
+        lacks = counted(len(missing), "planned answer")
+        yield f"{run.folder}: no record of {lacks}, such as {dataset}, row {example}, {arm}"
 
 
 def _impossible(run: StoredRun) -> Iterator[str]:
     """A line for a run whose clock its accelerator forbids: its fastest prefill, over the peak in 16 bits."""
     kind = accelerator(run.device)
-    examples: Any = run.examples
     if kind is None:
         return
-    for side in ("", "baseline_"):
+    for arm, rows in run.rows.groupby("arm", sort=False):
         try:
-            kind.share(float((examples[f"{side}prefill_flops"] / examples[f"{side}ttft_s"]).max()))
+            kind.share(float((rows["prefill_flops"] / rows["ttft_s"]).max()))
         except UserError as error:
-            yield f"{run.folder}: {error}"
+            yield f"{run.folder}: {arm}: {error}"
 
 
 def _disagreeing(run: StoredRun) -> Iterator[str]:
     """A line for each answer whose stored score is not the suite's, or that cannot be scored."""
-    for record in (turn for example in run.records for turn in example.by_turn):
-        for side, stored in (("method", record.method), ("baseline", record.baseline)):
-            if stored is not None and (problem := _disagrees(run, record, stored)):
-                yield f"{run.folder}: {record.dataset}, row {record.id}, {side}: {problem}"
+    for visit in run.visits:
+        for arm, answers in visit.answers.items():
+            for turn, stored in zip(visit.turns, answers, strict=True):
+                if problem := _disagrees(run, visit.key, turn, stored):
+                    yield f"{run.folder}: {visit.dataset}, row {visit.id}, {arm}: {problem}"
 
 
-def _disagrees(run: StoredRun, record: Record, stored: Measurement) -> str | None:
-    dataset, classes = DATASETS[record.dataset], None
+def _disagrees(run: StoredRun, key: tuple[str, str], turn: Turn, stored: Measurement) -> str | None:
+    dataset, classes = DATASETS[key[0]], None
     try:
-        if needs_classes(dataset):  # records lack the class names
+        if needs_classes(dataset):  # visits lack the class names
             sha256, names = _rows_of(dataset.name)
             if not run.identity["data"].get(dataset.name, "").startswith(sha256):
                 raise UserError(f"its class names are in the rows of {dataset.name}, which differ here from the run's")
-            classes = names.get(record.id)
-        score = SUITES[dataset.suite].score(dataset, stored.text, record.answers, classes)
+            classes = names.get(key[1])
+        score = SUITES[dataset.suite].score(dataset, stored.text, turn.answers, classes)
     except ValueError as error:  # UserError is one
         return f"cannot be scored here: {error}"
     return f"stored score {stored.score:g}, computed {score:g}" if abs(score - stored.score) > _SAME else None
@@ -162,11 +166,11 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
         Column("ttft_speedup", "TTFT speedup", 2),
         Column("ideal_ttft_speedup", "ideal", 2),
         Column("keep", "effective keep, %", 1),
-        Column("baseline_prefill_mfu", "baseline MFU, %", 1, interval=False),
+        Column("prefill_mfu", "MFU, %", 1, interval=False),
         Column("machines", "machine"),
-        Column("records", "records"),
+        Column("runs", "runs"),
     ]
-    lines = [_INTRODUCTION.format(records=sum(len(submission.results.frame) for submission in board))]
+    lines = [_INTRODUCTION.format(answers=sum(len(submission.results.frame) for submission in board))]
     lines += [_described(submission, beside) for submission in board]
     for names, rows in frame.groupby(["suite", "model"], sort=False):
         shown = cells(rows, columns)
@@ -204,22 +208,19 @@ def _settings(submission: Submission, beside: Path) -> pd.DataFrame:
     keep = keep[(keep["task"] == "all") & (keep["prompt_tokens"] == "all")]
     rows = means.merge(keep[[*SECTION, "method", "keep", "keep_low", "keep_high"]], how="left", on=[*SECTION, "method"])
     key = ["model", "method", "settings"]
-    folders = {of: set(map(str, part)) for of, part in results.frame.groupby(key)["folder"]}
-    origins = [_origin(submission, folders.get(of, set()), beside) for of in rows[key].itertuples(index=False)]
-    rows["records"], rows["machines"] = zip(*origins, strict=True)
+    folders = {of: set(map(str, part)) for of, part in results.counting.groupby(key)["folder"]}
+    origins = [_origin(submission, folders[of], beside) for of in rows[key].itertuples(index=False)]
+    rows["runs"], rows["machines"] = zip(*origins, strict=True)
     return rows.replace({"model": {name: f"{name} (random weights)" for name in random_models(results)}})
 
 
 def _origin(submission: Submission, folders: set[str], beside: Path) -> tuple[str, str]:
-    """Links to the runs in these folders, and fingerprints of their machines, attention kernels and versions.
-
-    A paired baseline has no folder, but all of the submission's runs.
-    """
+    """Links to the runs in these folders, and fingerprints of their machines, attention kernels and versions."""
     of_setting, name = [run for run in submission.results.runs if str(run.folder) in folders], submission.folder.name
     links = [_link(f"{name} {run.folder.name.rpartition('-')[2]}", run.folder, beside) for run in of_setting]
-    abouts = [(run.about["provenance"], run.kernels) for run in of_setting or submission.results.runs]
+    abouts = [(run.about["provenance"], run.kernels) for run in of_setting]
     machines = {fingerprint({"of": [one["machine"], kernels, one["versions"]]})[:6] for one, kernels in abouts}
-    return ", ".join(links) or _link(name, submission.folder, beside), ", ".join(sorted(machines))
+    return ", ".join(links), ", ".join(sorted(machines))
 
 
 def _link(text: str, folder: Path, beside: Path) -> str:
