@@ -1,7 +1,6 @@
-"""Lines of Python by room, and whether the house has outgrown what was agreed: `python -m scripts.dev.size`.
+"""Lines of Python by package: python -m scripts.dev.size [COMMIT], with the difference to a commit.
 
-Every line of every tracked file counts, docstrings and blank ones too. To grow on purpose, raise `LIMITS` in the same
-change, and say in its message what the lines buy.
+Every line of every tracked file counts, docstrings and blank ones too.
 """
 
 from __future__ import annotations
@@ -11,31 +10,43 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# The aim of 0.3.0, with servers, packed answers and its suites. Lower these with every cut
-LIMITS = {"code": 24_150, "tests": 22_560}
 ROOT = Path(__file__).parents[2]
 
 
-def main() -> int:
-    """Print the lines of each room, a folder of `lazyllm` or `eval` or what stands outside both; 1 above a limit."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
-    lines: dict[str, Counter[str]] = {kind: Counter() for kind in LIMITS}
-    for name in listed.stdout.split():
-        if (ROOT / name).exists():  # else deleted, and not committed yet
-            folders = name.split("/")[:-1]
-            kind = "tests" if folders[:1] == ["tests"] else "code"
-            room = "/".join(folders[kind == "tests" :][: 1 if "scripts" in folders else 2]) or "top"
-            lines[kind][room] += (ROOT / name).read_bytes().count(b"\n")
-    totals = {kind: counts.total() for kind, counts in lines.items()}
-    rows = {room: {kind: lines[kind][room] for kind in lines} for room in sorted({*lines["code"], *lines["tests"]})}
-    print(f"{'room':<24}{'code':>8}{'tests':>8}")
-    for room, numbers in (rows | {"in all": totals, "at most": LIMITS}).items():
-        print(f"{room:<24}{numbers['code']:>8,}{numbers['tests']:>8,}")
-    too_many = [f"{totals[kind] - limit:,} of {kind}" for kind, limit in LIMITS.items() if totals[kind] > limit]
-    if too_many:
-        print(f"too many lines: {', '.join(too_many)}; take some out, or raise LIMITS in size.py", file=sys.stderr)
-    return bool(too_many)
+def lines_of(commit: str | None) -> Counter[tuple[str, str]]:
+    """{(package, "code" or "tests"): lines} of a commit, None for the working tree. Raises CalledProcessError."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    named = git("ls-files", "*.py") if commit is None else git("ls-tree", "-r", "--name-only", commit)
+    counts = Counter[tuple[str, str]]()
+    for name in (name for name in named.split() if name.endswith(".py")):
+        folders = name.split("/")[:-1]
+        kind = "tests" if folders[:1] == ["tests"] else "code"
+        package = "/".join(folders[kind == "tests" :][:2]) or "top"
+        if commit is not None:
+            counts[package, kind] += git("show", f"{commit}:{name}").count("\n")
+        elif (ROOT / name).exists():  # else deleted, and not committed yet
+            counts[package, kind] += (ROOT / name).read_bytes().count(b"\n")
+    return counts
+
+
+def main() -> None:
+    """Print a line for each package, a folder of `lazyllm` or `eval` or what stands outside both."""
+    now, before = lines_of(None), lines_of(sys.argv[1]) if len(sys.argv) > 1 else None
+    print(f"{'package':<28}{'code':>16}{'tests':>16}")
+    packages = sorted({package for package, _ in {**now, **(before or {})}})
+    for name in [*packages, "in all"]:
+        cells = []
+        for kind in ("code", "tests"):
+            here, there = (
+                sum(lines for (package, of), lines in counts.items() if of == kind and name in (package, "in all"))
+                for counts in (now, before or now)
+            )
+            cells.append(f"{here:,}" + (f" ({here - there:+,})" if before is not None else ""))
+        print(f"{name:<28}{cells[0]:>16}{cells[1]:>16}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

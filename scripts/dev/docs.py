@@ -1,0 +1,61 @@
+"""Insert into README.md and docs/*.md what other files hold: python -m scripts.dev.docs
+
+A page names its source in a pair of comments, and what stands between them is replaced:
+
+    <!-- insert: results/demo/demo.md -->           the table of a Markdown file
+    <!-- insert: results/demo/demo.md mean over tasks -->   its rows that begin with these words
+    <!-- insert: settings model -->                 the settings of `python run.py --help` whose keys begin with `model.`
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from eval.run.config import RunConfig, documented
+
+ROOT = Path(__file__).parents[2]
+_PART = re.compile(r"(<!-- insert: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """README.md and the pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def inserted(text: str) -> str:
+    """A page with its insertions made anew. Raises FileNotFoundError or ValueError for a source that gives nothing."""
+    return _PART.sub(lambda part: f"{part[1]}\n{_source(part[2])}\n\n{part[3]}", text)
+
+
+def _source(name: str) -> str:
+    if name.startswith("settings "):
+        return _settings(name.split()[1:])
+    file, _, row = name.partition(" ")
+    lines = [line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    head, rows = lines[:2], [line for line in lines[2:] if line.strip("|* ").startswith(row)]
+    if not rows:
+        raise ValueError(f"{file}: no row of a table begins with {row!r}")
+    return "\n".join([*head, *rows])
+
+
+def _settings(groups: list[str]) -> str:
+    """The settings of these groups; `-` is those without a group."""
+    rows = [row for row in documented(RunConfig()) if (row[0].partition(".")[0] if "." in row[0] else "-") in groups]
+    if not rows:
+        raise ValueError(f"settings {' '.join(groups)}: no such setting")
+    lines = [f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |" for key, default, meaning in rows]
+    return "\n".join(["| key | meaning | default |", "|---|---|---|", *lines])
+
+
+def main() -> None:
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        if (new := inserted(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
