@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed
+from lazyllm.engine.architecture import Surroundings, check_surroundings
 from lazyllm.engine.attention import KeysReached, ObservedAttention, Probe, installed_attention
 from lazyllm.engine.cpu_linear import products_of
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
-from lazyllm.engine.flops import LayerShape
+from lazyllm.engine.flops import LayerShape, windows_of
 from lazyllm.engine.inputs import NOTHING, Look
 from lazyllm.errors import UserError
 
@@ -29,7 +29,7 @@ from lazyllm.errors import UserError
 _OPEN: set[int] = set()
 _LOCK = Lock()
 
-Rope = tuple[Tensor, ...]  # (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each of `Layout.ropes`
+Rope = tuple[Tensor, ...]  # (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each kind of RoPE in the model
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,11 @@ class Decoder:
     tokens_run: tokens run so far; a run through a share of the layers counts as that share of a token.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: ObservedAttention, layout: Layout) -> None:
+    def __init__(self, model: PreTrainedModel, attention: ObservedAttention) -> None:
         self.model = model
-        self.layout = layout
+        self._surroundings = Surroundings(model)
+        self._windows = windows_of(model.config)
+        self._rope_of: list[int] = []  # per layer, which pair of a batch's `rope` is its own; noted by `batch`
         self._attention = attention
         self._inner: Any = model.model
         self.layers: Any = self._inner.layers
@@ -91,24 +93,11 @@ class Decoder:
 
     def batch(self, token_ids: Tensor, positions: Tensor) -> Batch:
         """The batch of tokens [m] before layer 1, at `positions` [m] after all that are stored."""
-        hidden = self.embed(token_ids, positions)
-        return Batch(hidden, positions, self.rope(hidden, positions))
-
-    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """[m] token ids -> [1, m, w] hidden states before layer 1 of the tokens at `positions` [m]."""
-        if self.layout.plain_embeddings:
-            return self._inner.embed_tokens(token_ids[None])
-        return hidden_before_layers(self.model, token_ids, positions)
-
-    def rope(self, hidden: Tensor, positions: Tensor) -> Rope:
-        """cos and sin of the tokens at `positions` [m]: a pair for each kind of RoPE in the model."""
-        position_ids = positions[None]
-        ropes = tuple(
-            part
-            for call in self.layout.ropes
-            for part in getattr(self._inner, call.module)(hidden, position_ids=position_ids, **dict(call.extras))
-        )
-        return moved(ropes, self.device)
+        hidden, calls = self._surroundings.before_layers(token_ids, positions)
+        of_layers = [call["position_embeddings"] for call in calls]
+        kinds = list({id(pair): pair for pair in of_layers}.values())
+        self._rope_of[:] = [next(kind for kind, pair in enumerate(kinds) if pair is own) for own in of_layers]
+        return Batch(hidden, positions, moved(tuple(part for pair in kinds for part in pair), self.device))
 
     def run(self, batch: Batch, layers: range) -> Batch:
         """The batch after these layers, for which `probe` is prepared (`Probe.begin`); its cache then holds K and V."""
@@ -131,11 +120,11 @@ class Decoder:
         with products_of(hidden, self._largest_matrix, packed) if probes[0].decodes else nullcontext():
             for layer in layers:
                 for probe in probes:
-                    probe.enter_layer(self.layout.windows[layer])
+                    probe.enter_layer(self._windows[layer])
                 if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = moved((hidden, position_ids, rope), device)
-                cos = 2 * self.layout.rope_of[layer]
+                cos = 2 * self._rope_of[layer]
                 run_layer = self.layers[layer]
                 hidden = run_layer(
                     hidden,
@@ -154,7 +143,7 @@ class Decoder:
 
     def head(self, normed: Tensor) -> Tensor:
         """[m, v] logits of hidden states [m, w] after the last norm, scaled and capped by the model's code."""
-        return self.model.lm_head(normed) if self.layout.plain_logits else logits_of_normed(self.model, normed[None])[0]
+        return self._surroundings.logits(normed[None])[0]
 
     def last_logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """[r, v] logits of the last token of each of r rows [1, m, w]."""
@@ -164,12 +153,11 @@ class Decoder:
 
 
 @contextmanager
-def open_decoder(model: PreTrainedModel, layout: Layout | None = None) -> Iterator[Decoder]:
+def open_decoder(model: PreTrainedModel) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    layout: the model's, if it has been found already. Raises UserError if the model is open already (in another thread,
-    or in a callback), or if the loop cannot reproduce it, checked without running its layers
-    (`lazyllm.engine.checks.check_same_as_model` runs them).
+    Raises UserError if the model is open already (in another thread, or in a callback), or if the loop cannot reproduce
+    it, checked without running its layers (`lazyllm.engine.checks.check_same_as_model` runs them).
     """
     key = id(model.config)
     with _LOCK:
@@ -180,9 +168,9 @@ def open_decoder(model: PreTrainedModel, layout: Layout | None = None) -> Iterat
             )
         _OPEN.add(key)
     try:
-        layout = layout or find_layout(model)
+        check_surroundings(model)
         with ropes_put_back(model), installed_attention(model) as attention:
-            yield Decoder(model, attention, layout)
+            yield Decoder(model, attention)
     finally:
         _OPEN.remove(key)
 

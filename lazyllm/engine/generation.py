@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.architecture import Layout
 from lazyllm.engine.checks import check_once
 from lazyllm.engine.decoder import Decoder, check_lengths, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
@@ -199,7 +198,6 @@ class Conversation:
         self._prompt = prompt
         self._chunk = chunk
         self._continues = turns == "continue"
-        self._layout: Layout | None = None
         self._has_answered = False
         self._session: Session | None = None
         self._prompt_tokens = len(prompt)  # summed over turns
@@ -281,8 +279,7 @@ class Conversation:
         turn = self._check_turn(more_ids, max_new_tokens)
         check_once(self._model)
         self._method.prepare(self._model)
-        with open_decoder(self._model, self._layout) as decoder:
-            self._layout = decoder.layout
+        with open_decoder(self._model) as decoder:
             try:
                 start = read_clock(*decoder.devices)
                 session, logits = self._begin(decoder, turn, max_new_tokens)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.architecture import Layout
 from lazyllm.engine.checks import check_once
 from lazyllm.engine.decoder import Decoder, open_decoder, ropes_put_back
 from lazyllm.engine.devices import read_clock
@@ -114,7 +113,6 @@ class Pack:
         self.answers: dict[Row, Answer] = {}
         self._model = model
         self._most = most
-        self._layout: Layout | None = None
 
     @torch.inference_mode()
     def join(self, row: Row) -> None:
@@ -124,8 +122,7 @@ class Pack:
             raise UserError(f"{method.label} decodes in a way of its own, so its rows cannot be packed: give rows=1")
         check_once(self._model)
         method.prepare(self._model)
-        with open_decoder(self._model, self._layout) as decoder:
-            self._layout = decoder.layout
+        with open_decoder(self._model) as decoder:
             start = read_clock(*decoder.devices)
             session = method.start(decoder, row.prompt, row.max_new_tokens)
             try:
@@ -140,7 +137,7 @@ class Pack:
     @torch.inference_mode()
     def run(self) -> list[tuple[Row, Generation]]:
         """Decode until rows are done; these leave the pack. Raises as `generate`."""
-        with open_decoder(self._model, self._layout) as decoder:
+        with open_decoder(self._model) as decoder:
             for answer in self.answers.values():
                 answer.session.decoder = decoder.beside()
             try:

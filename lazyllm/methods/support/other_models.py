@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lazyllm.engine.architecture import Layout, find_layout
+from lazyllm.engine.architecture import check_surroundings
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import home_of
 from lazyllm.engine.inputs import Prompt
@@ -21,8 +21,7 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
 from lazyllm.spec import ModelSpec
 
-# {model: its layout, found before the clock starts; None for a plain one}
-_LOADED: WeakKeyDictionary[Any, Layout | None] = WeakKeyDictionary()
+_LOADED: WeakSet[Any] = WeakSet()
 
 
 def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) -> PreTrainedModel:
@@ -48,7 +47,7 @@ def park() -> None:
 def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
     """A decoder of the model of a spec. Its tokens count in `decoder.tokens_run` too."""
     other = load_beside(spec, decoder.model)
-    with open_decoder(other, _LOADED[other]) as opened:
+    with open_decoder(other) as opened:
         yield opened
         decoder.tokens_run += opened.tokens_run
 
@@ -97,5 +96,7 @@ def tokenizer_beside(spec: ModelSpec) -> Any:
 @lru_cache(maxsize=2)
 def _load(spec: ModelSpec, plain: bool) -> PreTrainedModel:
     model = load_weights(spec, plain)
-    _LOADED[model] = None if plain else find_layout(model)
+    if not plain:
+        check_surroundings(model)  # before the clock starts
+    _LOADED.add(model)
     return model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lazyllm.engine.decoder import Batch, Decoder, ropes_put_back
+from lazyllm.engine.decoder import Decoder, ropes_put_back
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.inputs import Group, Prompt
 from lazyllm.engine.session import Scoring, Session
@@ -58,14 +58,12 @@ class SelectSession(Session):
         self._kept, self._at, self._renumber, self._instead = selected, at, renumber, instead
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        run = token_ids[self._kept] if self._instead is None else self._instead.to(self.decoder.device)
         text = self._all_positions[: self.prompt_tokens]
-        positions = text if self._renumber else self._kept
-        hidden = self.decoder.embed(run, positions)
-        # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
-        rope = self.decoder.rope(hidden, text)
-        if not self._renumber:
-            rope = tuple(part[:, positions] for part in rope)
-        logits = self._prefill(Batch(hidden, positions, rope), self.prompt_tokens)
+        if self._renumber:
+            run = token_ids[self._kept] if self._instead is None else self._instead.to(self.decoder.device)
+            batch = self.decoder.batch(run, text)
+        else:  # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
+            batch = self.decoder.batch(token_ids, text)[self._kept]
+        logits = self._prefill(batch, self.prompt_tokens)
         self.selected[-1][self._at] = self._kept
         return logits

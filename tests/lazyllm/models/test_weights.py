@@ -317,9 +317,8 @@ def test_spread_model_costs_one_move_a_boundary_between_devices(synchronised: li
     with Pretending() as pretended:
         lazyllm.generate(model, prompt_tensor(30), lazyllm.methods.Baseline(), STEPS, ())
     # there: hidden states, positions, cos and sin before layer 3 (not again before layer 4), the same but cos and sin
-    # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits. And once,
-    # before the clock starts: one token's hidden state and position before the rotary embedding, to find the layout
-    assert pretended.moves["cuda:0", "cuda:1"] == STEPS * (4 + 2 + 1) + 2
+    # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits
+    assert pretended.moves["cuda:0", "cuda:1"] == STEPS * (4 + 2 + 1)
     assert pretended.moves["cuda:1", "cuda:0"] == STEPS * (2 + 1 + 1)
 
 
