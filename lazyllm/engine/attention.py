@@ -158,7 +158,7 @@ class ObservedAttention:
         probe.look(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
         reach, in_prefill = probe.reach, not probe.decodes
         # without a mask, prefill is causal; FlashAttention's also has windows, which count slots: there may be no gaps
-        needs_none = (self._is_flash and probe.cache.is_whole) or (not self._is_eager and reach.window is None)
+        needs_none = (self._is_flash and probe.cache.is_contiguous) or (not self._is_eager and reach.window is None)
         if (in_prefill and needs_none) or reach.is_everything:
             return self.attend(module, query, key, value, None, kwargs)
         return self.in_blocks(module, query, key, value, kwargs)
@@ -266,8 +266,9 @@ def part_mask(seen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     """
     m, s = seen.shape[-2:]
     # CUDA's kernels need rows that start at multiples of 16 elements, else each layer copies the mask
-    rows = seen.new_empty((*seen.shape[:-2], 1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)
-    mask = rows[..., :s].fill_(float("-inf")).masked_fill_(seen.unsqueeze(-3), 0).flatten(-3, -2)
+    shape = (*seen.shape[:-2], 1 if m == 1 else share, m, -(-s // 16) * 16)
+    rows = seen.new_full(shape, float("-inf"), dtype=dtype)
+    mask = rows[..., :s].masked_fill_(seen.unsqueeze(-3), 0).flatten(-3, -2)
     return mask[None] if seen.ndim == 3 else mask[None, None]
 
 

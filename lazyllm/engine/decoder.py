@@ -256,7 +256,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 class _Unstored:
     """A cache that stores nothing: the tokens of a run attend to one another."""
 
-    is_ascending = is_whole = True
+    is_ascending = is_contiguous = True
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions

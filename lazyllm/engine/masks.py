@@ -55,7 +55,7 @@ class Reach:
             keys = self._in_reach(rows)
             # a mask serves the same block in the next layer; in a whole text, where slots are positions, also the next
             # blocks at the same distance from their keys
-            is_shared = self._group.is_whole and self._chosen is None
+            is_shared = self._group.is_contiguous and self._chosen is None
             where = rows.start - keys.start if is_shared else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
             if self._made[0] != key:
@@ -73,7 +73,7 @@ class Reach:
         if rows.start < self._m - 1:  # the newest token alone attends to all before it
             terms.append(stored <= query)
         # of one query in a whole text, `_in_reach` is the window itself
-        is_cut = self._m == 1 and self._group.is_whole and keys == self._in_reach(rows)
+        is_cut = self._m == 1 and self._group.is_contiguous and keys == self._in_reach(rows)
         if self.window is not None and not is_cut:
             terms.append(stored > query - self.window)
         if not terms:

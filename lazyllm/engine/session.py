@@ -124,16 +124,15 @@ class Session:
         self.computed, self._selected = [], []
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
-        length = self.length + token_ids.shape[0]
-        self._lengthen(length, max(self.max_positions, length + max_new_tokens - 1))
+        self._lengthen(max(self.max_positions, self.length + token_ids.shape[0] + max_new_tokens - 1))
         return self.step_on(token_ids)
 
-    def _lengthen(self, length: int, max_positions: int) -> None:
-        """Lengthen everything that is indexed by position. length: tokens of the text now."""
+    def _lengthen(self, max_positions: int) -> None:
+        """Let the text grow to `max_positions` tokens."""
         self.max_positions = max_positions
         self._all_positions = torch.arange(max_positions, device=self.decoder.device)
         for cache in self.caches:
-            cache.lengthen(length, max_positions)
+            cache.max_length = max_positions
 
     def fork(self) -> Self:
         """An independent copy of the state."""

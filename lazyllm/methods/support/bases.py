@@ -267,7 +267,7 @@ class Layerwise(Method):
             scores = self.score(at, session.decoder.probe.take())
             held = self.store(at, scores)
             if held is not None:
-                session.caches[index].retain_by_head(held)
+                session.caches[index].retain(held)
             kept = self.cut(at, scores)
             if kept is not None:
                 declared = session.groups[index + 1].prompt_tokens if layer < layers and not self.adaptive else None

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.decoder import Batch, Decoder, Rope
+from lazyllm.engine.decoder import Batch, Decoder
 from lazyllm.engine.inputs import Group
 from lazyllm.engine.session import Session, first_true
 from lazyllm.methods.support.ranking import rank, split_prompt
@@ -38,7 +39,7 @@ class LazySession(Session):
     schedule, prune_generated, revive, aux_device: as of `lazyllm.methods.Lazy`.
     """
 
-    _rope: Rope  # since the prefill: of all positions up to the last one that can be revived
+    _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Batch.rope` side by side
 
     def __init__(
         self,
@@ -66,6 +67,8 @@ class LazySession(Session):
         self._num_present = 0
         self._num_candidates = 0
         self._prompt_end = self.prompt_tokens  # the position after this turn's last prompt token
+        self._below: Tensor | None = None  # [max_positions] -1, as of `_lowest`
+        self._stays: Tensor | None = None  # [length] bool: tokens that go on at each boundary of this step
         self._generated: Tensor | None = None  # [max_positions] bool: generated tokens of earlier turns, if any
         self._num_always = 0
         self._starts_turn = False
@@ -118,8 +121,11 @@ class LazySession(Session):
         other._num_revived = [*self._num_revived]
         return other
 
-    def _lengthen(self, length: int, max_positions: int) -> None:
-        super()._lengthen(length, max_positions)
+    def _lengthen(self, max_positions: int) -> None:
+        if self._aux:
+            more = self._rope.new_empty(1, max_positions - self.max_positions, self._rope.shape[2])
+            self._rope = torch.cat([self._rope, more], dim=1)
+        super()._lengthen(max_positions)
         self._everything = torch.ones(max_positions, dtype=torch.bool, device=self.decoder.device)
         for aux in self._aux:
             aux.lengthen(max_positions)
@@ -130,18 +136,17 @@ class LazySession(Session):
         self._num_candidates = self._prompt_end if prompt_only else self.length
         self._num_present = self.length + m  # the first group runs on the whole text
         self._present = self._everything[: self._num_present]
+        self._stays = None
         batch = super().begin_step(token_ids)
-        if self._starts_turn:
-            between = self.length - m - self._rope[0].shape[1]  # generated tokens: their cos and sin are never used
-            self._rope = tuple(
-                torch.cat([old, old.new_zeros(1, between, old.shape[2]), new], dim=1)
-                for old, new in zip(self._rope, batch.rope, strict=True)
-            )
+        if self._aux:
+            self._rope[:, self.length - m : self.length] = torch.cat(batch.rope, dim=2)
         return batch
 
     def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        if index == 0:
-            self._rope = batch.rope
+        if index == 0 and self._aux:
+            rope = torch.cat(batch.rope, dim=2)
+            self._rope = rope.new_empty(1, self.max_positions, rope.shape[2])
+            self._rope[:, : len(batch)] = rope
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
             return batch
@@ -155,7 +160,10 @@ class LazySession(Session):
         return batch
 
     def ask(self, index: int, batch: Batch) -> Tensor | None:
-        """Select the step's set at this boundary; [p] bool, its tokens that the next group has not computed."""
+        """Select the step's set at this boundary; [p] bool, its tokens that the next group has not computed.
+
+        The newest token is one of them.
+        """
         super().ask(index, batch)
         self._note_layers_that_keep_all(index)
         if not self.groups[index].look.layers:
@@ -165,17 +173,17 @@ class LazySession(Session):
         keep = self._schedule.kept(layer, self._num_present - unranked)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
-            later = self._all_positions[: self.length] >= end
-            stay = later if self._always is None else later | self._always[: self.length]
-            self._present = stay.index_fill_(0, best, True)
+            if self._stays is None:
+                later = self._all_positions[: self.length] >= end
+                self._stays = later if self._always is None else later | self._always[: self.length]
+            self._present = self._stays.index_fill(0, best, True)
         else:
             self._present = torch.cat([self._first_selected[layer], self._everything[:unranked]])
         self._num_present = keep + unranked
         self._selected[-1][layer] = self._present
-        before = self.length - 1
-        if index >= len(self._aux) or self.caches[index + 1].length == before:
+        if index >= len(self._aux) or self.caches[index + 1].length == self.length - 1:
             return None  # the next group has computed all earlier tokens
-        return self._present[:before] & self.caches[index + 1].absent[:before]
+        return self._present.index_fill(0, self.caches[index + 1].positions, False)
 
     def importance(self, index: int) -> Tensor:
         """[s] importance (Eq. 1) of the tokens stored in group `index`, whose layers have just run."""
@@ -184,8 +192,9 @@ class LazySession(Session):
     def _importance_of_candidates(self, index: int) -> Tensor:
         """[candidates] importance by position; lower than any importance for a token outside the step's set."""
         importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
-        # for a position that is not stored the lookup finds another token's value, but that position is not in the set
-        importance = importance[:end] if cache.is_whole else importance[cache.slot_of[:end]]
+        if not cache.is_contiguous:
+            importance = self._lowest(importance.dtype).index_copy(0, cache.positions, importance)
+        importance = importance[:end]
         if self._num_present < self.length or self._always is not None:
             chosen = self._present[:end] if self._always is None else self._present[:end] & ~self._always[:end]
             importance = torch.where(chosen, importance, -1.0)
@@ -193,6 +202,12 @@ class LazySession(Session):
             importance = importance.clone()
             importance[-1] = float("inf")
         return importance
+
+    def _lowest(self, dtype: torch.dtype) -> Tensor:
+        """[length] lower than any importance. Made once: an operation less at each boundary."""
+        if self._below is None or len(self._below) < self.max_positions:
+            self._below = torch.full((self.max_positions,), -1.0, dtype=dtype, device=self.decoder.device)
+        return self._below[: self.length]
 
     def chosen(self, cache: GroupCache) -> Tensor | None:
         """[s] bool: the stored tokens in this step's set; None for all, as in prefill."""
@@ -207,35 +222,33 @@ class LazySession(Session):
         """
         if index >= len(self._aux):
             return batch
-        aux, newest, revived, ranks = self._aux[index], batch, answer, self._ranks
+        aux, newest, ranks = self._aux[index], batch, self._ranks
         self._ranks = None
         if len(batch) > 1:
             aux.put(batch.positions[:-1], batch.hidden[0, :-1])
             newest = replace(batch[-1:], is_newest=True)
-        if revived is None:
+        if answer is None or answer.shape[0] <= 1:
             return newest
+        revived = answer[:-1]
         if self._prune_generated and self._generated is not None:  # counts are of prompt tokens, as a turn's newest is
             generated = self._generated[revived].sum() - int(self._starts_turn)
             self._num_computed[index + 1] = self._num_computed[index + 1] - generated
-        if revived.shape[0] == 0:
-            return newest
         # the turn's own tokens are in `revived` too
         old = (revived < self._first_new).sum() if self._starts_turn else revived.shape[0]
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
-        rope = tuple(
-            torch.cat([of_all[:, revived], of_newest], dim=1)
-            for of_all, of_newest in zip(self._rope, newest.rope, strict=True)
-        )
+        rope, widths = self._rope[:, answer], [part.shape[2] for part in newest.rope]
+        ends = [*accumulate(widths)]
+        parts = tuple(rope[..., end - width : end] for end, width in zip(ends, widths, strict=True))
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Batch(hidden, torch.cat([revived, newest.positions]), rope, is_newest=False, ranks=ranks)
+        return Batch(hidden, answer, parts, is_newest=False, ranks=ranks)
 
     def read(self, question: Tensor) -> Tensor:
         if not self._starts_turn:
             return super().read(question)
-        ranks = self._present[: len(question)].cumsum(0) * question  # 0 if not revived
+        ranks = self._present.cumsum(0) * question  # 0 if not revived
         known = ranks.numpy(force=True)
         known = known[known > 0]
-        self._ranks = [*known.tolist(), self._num_present] if len(known) >= MANY else None
+        self._ranks = known.tolist() if len(known) > MANY else None
         return first_true(question, len(known))
 
     def _note_layers_that_keep_all(self, index: int) -> None:
