@@ -26,11 +26,11 @@ from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
 from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, Failure, LaterTurn, Measurement, Record, Trace, compact_counts
 from lazyllm import Generation, Prompt, generate, start
+from lazyllm.engine.batch import Batch
 from lazyllm.engine.decoder import importance_of_layers
 from lazyllm.engine.devices import devices_of, read_clock
 from lazyllm.engine.flops import prefill_flops
-from lazyllm.engine.generation import Greedy
-from lazyllm.engine.pack import Pack, Row, row_of
+from lazyllm.engine.generation import Forced, Greedy, Request, make_request
 from lazyllm.errors import UserError, reason_of
 from lazyllm.measuring import (
     attention_events,
@@ -184,18 +184,18 @@ class Bench:
         example's is its failure.
         """
         waiting, number = sorted(cases, key=lambda case: len(case.prompt.token_ids)), 0
-        pack, inside = Pack(self.model, self.rows), list[tuple[Case, dict[str, Row]]]()
-        done = dict[Row, Generation]()
+        pack, inside = Batch(self.model, self.rows), list[tuple[Case, dict[str, Request]]]()
+        done = dict[Request, Generation]()
         while waiting or inside:
             failure = None
             try:
                 if waiting and len(inside) < most:
-                    case, rows = waiting.pop(), dict[str, Row]()
+                    case, rows = waiting.pop(), dict[str, Request]()
                     inside.append((case, rows))
                     for side, method, its_case in self._sides(case, baseline_first=number % 2 == 0):
                         prompt, choose = case.prompt.as_input(), Greedy(case.end_ids, case.answering["min_new_tokens"])
-                        rows[side] = row_of(self.model, prompt, method, its_case.max_new_tokens, choose)
-                        pack.join(rows[side])
+                        rows[side] = make_request(self.model, prompt, method, its_case.max_new_tokens, choose)
+                        pack.add(rows[side])
                     number += 1
                 else:
                     done |= pack.run()
@@ -205,7 +205,7 @@ class Bench:
                 failure = _failure(inside[0][0], error)
             if failure is not None:  # not in the handler, as the error's frames hold memory
                 lost = [case for case, _ in inside]
-                pack, inside, done = Pack(self.model, self.rows), [], {}
+                pack, inside, done = Batch(self.model, self.rows), [], {}
                 free(*devices_of(self.model))
                 if len(lost) == 1:
                     yield failure
@@ -402,15 +402,10 @@ def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_
 
     Each token but the last is run as a decoding step of the method. The logits are on the host.
     """
-    waiting, seen = iter(token_ids), []
-
-    def choose(logits: Tensor) -> tuple[int, bool]:
-        seen.append(logits.cpu())
-        return next(waiting), False
-
+    forced = Forced(token_ids)
     with start(model, prompt, method) as conversation:
-        conversation.answer_by(choose, None, len(token_ids))
-    return torch.stack(seen)
+        conversation.answer_with(forced, None, len(token_ids))
+    return torch.stack(forced.logits).cpu()
 
 
 def mean_kl(p: Tensor, q: Tensor) -> float:

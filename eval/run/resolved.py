@@ -301,13 +301,13 @@ def about_the_method() -> Iterator[None]:
 def canonical(settings: dict[str, Any]) -> dict[str, Any]:
     """A method's settings in a run's identity: equal for all ways to write the same method.
 
-    Hyperparameters at their default are left out, except the method's `dial` and `named` ones.
+    Hyperparameters at their default are left out, except the method's `target_parameter` and `shown_parameters`.
     """
     kind = by_name(settings["name"])
     written = {"name": settings["name"]}
     for key, default in settings_of(kind).items():
         value = settings.get(key, default)
-        if key in (kind.dial, *kind.named) or value != default:
+        if key in (kind.target_parameter, *kind.shown_parameters) or value != default:
             written[key] = value
     turns = later_turns(settings)
     return written if turns == "continue" else written | {"turns": turns}

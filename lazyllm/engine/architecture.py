@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lazyllm.engine.attention import implementation
-from lazyllm.engine.devices import home_of
+from lazyllm.engine.devices import main_device
 from lazyllm.engine.flops import windows_of
 from lazyllm.errors import UserError
 
@@ -68,10 +68,10 @@ def check_surroundings(model: PreTrainedModel) -> None:
         return
     name, windows = type(model).__name__, windows_of(model.config)
     past = max((window for window in windows if window is not None), default=8) + 1
-    token = torch.zeros(1, dtype=torch.long, device=home_of(model))
+    token = torch.zeros(1, dtype=torch.long, device=main_device(model))
     try:
         cache = DynamicCache()
-        filler = torch.zeros(1, 1, past, 1, device=home_of(model), dtype=model.dtype)
+        filler = torch.zeros(1, 1, past, 1, device=main_device(model), dtype=model.dtype)
         cache.update(filler, filler, 0)
         with implementation(model, "eager"):  # whose masks are complete
             # position 0: a RoPE that grows with the length (dynamic NTK) resets itself

@@ -22,7 +22,7 @@ LARGE_MATRIX = 2**18  # elements; for smaller matrices, converting to oneDNN's t
 _COPIES = WeakTensorKeyDictionary()
 
 
-def products_of(rows: Tensor, largest: int, packed: bool = False) -> AbstractContextManager[Any]:
+def fast_linear(rows: Tensor, largest: int, packed: bool = False) -> AbstractContextManager[Any]:
     """A context for running layers over rows [1, m, w] in a decoding step, with other products if they are faster.
 
     largest: elements of the layers' largest matrix. packed: the rows are of several generations, and weights stay in
@@ -36,11 +36,11 @@ def products_of(rows: Tensor, largest: int, packed: bool = False) -> AbstractCon
         return _Products(rows.dtype, lambda rows, *weights: F.linear(rows.to_mkldnn(), *weights).to_dense())
     is_slow = rows.dtype == torch.bfloat16 and backends.cpu.get_cpu_capability() == "AVX2"
     if packed and m > 1 and is_slow and backends.quantized.engine in ("x86", "fbgemm"):
-        return _Products(rows.dtype, by_float16)
+        return _Products(rows.dtype, linear_fp16)
     return nullcontext()
 
 
-def by_float16(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_fp16(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of bfloat16, in float32 with the weight in float16, by FBGEMM. Reads the weight once for all rows.
 
     float16 holds a bfloat16 weight exactly from 2**-17 to 65504, and smaller ones to within 2**-25, far below the

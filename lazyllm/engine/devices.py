@@ -26,15 +26,15 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def home_of(model: Any) -> torch.device:
+def main_device(model: Any) -> torch.device:
     """The device of the embeddings; a generation keeps everything there that no layer owns."""
     return device_of(model.model.embed_tokens) if is_spread(model) else model.device
 
 
 def devices_of(model: Any) -> tuple[torch.device, ...]:
-    """Every device that the model computes on, its home first."""
+    """Every device that the model computes on, the main one first."""
     parts = [*model.model.layers, model.model.norm, model.lm_head] if is_spread(model) else []
-    return tuple(dict.fromkeys([home_of(model), *map(device_of, parts)]))
+    return tuple(dict.fromkeys([main_device(model), *map(device_of, parts)]))
 
 
 def is_spread(model: Any) -> bool:
@@ -42,12 +42,12 @@ def is_spread(model: Any) -> bool:
     return hasattr(model, "hf_device_map")
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """A tensor, None, or a tuple of these, moved to `device`; tensors that are there already are not copied."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
-        return tuple(moved(part, device) for part in value)
+        return tuple(to_device(part, device) for part in value)
     return value
 
 

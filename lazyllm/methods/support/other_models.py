@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lazyllm.engine.architecture import check_surroundings
 from lazyllm.engine.decoder import Decoder, open_decoder
-from lazyllm.engine.devices import home_of
+from lazyllm.engine.devices import main_device
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
@@ -30,9 +30,9 @@ def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) ->
     plain: of any architecture, to be run by `model(...)`; else its layers are run one by one (`open_beside`).
     Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
     """
-    home = home_of(model)
+    home = main_device(model)
     other: Any = _load(replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home)), plain)
-    if home_of(other) != home:  # parked
+    if main_device(other) != home:  # parked
         other.to(home)
     return other
 

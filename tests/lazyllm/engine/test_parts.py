@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lazyllm.engine.attention import Probe, attention_scores, installed_attention
+from lazyllm.engine.attention import AttentionContext, attention_scores, installed_attention
 from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.inputs import Look
+from lazyllm.engine.inputs import ScoreSpec
 from lazyllm.methods.support.ranking import rank, split_prompt
 from tests.reference import random_model
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def everything_seen(rows: slice, keys: slice) -> None:
-    """A `Seen` of queries that attend to all keys."""
+    """A `Visible` of queries that attend to all keys."""
 
 
 def _qkv(heads: int, kv_heads: int, m: int, s: int, d: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -45,11 +45,12 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 
-def test_probe_refuses_a_layer_that_never_ran() -> None:
-    probe = Probe(CPU)
-    probe.watch(Look([0]))
+def test_context_refuses_a_layer_that_never_ran() -> None:
+    context = AttentionContext(CPU)
+    cache = GroupCache(capacity=1, max_length=1, device=CPU)
+    context.begin(cache, torch.zeros(1, dtype=torch.long), 1, ScoreSpec([0]))
     with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
-        probe.take()
+        context.take_each()
 
 
 def test_split_prompt_keeps_the_newest_and_ties_break_downwards() -> None:

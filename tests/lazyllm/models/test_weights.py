@@ -19,7 +19,7 @@ from lazyllm import measuring
 from lazyllm.engine import cpu_linear, decoder
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.devices import devices_of, home_of, read_clock
+from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
 from lazyllm.methods import GemFilter, Lazy, Method, Oracle, SpecPrefill
 from lazyllm.models import load, quantisation
@@ -214,7 +214,7 @@ def test_weights_on_disk_change_nothing(saved: str, dtype: str, attention: str) 
     plain = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention))
     model = load_weights(ModelSpec(saved, dtype=dtype, attn_implementation=attention, device_map=place))
     assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"  # it is read when it is its turn
-    assert devices_of(model) == (home_of(model),) == (torch.device("cpu"),)
+    assert devices_of(model) == (main_device(model),) == (torch.device("cpu"),)
     for method in PRUNING.values():
         expected = lazyllm.generate(plain, prompt_tensor(30), method, 3, ())
         same(lazyllm.generate(model, prompt_tensor(30), method, 3, ()), expected)
@@ -328,7 +328,7 @@ def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchro
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
     with Pretending(), pytest.raises(RuntimeError, match="tensors on cpu and cuda:0 met"):
         torch.ones(2, device=FIRST) + torch.ones(2)
-    monkeypatch.setattr(decoder, "moved", lambda value, device: value)
+    monkeypatch.setattr(decoder, "to_device", lambda value, device: value)
     with Pretending(), pytest.raises(RuntimeError, match="met"):
         lazyllm.generate(model, prompt_tensor(30), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
 
