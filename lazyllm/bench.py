@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> None:
     from transformers import AutoConfig
 
     from lazyllm.engine.checks import check_same_as_model
-    from lazyllm.engine.devices import attention_events, attention_kernel
+    from lazyllm.measuring import attention_events, attention_kernel
     from lazyllm.models.load import as_device, random_weights
 
     device = as_device(options.device)
@@ -250,29 +250,25 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
     import torch
 
     from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.devices import read_work_clock, utilisation
-    from lazyllm.engine.generation import Greedy
-
-    device, config, choose = model.device, model.config, Greedy()
+    from lazyllm.engine.generation import Greedy, Request, advance, begin
+    from lazyllm.measuring import utilisation
 
     def token_by_token(method: Method) -> Iterator[Run | None]:
         """The generation of `lazyllm.generate`: each `next` generates a token; the last one gives the run."""
-        began = read_work_clock(device)
-        session = method.start(decoder, Prompt(prompt), new_tokens)
-        token_id, _ = choose(session.prefill(prompt.to(device)))
-        token_ids, seconds = [token_id], [read_work_clock(device) - began - session.scoring.uncounted_s]
+        request = Request(Prompt(prompt), method, new_tokens, Greedy())
+        ttft_s, generation = timed(model, lambda: begin(decoder, request))
+        session, step_s = generation.session, list[float]()
+        ttft_s -= session.scoring.uncounted_s
         held = session.kv_bytes, session.aux_bytes
-        for _ in range(new_tokens - 1):
+        while not generation.is_done:
             yield None
-            began = read_work_clock(device)
-            token_id, _ = choose(session.step(token_id))
-            seconds.append(read_work_clock(device) - began)
-            token_ids.append(token_id)
+            seconds, _ = timed(model, lambda: advance([generation]))
+            step_s.append(seconds)
         computed = [[int(count) for count in step] for step in session.computed]
         revived = [after - before for before, after in pairwise(map(statistics.fmean, computed))]
-        flops = method.first_token_flops(config, len(prompt), computed[0])
-        mfu = utilisation(model, flops, seconds[0])
-        yield Run(token_ids, seconds[0], seconds[1:], sum(seconds), flops, revived, *held, mfu)
+        flops = method.first_token_flops(model.config, len(prompt), computed[0])
+        mfu = utilisation(model, flops, ttft_s)
+        yield Run(generation.token_ids, ttft_s, step_s, ttft_s + sum(step_s), flops, revived, *held, mfu)
 
     first = [_transformers(model, prompt, new_tokens) for method in methods if method is None]
     for method in filter(None, methods):
@@ -286,7 +282,7 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
 
 def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> tuple[Run, int | None]:
     """A generation, and the peak of its memory in bytes beyond what was held before; None if it is unknown."""
-    from lazyllm.engine.devices import read_peak, release_memory, reset_peak
+    from lazyllm.measuring import read_peak, release_memory, reset_peak
 
     release_memory(model.device)
     reset_peak(model.device)
@@ -298,7 +294,7 @@ def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens
 
 def timed(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result) of a call."""
-    from lazyllm.engine.devices import read_work_clock
+    from lazyllm.measuring import read_work_clock
 
     began = read_work_clock(model.device)
     result = call()
@@ -372,8 +368,8 @@ def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
 
 
 def field(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[str, Method]:
-    """Every method at each ideal TTFT speedup that its dial reaches on n prompt tokens; once if it has no dial."""
-    needed: dict[str, dict[str, Any]] = {  # besides the dial; all else is the authors' default
+    """Every method at each ideal TTFT speedup that it reaches on n prompt tokens; once if it is not solved for one."""
+    needed: dict[str, dict[str, Any]] = {  # besides `target_parameter`; all else is the authors' default
         "asl": {"threshold": 1e9},  # on random weights ranks never settle: cut at the earliest layer
         "prompt_compression": {"keep": 0.5, "unit": "token"},
         "specprefill": {"draft": draft},
@@ -381,15 +377,15 @@ def field(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[st
     }
     methods: dict[str, Method] = {}
     for name, kind in METHODS.items():
-        settings, dial = needed.get(name, {}), kind.dial
+        settings, parameter = needed.get(name, {}), kind.target_parameter
         if kind is Baseline or kind.diagnostic:
             continue
-        if dial is None:
+        if parameter is None:
             methods[name] = make(name, settings)
             continue
         for target in speedups:
             if (value := kind.solve(settings, config, n, target)) is not None:
-                methods[f"{name} {target:g}x"] = make(name, settings | {dial: value})
+                methods[f"{name} {target:g}x"] = make(name, settings | {parameter: value})
     return methods
 
 

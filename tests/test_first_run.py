@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.store.record import Record
 
 from eval.benchmarks import longbench
 from eval.store.folder import read_records
-from eval.store.record import Record
 from lazyllm.models.xgen_tokenizer import GPT2
 from tests.hub_server import HubServer, Repository
 from tests.stand_in_checkpoints import llama2, xgen

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset
 from eval.run.work import rows_of_answers
-from lazyllm.engine.devices import memory_of
 from lazyllm.errors import UserError
+from lazyllm.measuring import memory_of
 from lazyllm.methods import Method
 from lazyllm.models.load import devices_in_use, load_end_ids
 

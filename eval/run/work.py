@@ -67,7 +67,7 @@ class Model:
         n: prompt tokens. since: tokens that ran since the prompt. rows: answers that read the weights together.
         """
         layers, shape = self.config.num_hidden_layers, LayerShape.of(self.config)
-        before, after = (method.stored_per_layer(layers, n, later) for later in (since, since + m))
+        before, after = (method.stored_after_turns(layers, n, later) for later in (since, since + m))
         flops = prefill_flops(self.config, after, passes) - prefill_flops(self.config, before, 0)
         linear = layers * m * shape.linear_flops + passes * 2 * shape.width * self.config.vocab_size
         # tokens whose K and V are read, in all layers: for each decoding step, or once for all tokens of a pass
@@ -118,7 +118,7 @@ def rows_of_answers(
     asked: the setting `batch_size`. methods: all that answer. n: tokens of the longest prompt. memory: bytes of the
     accelerators; None for a CPU, or if it is not known. Raises UserError if a method's answers cannot be packed.
     """
-    alone = [method.label for method in methods if not method.packs]
+    alone = [method.label for method in methods if not method.can_batch]
     if alone and (asked or 1) > 1:
         raise UserError(f"batch_size={asked}: {alone[0]} decodes in a way of its own: give batch_size=1")
     if asked is not None:

@@ -1,7 +1,7 @@
 """A method inside transformers' own `model.generate`, with its sampling, processors, criteria and streamers.
 
 transformers prepares a call (generation config, logits processors, stopping criteria) and hands it to our callable in
-`custom_generate`. Rows of a batch decode together, each in its own session (`lazyllm.engine.pack`).
+`custom_generate`. Rows of a batch decode together, each in its own session (`lazyllm.engine.batch`).
 
 Notation:
     b  rows      n  width of the padded prompts      t  tokens so far, padding included      v  vocabulary
@@ -41,9 +41,9 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Generation, check_method
+from lazyllm.engine.batch import BATCH_SIZE, generate_requests
+from lazyllm.engine.generation import Generation, check_method, make_request
 from lazyllm.engine.method import Method
-from lazyllm.engine.pack import ROWS, answers, row_of
 
 # Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
 # Options that transformers turns into logits processors and stopping criteria, or that are read here.
@@ -290,13 +290,13 @@ class GenerateWith:
         # one token is generated if the limit is already reached, as in transformers
         max_new_tokens = max(1, min(lengths, default=generation_config.max_length) - width)
         wanted = generation_config.return_dict_in_generate
-        choosers = [
-            _Row(
+        samplers = [
+            _RowSampler(
                 model=model,
                 ids=input_ids[index : index + 1],
                 left=left,
-                processors=[_of_row(processor, input_ids, index, left) for processor in logits_processor],
-                criteria=[_of_row(criterion, input_ids, index, left) for criterion in stopping_criteria],
+                processors=[_rule_of_row(processor, input_ids, index, left) for processor in logits_processor],
+                criteria=[_rule_of_row(criterion, input_ids, index, left) for criterion in stopping_criteria],
                 generator=None if self.seed is None else torch.Generator(device).manual_seed(self.seed + index),
                 samples=bool(generation_config.do_sample),
                 streamer=streamer,
@@ -306,15 +306,15 @@ class GenerateWith:
             for index, left in enumerate(padding)
         ]
         ids_on_host = input_ids.cpu()
-        packed = [
-            row_of(model, ids_on_host[index, row.left :], self.method, max_new_tokens, row)
-            for index, row in enumerate(choosers)
+        requests = [
+            make_request(model, ids_on_host[index, row.left :], self.method, max_new_tokens, row)
+            for index, row in enumerate(samplers)
         ]
         in_turn = generation_config.do_sample and self.seed is None
         homes = {type(rule).__module__.partition(".")[0] for rule in (*logits_processor, *stopping_criteria)}
         # rules of these hold no state that rows have in common
-        together = self.method.packs and not in_turn and homes <= {"transformers", "lm_eval"}
-        done = dict(answers(model, packed, ROWS if together else 1))
+        together = self.method.can_batch and not in_turn and homes <= {"transformers", "lm_eval"}
+        done = dict(generate_requests(model, requests, BATCH_SIZE if together else 1))
         generations = [done[index] for index in range(rows)]
         if streamer is not None:
             streamer.end()
@@ -326,14 +326,14 @@ class GenerateWith:
         steps = sequences.shape[1] - width
         return LazyGenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
-            scores=_by_step([row.scores for row in choosers], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
-            logits=_by_step([row.logits for row in choosers], steps, None, math.nan),  # type: ignore[arg-type]
+            scores=_by_step([row.scores for row in samplers], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
+            logits=_by_step([row.logits for row in samplers], steps, None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
 
 
 @dataclass
-class _Row:
+class _RowSampler:
     """One row of the batch: chooses its tokens as transformers does, and keeps scores and logits to return.
 
     ids: [1, t], padding included. left: tokens of padding before the prompt. scores, logits: per step [1, v], or None.
@@ -350,13 +350,13 @@ class _Row:
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
 
-    def pick(self, logits: Tensor) -> Tensor:
-        """As of `Chooser`, outside inference mode, so that processors and results have ordinary tensors."""
+    def sample(self, logits: Tensor) -> Tensor:
+        """As of `Sampler`, outside inference mode, so that processors and results have ordinary tensors."""
         with torch.inference_mode(False), torch.no_grad(), _not_called(self.model):
             # [v] -> [1, v]; processors may write into it
             scores = own = logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
             for processor in self.processors:
-                scores = processor(self._seen_by(processor), scores)
+                scores = processor(self._ids_for(processor), scores)
             if self.scores is not None:
                 self.scores += (scores,)
             if self.logits is not None:
@@ -368,12 +368,12 @@ class _Row:
             self.ids = torch.cat([self.ids, chosen], dim=1)
             ended = torch.zeros_like(chosen[0], dtype=torch.bool)
             for criterion in self.criteria:
-                ended = ended | criterion(self._seen_by(criterion), self.scores)
+                ended = ended | criterion(self._ids_for(criterion), self.scores)
             score = scores.gather(1, chosen)
             return torch.cat([chosen[0].double(), score[0].double(), ended.double()])
 
-    def read(self, picked: list[float]) -> tuple[int, bool]:
-        token_id, value, last = picked
+    def read(self, sampled: list[float]) -> tuple[int, bool]:
+        token_id, value, last = sampled
         if not math.isfinite(value):
             raise FloatingPointError("no token can be chosen: its score is not finite, or every token is forbidden")
         if self.streamer is not None:
@@ -381,7 +381,7 @@ class _Row:
                 self.streamer.put(torch.tensor([int(token_id)]))
         return int(token_id), bool(last)
 
-    def _seen_by(self, rule: Any) -> Tensor:
+    def _ids_for(self, rule: Any) -> Tensor:
         return self.ids if isinstance(rule, _COUNTING) else self.ids[:, self.left :]
 
 
@@ -451,7 +451,7 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
     return padding
 
 
-def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
+def _rule_of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
     """The processor or criterion for one row, made of one for the whole batch."""
     if input_ids.shape[0] == 1 and left == 0:
         return processor

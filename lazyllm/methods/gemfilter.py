@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, first_layers_flops
 from lazyllm.engine.inputs import Group, Prompt
@@ -33,13 +33,13 @@ class GemFilter(Select):
     Ours: `layer` ends at its q, k and v; the release runs all of it. Shares; `sound`; ties go to the lower position.
     """
 
-    label: ClassVar[str] = "GemFilter"
-    order: ClassVar[int] = 5
-    colour: ClassVar[str | None] = "#E69F00"
-    marker: ClassVar[str | None] = "v"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("sound",)
-    renumber: ClassVar[bool] = True
+    label = "GemFilter"
+    order = 5
+    colour = "#E69F00"
+    marker = "v"
+    target_parameter = "keep"
+    shown_parameters = ("sound",)
+    renumber = True
 
     layer: int | None = None
     keep: float = 1024

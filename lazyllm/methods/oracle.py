@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
@@ -31,12 +31,12 @@ class Oracle(Select):
     token always stays; ties go to the lower position.
     """
 
-    label: ClassVar[str] = "oracle (diagnostic)"
-    order: ClassVar[int] = 12
-    colour: ClassVar[str | None] = "#00C8C8"
-    marker: ClassVar[str | None] = "h"
-    dial: ClassVar[str | None] = "keep"
-    diagnostic: ClassVar[bool] = True
+    label = "oracle (diagnostic)"
+    order = 12
+    colour = "#00C8C8"
+    marker = "h"
+    target_parameter = "keep"
+    diagnostic = True
 
     keep: float = 0.2
     answer: int | None = None

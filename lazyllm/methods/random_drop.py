@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,13 +25,13 @@ class RandomDrop(Select):
     Ours: the kept tokens are a shorter prompt, numbered from 0. The draw depends on the seed and on n only.
     """
 
-    label: ClassVar[str] = "random token drop"
-    order: ClassVar[int] = 1
-    colour: ClassVar[str | None] = "#009E73"
-    marker: ClassVar[str | None] = "^"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("seed",)
-    renumber: ClassVar[bool] = True
+    label = "random token drop"
+    order = 1
+    colour = "#009E73"
+    marker = "^"
+    target_parameter = "keep"
+    shown_parameters = ("seed",)
+    renumber = True
 
     keep: float = 0.8
     seed: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Group, Prompt
@@ -47,13 +47,13 @@ class SpecPrefill(Select):
     belong to no chunk.
     """
 
-    label: ClassVar[str] = "SpecPrefill"
-    adaptive: ClassVar[bool] = True  # a short last chunk may stay
-    order: ClassVar[int] = 7
-    colour: ClassVar[str | None] = "#0000EE"
-    marker: ClassVar[str | None] = "*"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("draft", "sound", "text")
+    label = "SpecPrefill"
+    adaptive = True  # a short last chunk may stay
+    order = 7
+    colour = "#0000EE"
+    marker = "*"
+    target_parameter = "keep"
+    shown_parameters = ("draft", "sound", "text")
 
     draft: str | None = None
     keep: float = 0.3
@@ -184,7 +184,7 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
     import torch
 
     from lazyllm.engine.session import Scoring
-    from lazyllm.methods.support.select_session import SelectSession, whole
+    from lazyllm.methods.support.select_session import Selection, SelectSession, whole
 
     began, run_before = time.perf_counter(), decoder.tokens_run
     pieces = kept_pieces(method, decoder, prompt.text)
@@ -201,7 +201,8 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
         scoring = Scoring(time.perf_counter() - began, tokens=whole(decoder.tokens_run - run_before))
     length = len(token_ids)
     groups = [Group(range(len(decoder.layers)), length)]
-    return SelectSession(decoder, groups, length, max_new_tokens, scoring, selected, renumber=True, instead=token_ids)
+    selection = Selection(selected, renumber=True, token_ids=token_ids)
+    return SelectSession(decoder, groups, length, max_new_tokens, scoring, selection)
 
 
 def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | None:

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from eval.run.resolved import data_identity, rows_of
 
 from eval import cli
-from eval.run.resolved import data_identity, rows_of
 from eval.store.folder import open_store
 from lazyllm.errors import UserError
 from tests.runs import run_of

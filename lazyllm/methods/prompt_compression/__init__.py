@@ -62,9 +62,9 @@ class PromptCompression(Select):
     order: ClassVar[int] = 3
     colour: ClassVar[str | None] = "#CC79A7"
     marker: ClassVar[str | None] = "D"
-    named: ClassVar[tuple[str, ...]] = ("keep", "unit")
+    shown_parameters: ClassVar[tuple[str, ...]] = ("keep", "unit")
     table1: ClassVar[Mapping[str, Any]] = {"keep": 0.5}  # scoring alone costs a prefill; 0.5 is its authors' share
-    everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     renumber: ClassVar[bool] = True
     adaptive: ClassVar[bool] = True
 

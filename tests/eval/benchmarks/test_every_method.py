@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from eval.store.record import Record
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.benchmarks import SUITES
@@ -16,7 +17,6 @@ from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.ruler import RulerConfig
 from eval.benchmarks.suite import Dataset, DataSettings, Example
 from eval.run.measure import Bench, Case
-from eval.store.record import Record
 from lazyllm.methods import METHODS
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.run.prepare import prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import TEMPLATE, DataSettings
-from eval.run.prepare import prepare
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import Characters

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from eval.store.record import Record
 
 from eval.benchmarks import SUITES, mrcr
 from eval.benchmarks.chat_format import CHAT_FORMATS
@@ -22,7 +23,6 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import TEMPLATE, DataSettings, check_lengths
 from eval.run.config import DataConfig
 from eval.run.loop import run
-from eval.store.record import Record
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.run.prepare import prepare
 
 from eval.analysis.registry import FIGURES
 from eval.benchmarks import embedded
@@ -16,7 +17,6 @@ from eval.benchmarks.needle import SUITE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import TEMPLATE, DataSettings
 from eval.run.loop import run
-from eval.run.prepare import prepare
 from eval.store.folder import read_records
 from eval.store.results import Results
 from lazyllm.errors import UserError

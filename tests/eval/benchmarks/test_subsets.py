@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.run.prepare import prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.benchmarks.subsets import HALVES, Shard, in_half, parse_shard, shard_numbers, spread_over
 from eval.benchmarks.suite import Example
 from eval.run.loop import run
-from eval.run.prepare import prepare
 from eval.store.results import find_runs
 from lazyllm.errors import UserError
 from tests.runs import run_of, small_run

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from eval.store.record import Record, Trace
 
 import lazyllm
 from eval import cli
@@ -25,7 +26,6 @@ from eval.report import overview
 from eval.report.grid import grid
 from eval.report.page import inline_svg, render
 from eval.report.record_browser import embed_records, embed_trace, last_layers, revived
-from eval.store.record import Record, Trace
 from eval.store.results import Results, find_runs
 from eval.store.runs import StoredRun
 from lazyllm.methods import Lazy, Method, RandomDrop, StaticPruning

@@ -30,13 +30,13 @@ from typing import Any
 
 import pandas as pd
 import torch
+from eval.run.resolved import Resolved
+from eval.store.record import Measurement, Record
 
 import eval.run.loop
 from eval.benchmarks.datasets import load
 from eval.run.config import AnswersConfig, TimingConfig
-from eval.run.resolved import Resolved
 from eval.store.folder import read_records
-from eval.store.record import Measurement, Record
 from tests.runs import small_run
 
 EXAMPLES = 10  # of each of two datasets

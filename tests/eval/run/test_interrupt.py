@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from eval.store.record import Record
 
 from eval.run.job import INTERRUPTED, MESSAGE
-from eval.store.record import Record
 
 pytestmark = pytest.mark.slow
 

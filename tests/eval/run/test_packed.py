@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.lazyllm.engine.test_pack import Unpackable
 
 from eval.run import measure
 from eval.run.config import ModelConfig
@@ -19,7 +20,6 @@ from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
-from tests.lazyllm.engine.test_pack import Unpackable
 from tests.runs import run_of, small_run
 
 OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes", "prefill_mfu"}

@@ -18,14 +18,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from eval.run.prepare import prepare
+from eval.run.resolved import Resolved
+from eval.store.record import Record
 
 from eval import server
 from eval.run import loop
 from eval.run.job import main
-from eval.run.prepare import prepare
-from eval.run.resolved import Resolved
 from eval.store.folder import read_failures, read_records
-from eval.store.record import Record
 from eval.store.results import Results, find_runs
 from lazyllm.errors import UserError
 from lazyllm.integrations import transformers_generate

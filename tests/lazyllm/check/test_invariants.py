@@ -29,7 +29,7 @@ class Halves(Prune):
 
     keep: float = 0.5
     label = "halves"
-    dial = "keep"
+    target_parameter = "keep"
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         return {2: keep_count(self.keep, n)}
@@ -56,11 +56,11 @@ class Remembers(Halves):
 
 @dataclass(frozen=True)
 class NeverAll(Select):
-    """Drops the first token whatever its dial says."""
+    """Drops the first token whatever its `keep` says."""
 
     keep: float = 1.0
     label = "never all"
-    dial = "keep"
+    target_parameter = "keep"
 
     def kept(self, n: int) -> int:
         return max(1, n - 1)
@@ -150,10 +150,10 @@ def test_docstring_examples_pass_the_verb(base: type, settings: list[str], monke
     monkeypatch.setattr(verb, "MODELS", {"llama": verb.MODELS["llama"]})
     monkeypatch.setitem(METHODS, "example", kind)
     assert verb.main(["example", *settings]) == 0, capsys.readouterr().out
-    monkeypatch.setattr(kind, "dial", None)
+    monkeypatch.setattr(kind, "target_parameter", None)
     assert verb.main(["example", *settings]) == 1
     told, count = capsys.readouterr().out.splitlines()[-6::5]
-    assert "declare what keeps all: dial = KEY" in told
+    assert "declare what keeps all: target_parameter = KEY" in told
     assert count == "1 failed"
 
 

@@ -15,7 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
 from lazyllm.engine import attention, masks
-from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.decoder import Decoder, Tokens, open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, UniPrefill, make
@@ -94,7 +94,7 @@ class SteeredLazy(Lazy):
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         session: Any = super().start(decoder, prompt, max_new_tokens)
-        importance, step = session.importance, session.step
+        importance, begin_step = session.importance, session.begin_step
         draw, size = torch.Generator().manual_seed(0), session.max_positions
         wanted = torch.rand(size, generator=draw)
 
@@ -102,13 +102,13 @@ class SteeredLazy(Lazy):
             importance(index)
             return wanted[session.caches[index].positions]
 
-        def drifting_step(token_id: int) -> torch.Tensor:
+        def drifting_step(token_ids: torch.Tensor) -> Tokens:
             if (len(session.computed) - 1) % self.every == 0:
                 fresh, chance = torch.rand(2, size, generator=draw)
                 wanted.copy_(torch.where(chance < self.drift, fresh, wanted))
-            return step(token_id)
+            return begin_step(token_ids)
 
-        session.importance, session.step = of_drawn, drifting_step
+        session.importance, session.begin_step = of_drawn, drifting_step
         return session
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from eval.run.prepare import prepare
+from eval.run.resolved import canonical, resolve
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 
 import lazyllm
 from eval.run.config import check_arguments, register_schema, to_run_config
-from eval.run.prepare import prepare
-from eval.run.resolved import canonical, resolve
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Prune, by_name, code_of, known, make
