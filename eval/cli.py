@@ -11,13 +11,12 @@ from lazyllm.errors import UserError
 
 # Verb -> (module whose `main(arguments)` returns the exit code, summary)
 VERBS = {
-    "run": ("eval.run.job", "measure a method beside its baseline: model=tiny method=lazy dataset=hotpotqa ..."),
+    "run": ("eval.run.job", "measure methods beside the baseline: model=tiny method=lazy dataset=hotpotqa ..."),
     "plan": ("eval.run.plan", "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs"),
     "doctor": ("eval.run.doctor", "check whether this machine is ready, with the command that fixes each problem"),
     "fetch": ("eval.run.fetch", "download what a run needs, for machines without a network: model=... dataset=..."),
     "rows": ("eval.run.rows", "write a dataset's rows in its suite's format, without a model"),
     "status": ("eval.run.status", "show which runs in a folder are done, missing or failed, and why"),
-    "collect": ("eval.store.collect", "collect all runs of a folder in one Parquet file"),
     "results": ("eval.analysis.screen", "show results on one screen: a row for each model, suite and method"),
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": ("eval.analysis.write", "make every table and figure from stored runs, without a model"),

@@ -53,7 +53,7 @@ def run_table(results: Results, title: str) -> Table:
     `eval.store.aggregate.by_task`.
     """
     rows = [row for run in results.runs for row in _rows(run)]
-    frame = pd.DataFrame(rows, columns=_COLUMNS)
+    frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("run", "run")] if len(results.runs) > 1 else []
     counts = [Column("examples", "n")]
     counts += [Column("turns", "turns")] if (frame["turns"] > frame["examples"]).any() else []
@@ -66,7 +66,7 @@ def run_table(results: Results, title: str) -> Table:
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
     text = cells(shown, [*columns, *counts, score, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
-    brief = text[frame["kind"] == "all"] if is_long else None
+    brief: Any = text[frame["kind"] == "all"] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
 
 
@@ -160,7 +160,7 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _caption(results: Results, frame: pd.DataFrame) -> str:
+def _caption(results: Results, frame: Any) -> str:
     """Two sentences on the numbers, then a line for each thing to know about these runs."""
     lines = [
         f"Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples, not shown for n below {FEWEST}; the "
@@ -193,7 +193,8 @@ def _physics(runs: Sequence[StoredRun]) -> Iterator[str]:
     """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
     if kernels := ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)):
         yield f"Attention kernel of the baseline, by profiler: {kernels}."
-    for device in dict.fromkeys(run.device for run in runs if run.rows["prefill_mfu"].notna().any()):
+    timed: Any = [run for run in runs if bool(run.rows["prefill_mfu"].notna().to_numpy().any())]
+    for device in dict.fromkeys(run.device for run in timed):
         peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"
         yield f"MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
     for sentence in dict.fromkeys(sentence for run in runs for sentence in run.handicaps):

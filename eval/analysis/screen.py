@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     of_rows = [condition for condition in options.where if condition.partition("=")[0] in _KEYS]
     results = Results.read(options.runs, [one for one in options.where if one not in of_rows], options.newest)
-    frame = summary(results, options.by)
+    frame: Any = summary(results, options.by)
     for condition in of_rows:
         key, _, value = condition.partition("=")
         known = sorted(frame[key].unique())

@@ -200,7 +200,7 @@ def _kept_at(section: _Section, preset: str, speedup: float) -> list[Value]:
     rows = section.by_task(section.of(preset))
     rows = rows[rows["name"] == "multi_doc_qa"]
     fast = rows[rows["ttft_speedup"] > 0.99 * speedup]
-    unreached = [(np.nan,) * 3] if len(rows) else []
+    unreached: list[Value] = [(np.nan, np.nan, np.nan)] if len(rows) else []
     return _values(fast.sort_values("relative_score"), "relative_score")[-1:] or unreached
 
 
@@ -371,12 +371,12 @@ def _costs(section: _Section) -> list[dict[str, Any]]:
     measured = section.by_task(rows).set_index("name")
     costs = []
     for task, group in rows.groupby("task", sort=False):
-        others = rows[rows["task"] != task]
+        others: Any = rows[rows["task"] != task]
         if others.empty:
             continue
         (step, token), *_ = np.linalg.lstsq(others[["steps", "revived_tokens"]].to_numpy(float), others["decoding_s"])
         predicted = group["ttft_s"] + step * group["steps"] + token * group["revived_tokens"]
-        both = group.assign(predicted=predicted).groupby("dataset")[["theirs_total_s", "predicted"]].sum()
+        both: Any = group.assign(predicted=predicted).groupby("dataset")[["theirs_total_s", "predicted"]].sum()
         unit = group["theirs_step_s"].mean()
         costs.append({
             "model": section.model, "suite": section.suite, "task": task, "examples": group["id"].nunique(),

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eval.analysis.run_table import run_json, run_table
-from eval.analysis.table import Table
+from eval.analysis.table import Table, console
 from eval.run import device_lock, identity
 from eval.run.cases import Case
 from eval.run.measure import Bench, Todo, in_turn, released
@@ -307,8 +307,3 @@ def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: Run
 def _all_keys(run: Run, store: RunStore) -> list[tuple[str, str]]:
     """(dataset, id) of the planned examples, then of others in the folder from a wider run."""
     return list(dict.fromkeys([*(case.key for case in run.cases), *store.visits]))
-
-
-def console() -> Console:
-    """A console for tables; a file or a pipe gets a fixed width."""
-    return Console() if Console().is_terminal else Console(width=120)

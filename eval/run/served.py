@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from eval.analysis.columns import PROMPT_ENDS
 from eval.benchmarks.chat_format import THOUGHT_END
 from eval.run.arms import Arm
 from eval.run.cases import Case
-from eval.run.measure import WARMUP_TOKENS, Todo, scored, visit_of
+from eval.run.measure import WARMUP_TOKENS, Todo, in_turn, scored, visit_of
 from eval.run.run import Run
 from eval.server import Answer, RequestError, Server
 from eval.store.visit import Failure, Measurement, Visit
@@ -51,14 +51,16 @@ class Servers:
                     log.warning("warming up on %s, row %s failed (%s)", *case.key, error)
 
     def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:
-        """The arms answer in turn: prompt by prompt, or in blocks under load, in the order of the block's first visit.
+        """The arms answer in turn: prompt by prompt in each visit's order, or under load in blocks with theirs.
 
         Under load, an arm has the run's number of conversations at once, or they begin at the run's rate.
         """
         load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(todo)
         most = max(BLOCK, 4 * load.concurrency) if load.is_shared else 1
-        while block := list(islice(waiting, most)):
-            order = dict.fromkeys(arm.label for one in block for arm in one.arms)
+        for number in count():
+            if not (block := list(islice(waiting, most))):
+                return
+            order = [arm.label for arm in (in_turn(self.run.arms, number) if load.is_shared else block[0].arms)]
             answers: list[dict[str, list[Answer] | Failure]] = [{} for _ in block]
             for label in order:
                 asked = [(number, arm) for number, one in enumerate(block) for arm in one.arms if arm.label == label]
@@ -72,7 +74,7 @@ class Servers:
                 for (number, _), future in zip(asked, futures, strict=True):
                     answers[number][label] = future.result()
             for one, given in zip(block, answers, strict=True):
-                arms = tuple(sorted(one.arms, key=lambda arm: [*order].index(arm.label)))
+                arms = tuple(sorted(one.arms, key=lambda arm: order.index(arm.label)))
                 yield self._visit(Todo(one.case, arms), given)
 
     def _converse(self, arm: Arm, case: Case) -> list[Answer] | Failure:

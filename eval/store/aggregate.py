@@ -63,14 +63,15 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     means over them, and speedups compare summed times. A value is NaN if an answer lacks it, or if a baseline's score
     is 0; both ends of an interval are NaN if a dataset has only one example. The baseline's own speedups are 1.
     """
-    rows = []
-    for _, group in frame[frame["counts"]].groupby(["model", "method", "settings", "suite"], sort=False):
+    rows: list[dict[str, Any]] = []
+    counting: Any = frame[frame["counts"]]
+    for _, group in counting.groupby(["model", "method", "settings", "suite"], sort=False):
         setting = {name: group[name].iloc[0] for name in _SETTING} | {"seeds": group["seed"].nunique()}
         rows += [{**setting, **row} for row in rows_of(group, frame)]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def rows_of(rows: pd.DataFrame, among: pd.DataFrame) -> list[dict[str, Any]]:
+def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
     """The rows of one setting on one suite, without its name: each task's datasets, then the task; "all" comes last.
 
     rows: the setting's answers that count. among: the frame that has their baselines. Columns and rules are those of
@@ -95,7 +96,7 @@ def rows_of(rows: pd.DataFrame, among: pd.DataFrame) -> list[dict[str, Any]]:
     return [*found, _row("all", "all", "all", list(sizes.values()), drawn_all, _mean_of_common(task_seeds))]
 
 
-def _per_example(rows: pd.DataFrame, references: pd.DataFrame, codes: np.ndarray) -> pd.DataFrame:
+def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     """One row per example, in order of appearance: dataset, turns, means over its answers, and for what compares with
     the baseline: `pairs`, the number of answers with one, and sums over these, `own_<value>` and `reference_<value>`.
 
@@ -135,7 +136,7 @@ def _weights(dataset: str, n: int) -> np.ndarray:
     return np.vstack([np.ones((1, n)), counts])
 
 
-def _dataset(name: str, examples: pd.DataFrame) -> np.ndarray:
+def _dataset(name: str, examples: Any) -> np.ndarray:
     """The columns of `_COLUMN` of one dataset."""
     n, pairs = len(examples), examples["pairs"]
     compared = [f"{side}_{value}" for value in _COMPARED for side in ("own", "reference")]

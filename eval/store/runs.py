@@ -181,7 +181,7 @@ def rows_of_visits(visits: Sequence[Visit], arms: Mapping[str, StoredArm]) -> pd
                 keys.append((arm, visit.dataset, visit.id, visit.groups, asked.tokens, turn, number, is_first))
                 measured.append(answer)
     names = ["arm", "dataset", "id", "groups", "prompt_tokens", "turn", "visit", "counts"]
-    frame = pd.DataFrame(keys, columns=names)
+    frame: Any = pd.DataFrame(keys, columns=names)
     numbers = np.array([_NUMBERS(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
     frame[[*SCALES]] = numbers * [*SCALES.values()]
     frame["step_s"] = np.array([_step_s(one) for one in measured], dtype=float)

@@ -4,7 +4,7 @@ A page names its source in a pair of comments, and what stands between them is r
 
     <!-- insert: results/demo/demo.md -->           the table of a Markdown file
     <!-- insert: results/demo/demo.md mean over tasks -->   its rows that begin with these words
-    <!-- insert: settings model -->                 the settings of `python run.py --help` whose keys begin with `model.`
+    <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
     <!-- end -->
 """
 

@@ -87,21 +87,21 @@ def test_overview_tables_and_figures_show_what_was_measured(page: webdriver.Chro
     facts = dict(zip(texts(page, ".facts dt"), texts(page, ".facts dd"), strict=True))
     assert facts == {
         "Models": "mini",
-        "Methods": "lazy, static_pruning",
-        "Runs": "2, of 2 settings",
+        "Methods": "baseline, lazy, static_pruning",
+        "Runs": "2, with 3 arms",
         "Datasets": "hotpotqa, trec",
-        "Examples": "45, in 47 records",
+        "Examples": "45, in 47 visits",
         "Measured": "2026-01-02 03:04:05 UTC",
         "On": "one core",
         "Attention kernel": "unknown",
     }
     warnings = texts(page, ".warnings li")
     assert len(warnings) == 2
-    assert "without a paired baseline" in warnings[0]
+    assert "without a baseline" in warnings[0]
     assert "without 43 of the 45 that other runs" in warnings[1]
     provenance = dict(zip(texts(page, ".provenance dt"), texts(page, ".provenance dd"), strict=True))
     assert (provenance["git_commit"], provenance["versions.torch"]) == ("c0ffee", "9")
-    assert texts(page, "#runs tbody td:nth-child(2)") == ["lazy, schedule={2: 0.5}", "static_pruning, keep=0.5"]
+    assert texts(page, "#runs tbody td:nth-child(2)") == ["baseline, lazy", "lazy"]
 
     assert "No run here gives a row" in one(page, "#table-bare").text
     assert page.find_elements(By.CSS_SELECTOR, "#table-bare table") == []

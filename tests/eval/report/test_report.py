@@ -12,24 +12,25 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from eval.store.record import Record, Trace
 
 import lazyllm
 from eval import cli
 from eval.analysis.registry import Subject
 from eval.analysis.style import new_figure
-from eval.analysis.table import Figure, Table
+from eval.analysis.table import Cell, Figure, Table
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.report import __main__ as command
 from eval.report import overview
-from eval.report.grid import grid
+from eval.report.grid import MOST, grid
 from eval.report.page import inline_svg, render
-from eval.report.record_browser import embed_records, embed_trace, last_layers, revived
+from eval.report.record_browser import embed_answers, embed_trace, last_layers, revived
 from eval.store.results import Results, find_runs
 from eval.store.runs import StoredRun
+from eval.store.visit import Trace, Visit
 from lazyllm.methods import Lazy, Method, RandomDrop, StaticPruning
-from tests.eval.store.made import LAZY, measurement, record, with_turns, write_run
+from tests.eval.store.made import LAZY, alone, write_run
+from tests.eval.store.visits import measurement, turn, visit
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
 MACHINE = {"device": "one core", "cpu": "one core", "cpu_count": 1, "threads": 1, "platform": "Linux", "cuda": None}
@@ -39,15 +40,20 @@ PROVENANCE = {"git_commit": "c0ffee", "started": "2026-01-02T03:04:05Z", "versio
 def store(
     folder: Path,
     method: dict,
-    records: Sequence[Record],
-    paired: bool = True,
+    visits: Sequence[Visit],
+    baseline: str | None = "baseline",
     seed: int = 0,
     warmup: int = 5,
     **changes,
 ) -> None:
     """Write a run folder by hand. changes: of its provenance."""
-    identity = {"seed": seed, "paired": paired, "warmup": warmup, "data": {"hotpotqa": "aa bb"}}
-    write_run(folder, list(records), method, "mini", provenance=PROVENANCE | changes, **identity)
+    identity: dict[str, Any] = {"seed": seed, "baseline": baseline, "warmup": warmup, "data": {"hotpotqa": "aa bb"}}
+    if baseline is None:
+        identity["arms"] = {"lazy": {"method": method}}
+    elif method == {"name": "baseline"}:
+        identity["arms"] = {"baseline": {"method": method}}
+        visits = [replace(visit, answers={"baseline": visit.answers["lazy"]}) for visit in visits]
+    write_run(folder, list(visits), method, "mini", provenance=PROVENANCE | changes, **identity)
 
 
 def example(
@@ -58,17 +64,20 @@ def example(
     end: str = "Question: why?",
     gold: Sequence[str] = ("because",),
     **changes: Any,
-) -> Record:
-    """A record; changes: of the method's measurement. The baseline has a score of 0.5 and a TTFT of 0.4 s."""
-    theirs = None if baseline is None else measurement(baseline, ttft_s=0.4, pct_prompt_tokens_computed=100.0)
-    method = measurement(text, **changes)
-    return Record(dataset, f"row-{number}", "abc", 1000, 1200, method, theirs, end, list(gold))
+) -> Visit:
+    """A visit; changes: of the method's measurement. The baseline has a score of 0.5 and a TTFT of 0.4 s."""
+    answers = {"lazy": [measurement(text, **changes)]}
+    if baseline is not None:
+        answers["baseline"] = [measurement(baseline, ttft_s=0.4, pct_prompt_tokens_computed=100.0)]
+    asked = [replace(turn(), tokens=1000, tokens_before_truncation=1200, end=end, answers=list(gold))]
+    return Visit(dataset=dataset, id=f"row-{number}", turns=asked, order=[*answers], answers=answers)
 
 
 # Six prompt tokens, four layers, pruning after layers 1 and 3; generated tokens (from position 6) are pruned too.
 TRACE = Trace(
     dataset="hotpotqa",
     id="row-0",
+    arm="lazy",
     tokens=["A", " quiet", " road", ".", "\n", HOSTILE],
     generated=[" so", " it", " is"],
     importance=[[0.125, 0.25, 0.0625, 0.03125, 0.5, 0.01], *([[0.5, 0.1, 0.1, 0.1, 0.1, 0.1]] * 3)],
@@ -85,41 +94,36 @@ REVIVED = [[], [1], [4]]  # by hand: token 2 has passed all layers in prefill
 
 
 @pytest.mark.parametrize(
-    ("text", "value", "parts"),
+    ("cell", "value", "parts"),
     [
-        ("58.95 ±2.45", 58.95, ("58.95", " ±2.45")),
-        ("-0.5", -0.5, ("-0.5", "")),
-        ("−0.5 %", -0.5, ("−0.5", " %")),
-        ("1,024", 1024, ("1,024", "")),
-        ("2.43 (2.40–2.47)", 2.43, ("2.43", " (2.40–2.47)")),
-        ("3e-05", 3e-5, ("3e-05", "")),
-        ("**2.5**", 2.5, ("**2.5**", "")),
-        ("-", None, ("-", "")),
-        ("", None, ("", "")),
+        (Cell("58.95 ±2.45", 58.951), 58.951, ("58.95", " ±2.45")),
+        (Cell("−0.5 %", -0.5), -0.5, ("−0.5", " %")),
+        (Cell("12.5 MB", 12.5e6), 12.5e6, ("12.5", " MB")),
+        (Cell("no run"), None, ("no run", "")),
+        ("2 of 3", None, ("2 of 3", "")),
+        (1024, 1024, ("1,024", "")),
+        (None, None, ("", "")),
     ],
 )
-def test_cell_has_the_number_that_sorts_its_column(text: str, value: float | None, parts: tuple[str, str]) -> None:
-    found = grid("t", "", "", pd.DataFrame({"x": ["1", text]}))
+def test_cell_has_the_number_that_sorts_its_column(cell: Any, value: float | None, parts: tuple[str, str]) -> None:
+    found = grid("t", "", "", pd.DataFrame({"x": [Cell("1", 1.0), cell]}, dtype=object))
     assert found.columns[0].numeric
     assert found.rows[1][0].value == value
     assert found.rows[1][0].parts == parts
 
 
-@pytest.mark.parametrize("text", ["2wikimqa", "lazy, keep=0.5", "v2", "2026-01-02"])
-def test_column_with_other_text_is_not_numeric(text: str) -> None:
+@pytest.mark.parametrize("text", ["2wikimqa", "lazy, keep=0.5", "58.95", "2026-01-02"])
+def test_column_of_texts_is_not_numeric(text: str) -> None:
     found = grid("t", "", "", pd.DataFrame({"x": ["1", text], "y": ["", None]}), filtered=0)
     assert [column.numeric for column in found.columns] == [False, False]
     assert [cell.text for cell in found.rows[1]] == [text, ""]
     assert found.choices() == ["1", text]
 
 
-def test_columns_after_the_keys_are_numeric() -> None:
-    table = pd.DataFrame({"task": ["1", "code"], "score": ["no run", "+5.5 ±1"], "unpaired": ["unpaired", "unpaired"]})
-    found = grid("t", "", "", table, keys=1)
-    assert [column.numeric for column in found.columns] == [False, True, True]
-    assert [[cell.value for cell in row] for row in found.rows] == [
-        [None, None, None], [None, 5.5, None]
-    ]  # fmt: skip
+def test_columns_after_the_first_are_shown_on_demand() -> None:
+    table = pd.DataFrame({name: ["1"] for name in ("key", *"abcde")})
+    assert [column.more for column in grid("t", "", "", table, keys=1).columns] == [False] * (1 + MOST) + [True]
+    assert not any(column.more for column in grid("t", "", "", table).columns)
 
 
 def test_layers_of_a_trace_are_those_by_hand() -> None:
@@ -133,7 +137,9 @@ def test_layers_of_a_trace_are_those_by_hand() -> None:
 
 
 def test_step_without_a_selection_has_the_prefills() -> None:
-    dropped = Trace("trec", "a", ["a", "b", "c"], ["d", "e"], [[0.5, 0.2, 0.3]] * 2, [{0: [0, 2]}, {}], [1], [[2], [2]])
+    dropped = Trace(
+        "trec", "a", "lazy", ["a", "b", "c"], ["d", "e"], [[0.5, 0.2, 0.3]] * 2, [{0: [0, 2]}, {}], [1], [[2], [2]]
+    )
     assert [depth.tolist() for depth in last_layers(dropped)] == [[2, 0, 2], [2, 0, 2, 2]]
     assert embed_trace(dropped)["revived"] == [[], []]
     assert embed_trace(dropped)["anew"] == [True, False]
@@ -161,7 +167,7 @@ def test_drawn_tokens_are_the_computed_ones(tiny_and_a_prompt: tuple[Any, list[i
     steps, layers = out.computed.shape
     unimportant = [[0.0] * len(prompt)] * layers
     words = ["word"] * len(prompt)
-    traced = Trace("digest", "0", words, ["word"] * steps, unimportant, out.selected, [], [])
+    traced = Trace("digest", "0", "lazy", words, ["word"] * steps, unimportant, out.selected, [], [])
     depths = last_layers(traced)
     assert steps > 1
     reached = np.zeros(len(prompt))
@@ -174,9 +180,9 @@ def test_drawn_tokens_are_the_computed_ones(tiny_and_a_prompt: tuple[Any, list[i
 def test_shared_texts_are_embedded_once(tmp_path: Path) -> None:
     ends = [f"prompt {number} " + "x" * 500 for number in range(4)]
     for seed in range(3):
-        records = [example(n, text=f"seed {seed}", end=ends[n], score=n / 3, ttft_s=0.1) for n in range(4)]
-        store(tmp_path / f"run-{seed}", {"name": "random_drop", "keep": 0.5, "seed": seed}, records, seed=seed)
-    embedded = embed_records(find_runs([tmp_path]))
+        visits = [example(n, text=f"seed {seed}", end=ends[n], score=n / 3, ttft_s=0.1) for n in range(4)]
+        store(tmp_path / f"run-{seed}", {"name": "random_drop", "keep": 0.5, "seed": seed}, visits, seed=seed)
+    embedded = embed_answers(find_runs([tmp_path]))
     strings = embedded["strings"]
     assert [text for text in strings if text.startswith("prompt")] == ends
     assert strings.count("a base") == strings.count("because") == 1
@@ -189,11 +195,11 @@ def test_shared_texts_are_embedded_once(tmp_path: Path) -> None:
     assert (one["method"]["ttft"], one["method"]["pct"], one["baseline"]["ttft"]) == (0.1, 75, 0.4)
 
 
-def test_records_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
-    records = [example(n, dataset) for dataset in ("hotpotqa", "trec") for n in range(3)]
-    store(tmp_path / "a", {"name": "lazy"}, records)
-    store(tmp_path / "b", {"name": "static_pruning"}, records[:1])
-    embedded = embed_records(find_runs([tmp_path]), 2)
+def test_examples_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
+    visits = [example(n, dataset) for dataset in ("hotpotqa", "trec") for n in range(3)]
+    store(tmp_path / "a", {"name": "lazy"}, visits)
+    store(tmp_path / "b", {"name": "static_pruning"}, visits[:1])
+    embedded = embed_answers(find_runs([tmp_path]), 2)
     shown = [(record["run"], record["dataset"], embedded["strings"][record["id"]]) for record in embedded["records"]]
     assert shown == [
         (0, "hotpotqa", "row-0"), (0, "hotpotqa", "row-1"), (0, "trec", "row-0"), (0, "trec", "row-1"),
@@ -201,29 +207,36 @@ def test_records_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def with_turns() -> Visit:
+    """A visit of row 1 with three turns, whose scores rise."""
+    made = visit(1, turns=3)
+    scored = [replace(answer, score=0.25 * number) for number, answer in enumerate(made.answers["lazy"], start=1)]
+    return replace(made, answers=made.answers | {"lazy": scored})
+
+
 def test_every_turn_of_an_example_is_embedded(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [record(0), with_turns(), record(2)])
+    write_run(tmp_path / "a", [visit(0), with_turns(), visit(2)])
     for most, rows in ((None, 3), (2, 2)):  # turns are no examples
-        embedded = embed_records(find_runs([tmp_path]), most)
+        embedded = embed_answers(find_runs([tmp_path]), most)
         names = ["row-0", "row-1, turn 1", "row-1, turn 2", "row-1, turn 3", "row-2"]
         assert [embedded["strings"][shown["id"]] for shown in embedded["records"]] == names[: rows + 2]
-        assert [shown["method"]["score"] for shown in embedded["records"]][2:4] == [50, 75]
+        assert [shown["method"]["score"] for shown in embedded["records"]][1:4] == [25, 50, 75]
 
 
 def test_warnings_name_their_runs(tmp_path: Path) -> None:
-    records = [example(number) for number in range(3)]
-    store(tmp_path / "fine", {"name": "lazy"}, records)
-    store(tmp_path / "base", {"name": "baseline"}, [example(n, baseline=None) for n in range(3)], paired=False)
+    visits = [example(number) for number in range(3)]
+    store(tmp_path / "fine", {"name": "lazy"}, visits)
+    store(tmp_path / "base", {"name": "baseline"}, visits)
     store(tmp_path / "another suite", {"name": "lazy"}, [example(0, "needle")])  # has means of its own
     assert overview.warnings(find_runs([tmp_path]), None) == []
-    store(tmp_path / "alone", {"name": "static_pruning"}, [example(0, baseline=None)], paired=False, warmup=0)
+    store(tmp_path / "alone", {"name": "static_pruning"}, [example(0, baseline=None)], baseline=None, warmup=0)
     store(tmp_path / "dirty", {"name": "random_drop"}, [example(0)], git_commit="c0ffee+changes")
     expected = [
-        ("without a paired baseline", "(alone)"),
+        ("without a baseline", "(alone)"),
         ("without warm-up", "(alone)"),
         ("uncommitted code", "(dirty)"),
         ("without 2 of the 3 that other runs of", "(alone, dirty)"),
-        ("only the first 2 records are", "shown"),
+        ("only the first 2 examples are", "shown"),
     ]
     for text, (said, named) in zip(overview.warnings(find_runs([tmp_path]), 2), expected, strict=True):
         assert said in text
@@ -249,22 +262,22 @@ def test_provenance_has_common_facts_once_and_others_by_run(tmp_path: Path) -> N
 
 
 def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
-    records = [example(0, score=1.0, ttft_s=0.1), example(1, score=0.5, ttft_s=0.3)]
+    visits = [example(0, score=1.0, ttft_s=0.1), example(1, score=0.5, ttft_s=0.3)]
 
     def rows(folder: Path) -> list[dict[str, Any]]:
         found = overview.results_grid(Results(find_runs([folder])))
         named = [dict(zip([column.text for column in found.columns], row, strict=True)) for row in found.rows]
         return [row for row in named if row["setting"].text == "lazy, schedule={2: 0.5}"]
 
-    store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, records)
+    store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, visits)
     (row,) = rows(tmp_path / "a")  # no second row of the task, no third of the mean over one task
     assert row["task or dataset"].text == "hotpotqa"
-    assert (row["n"].value, row["score"].value, row["baseline score"].value) == (2, 75, 50)
+    assert (row["n"].value, row["score"].value) == (2, 75)
     assert row["score"].parts[1] == " ±25.00"  # a resample of two examples may hold either one twice
     assert row["TTFT speedup"].value == 2  # 0.4 + 0.4 over 0.1 + 0.3
-    assert (row["TTFT, ms"].value, row["% tokens computed"].value) == (200, 75)
+    assert (row["TTFT, ms"].text, row["TTFT, ms"].value, row["% tokens computed"].value) == ("200.0", 0.2, 75)
     more = [example(0, "trec", score=1.0), example(0, "musique", score=0.0)]
-    store(tmp_path / "b", {"name": "lazy", "schedule": {"2": 0.5}}, [*records, *more])
+    store(tmp_path / "b", {"name": "lazy", "schedule": {"2": 0.5}}, [*visits, *more])
     names = [(row["task or dataset"].text, row["score"].value) for row in rows(tmp_path / "b")]
     # 37.5 of 75 and 0; then (37.5 + 100) / 2
     assert names == [
@@ -276,10 +289,13 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     ]
 
 
-def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0.5) -> list[Record]:
-    """Records whose paired baseline has this score and a TTFT of 0.4 s."""
-    theirs = None if baseline is None else measurement("base", baseline, ttft_s=0.4)
-    return [replace(example(number, score=score, ttft_s=ttft_s), baseline=theirs) for number in range(count)]
+def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0.5) -> list[Visit]:
+    """Visits whose baseline has this score and a TTFT of 0.4 s."""
+    visits = [example(number, score=score, ttft_s=ttft_s) for number in range(count)]
+    if baseline is None:
+        return list(map(alone, visits))
+    theirs = {"baseline": [measurement("base", baseline, ttft_s=0.4)]}
+    return [replace(visit, answers=visit.answers | theirs) for visit in visits]
 
 
 @pytest.mark.parametrize(
@@ -312,9 +328,10 @@ def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0
         ({"baseline": measured(20, 0.5, 0.1, baseline=None)}, "only the baseline was measured"),
     ],
 )
-def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str, list[Record]], expected: str) -> None:
-    for name, records in runs.items():
-        store(tmp_path / name, {"name": name}, records, paired=records[0].baseline is not None)
+def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str, list[Visit]], expected: str) -> None:
+    for name, visits in runs.items():
+        has_baseline = name == "baseline" or "baseline" in visits[0].answers
+        store(tmp_path / name, {"name": name}, visits, "baseline" if has_baseline else None)
     (said,) = overview.findings(Results(find_runs([tmp_path])))
     assert re.match(rf"mini, longbench: .*{expected}", said)
 
@@ -353,7 +370,8 @@ def test_figures_in_one_page_share_no_id() -> None:
 def hand_table(results: Results) -> Table:
     """A table as `eval.analysis` makes them; its cells and words are hostile."""
     names = ["b", "a", HOSTILE, "d", "e"]
-    cells = pd.DataFrame({f"name {HOSTILE}": names, "score": ["10.5 ±1", "9", "no run", "100", "9"]})
+    scores = [Cell("10.5 ±1", 10.5), Cell("9", 9), Cell("no run"), Cell("100", 100), Cell("9", 9)]
+    cells = pd.DataFrame({f"name {HOSTILE}": names, "score": scores}, dtype=object)
     return Table("hand", f"By hand {HOSTILE}", f"Caption {HOSTILE}", cells, cells)
 
 
@@ -378,17 +396,15 @@ SUBJECTS = {
 
 
 def make_runs(folder: Path) -> list[StoredRun]:
-    """A lazy run with 45 records, one of them hostile, and a trace; and an unpaired run with 2 records."""
-    records = [
+    """A run of LazyLLM with 45 visits, one of them hostile, and a trace; and one of 2 visits without a baseline."""
+    visits = [
         example(0, text="so it is", baseline="so it was then", gold=["it is", "so"], score=0.25, ttft_s=0.16),
         example(1, text=HOSTILE, baseline=f"{HOSTILE} too", end=HOSTILE, gold=[HOSTILE], score=1.0, ttft_s=0.05),
         example(2, text="the same", baseline="the same", end="Question: an odd one?", score=0.5, ttft_s=2.0),
         *(example(number, "trec", text=f"class {number}", score=0.75) for number in range(3, 45)),
     ]
-    store(folder / "lazy", {"name": "lazy", "schedule": {"2": 0.5}}, records)
-    store(
-        folder / "static", {"name": "static_pruning", "keep": 0.5}, [example(n, baseline=None) for n in (0, 1)], False
-    )
+    store(folder / "lazy", {"name": "lazy", "schedule": {"2": 0.5}}, visits)
+    store(folder / "static", {"name": "static_pruning", "keep": 0.5}, [example(n, baseline=None) for n in (0, 1)], None)
     (folder / "lazy" / "traces").mkdir()
     (folder / "lazy" / "traces" / "one.json").write_text(TRACE.to_json(), encoding="utf-8")
     return find_runs([folder])
@@ -422,8 +438,8 @@ def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.M
     assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "runs/report.html" in capsys.readouterr().out
     out = tmp_path / "new" / "page.html"
-    assert command.main(["runs", "--out", str(out), "--records", "1"]) == 0
-    assert "only the first record is" in out.read_text(encoding="utf-8")
+    assert command.main(["runs", "--out", str(out), "--examples", "1"]) == 0
+    assert "only the first example is" in out.read_text(encoding="utf-8")
 
 
 def test_report_refuses_bad_arguments_and_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -435,11 +451,11 @@ def test_report_refuses_bad_arguments_and_traces(tmp_path: Path, monkeypatch: py
     assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")]) == 2
     assert "two.json: not a trace" in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
-    assert cli.main(["report", str(tmp_path), "--records", "0"]) == 2
+    assert cli.main(["report", str(tmp_path), "--examples", "0"]) == 2
 
 
 def test_overview_counts_examples_not_turns(tmp_path: Path) -> None:
     runs = find_runs([write_run(tmp_path, [with_turns()], provenance={"started": "now"})])
-    assert dict(overview.facts(runs))["Examples"] == "1, in 1 record"
+    assert dict(overview.facts(runs))["Examples"] == "1, in 1 visit"
     assert "1" in [cell.text for cell in overview.runs_grid(runs).rows[0]]
     assert "3" not in [cell.text for cell in overview.runs_grid(runs).rows[0]]

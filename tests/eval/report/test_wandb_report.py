@@ -13,7 +13,7 @@ import pytest
 from eval.cli import main
 from eval.report.wandb_report import made, report_id
 from eval.store.results import Results
-from tests.eval.analysis.made import PRESETS, over
+from tests.eval.analysis.made import ARM, PRESETS, over
 from tests.eval.store.made import write_run
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
@@ -33,7 +33,8 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     for method, names in (("lazy", ("hotpotqa", "2wikimqa", "musique")), ("static_pruning", ("lcc",))):
-        write_run(Path("runs", method), over(names, score=0.25, ttft_s=0.1), {"name": method, **PRESETS[method]},
+        settings = {"name": method, **PRESETS[method]}
+        write_run(Path("runs", method), over(names, score=0.25, ttft_s=0.1), settings, arm=ARM,
                   model="llama2", paper="llama2", device="a device", data=dict.fromkeys(names, "d"))  # fmt: skip
     yield
     if "wandb" in sys.modules:

@@ -1,11 +1,12 @@
 """Kills a run on `tiny` by SIGKILL many times, and compares the result with the same run without kills.
 
-python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together
+python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together; 0: conversations of two
+                                                             turns, one by one, in two shards
 
-This process imports everything once and forks. Each fork is a job that calls `eval.run.loop.run` and dies by SIGKILL:
-half of them after a random time, the others after writing a random number of bytes (RLIMIT_FSIZE cuts a write at the
-limit), which leaves incomplete lines. A job is started again until its run is done; then the next run begins, until the
-number of kills is reached. Prints its counts as JSON.
+Three arms answer each example; one of them fails at some. This process imports everything once and forks. Each fork is a
+job that calls `eval.run.loop.measure` and dies by SIGKILL: half of them after a random time, the others after writing a
+random number of bytes (RLIMIT_FSIZE cuts a write at the limit), which leaves incomplete lines. A job is started again
+until its run is done; then the next run begins, until the number of kills is reached. Prints its counts as JSON.
 """
 
 from __future__ import annotations
@@ -30,18 +31,22 @@ from typing import Any
 
 import pandas as pd
 import torch
-from eval.run.resolved import Resolved
-from eval.store.record import Measurement, Record
 
 import eval.run.loop
 from eval.benchmarks.datasets import load
-from eval.run.config import AnswersConfig, TimingConfig
-from eval.store.folder import read_records
+from eval.run.run import Run
+from eval.store.folder import read_visits
+from eval.store.visit import Measurement
+from lazyllm.methods import StaticPruning
 from tests.runs import small_run
 
-EXAMPLES = 10  # of each of two datasets
+EXAMPLES = 8  # of each of two datasets
+ARMS: dict[str, dict[str, Any]] = {
+    "lazy": {"name": "lazy", "schedule": {2: 0.5}},
+    "fails": {"name": "static_pruning", "layer": 2, "keep": 0.5},
+}
 # Columns with times, current memory, or values derived from them
-TIMES = re.compile(r"(baseline_)?(ttft|total_s|step_s|scoring_s|peak_memory|prefill_mfu)|(generation|step)_speedup")
+TIMES = re.compile(r"run$|(ttft|total_s|step_s|scoring_s|peak_memory|prefill_mfu)|(generation|step)_speedup")
 HANG_S = 120  # a job that takes longer hangs
 
 
@@ -49,8 +54,8 @@ HANG_S = 120  # a job that takes longer hangs
 class Counts:
     """Counts of what happened.
 
-    kills: jobs that died by SIGKILL and were started again. half_lines: of these, left an incomplete record.
-    examples_redone: examples with an incomplete line whose record was there in the end. runs: finished run folders,
+    kills: jobs that died by SIGKILL and were started again. half_lines: of these, left an incomplete visit.
+    examples_redone: incomplete lines whose visits were made again. runs: finished run folders,
     equal to the undisturbed one.
     """
 
@@ -60,9 +65,23 @@ class Counts:
     runs: int = 0
 
 
-def quick_run(rows: int) -> Resolved:
-    answers = AnswersConfig(rows=rows)
-    return small_run("run", timing=TimingConfig(warmup=1), limit=EXAMPLES, max_new_tokens=4, answers=answers)
+def quick_run(rows: int) -> Run:
+    settings: dict[str, Any] = {"batch_size": rows}
+    if rows == 0:
+        settings = {"batch_size": 1, "turns": 2, "dataset": {"lookup": True, "hops": True}}
+    return small_run("run", warmup=1, limit=EXAMPLES, max_new_tokens=4, compare=ARMS, **settings)
+
+
+def fail_sometimes() -> None:
+    """From now on, the arm `fails` does so at about every third prompt, always the same ones."""
+    original = StaticPruning.start
+
+    def start(self: StaticPruning, decoder: Any, prompt: Any, max_new_tokens: int) -> Any:
+        if sum(prompt.token_ids.tolist()) % 3 == 0:
+            raise RuntimeError("it fails here")
+        return original(self, decoder, prompt, max_new_tokens)
+
+    StaticPruning.start = start  # type: ignore[method-assign]
 
 
 def job(folder: Path, rows: int, before: Callable[[], None] = lambda: None) -> int:
@@ -74,7 +93,8 @@ def job(folder: Path, rows: int, before: Callable[[], None] = lambda: None) -> i
     try:
         os.chdir(folder)
         before()
-        eval.run.loop.run(quick_run(rows), show=False)
+        for shard in ("1/2", "2/2") if rows == 0 else (None,):
+            eval.run.loop.measure(quick_run(rows).changed(shard=shard), show=False)
         status = 0
     finally:
         os._exit(status)
@@ -107,14 +127,14 @@ def die_at_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def tail_of(file: Path) -> bytes:
-    """What follows the last whole line."""
-    data = file.read_bytes() if file.exists() else b""
-    return data[data.rfind(b"\n") + 1 :]
+def halves_in(folder: Path) -> int:
+    """How many files of visits end in an incomplete line."""
+    return sum(not file.read_bytes().endswith(b"\n") for file in folder.glob("visits*.jsonl") if file.stat().st_size)
 
 
-def whole_lines(file: Path) -> list[bytes]:
-    return file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+def whole_lines(folder: Path) -> dict[str, list[bytes]]:
+    """{file: its whole lines}"""
+    return {file.name: file.read_bytes().split(b"\n")[:-1] for file in sorted(folder.glob("visits*.jsonl"))}
 
 
 def without_times(folder: Path) -> str:
@@ -123,16 +143,24 @@ def without_times(folder: Path) -> str:
     return table[[name for name in table if not TIMES.match(name)]].to_csv(index=False)
 
 
-def outcomes(folder: Path) -> list[tuple[Any, ...]]:
-    """The run's records, by their keys, without times."""
-    return sorted(
-        (record.key, record.prompt_sha256, record.answers, _outcome(record.method), _outcome(record.baseline))
-        for record in read_records(folder)
-    )
+def outcomes(folder: Path) -> dict[tuple[str, str, str], Any]:
+    """{(dataset, id, arm): its first answers, without times}"""
+    found: dict[tuple[str, str, str], Any] = {}
+    for visit in read_visits(folder):
+        for label, answers in visit.answers.items():
+            prompts = [(turn.sha256, turn.answers) for turn in visit.turns]
+            found.setdefault((*visit.key, label), (prompts, [_outcome(answer) for answer in answers]))
+    return found
 
 
-def _outcome(side: Measurement | None) -> tuple[Any, ...] | None:
-    return None if side is None else (side.text, side.token_ids, side.score, side.computed)
+def _outcome(answer: Measurement) -> tuple[Any, ...]:
+    return answer.text, answer.token_ids, answer.score, answer.computed, answer.same_answer
+
+
+def doubled(folder: Path) -> list[tuple[str, str, str]]:
+    """The (dataset, id, arm) that were answered more than once; the baseline may be, beside an arm that failed."""
+    answered = Counter((*visit.key, label) for visit in read_visits(folder) for label in visit.answers)
+    return [key for key, number in answered.items() if number > 1 and key[2] != "baseline"]
 
 
 def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
@@ -146,42 +174,42 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
     assert ended_by(job(folder / "again", rows)) == 0
     whole_s = time.monotonic() - started
     whole, expected = without_times(undisturbed), outcomes(undisturbed)
-    longest = max(map(len, whole_lines(undisturbed / "records.jsonl"))) + 1
-    assert len(expected) == 2 * EXAMPLES
+    longest = max(len(line) for lines in whole_lines(undisturbed).values() for line in lines) + 1
+    assert 4 * EXAMPLES < len(expected) < 6 * EXAMPLES  # one arm fails at some
 
-    def next_job(parent: Path, lines: list[bytes]) -> int:
+    def next_job(parent: Path, lines: dict[str, list[bytes]]) -> int:
         if counts.kills == kills:
             return job(parent, rows)
         if rng.random() < 0.5:
-            size = sum(len(line) + 1 for line in lines) + rng.randrange(3 * longest)
-            return job(parent, rows, lambda: die_at_size(size))
+            size = max((sum(len(line) + 1 for line in of_file) for of_file in lines.values()), default=0)
+            return job(parent, rows, lambda: die_at_size(size + rng.randrange(3 * longest)))
         pid = job(parent, rows)
-        wait_at_most(pid, rng.uniform(0, whole_s * (0.3 + 0.7 * (1 - len(lines) / len(expected)))))
+        done = sum(map(len, lines.values())) / (2 * EXAMPLES)
+        wait_at_most(pid, rng.uniform(0, whole_s * (0.3 + 0.7 * (1 - min(done, 1)))))
         os.kill(pid, signal.SIGKILL)  # a job that has ended remains until it is reaped
         return pid
 
     while counts.kills < kills:
         out = folder / str(counts.runs) / "run"
         out.parent.mkdir()
-        file = out / "records.jsonl"
-        done, halves = False, set[int]()  # the numbers of incomplete lines
+        done, halves = False, 0
         while not done:
-            lines = whole_lines(file)
+            lines = whole_lines(out)
             signal_number = ended_by(next_job(out.parent, lines))
             done = signal_number == 0
             whole_s *= 0.8 if done else 1.05  # even on a busy machine, most kills come in time
-            now = whole_lines(file)
-            assert now[: len(lines)] == lines, f"{file}: a finished example was changed or lost"
-            keys = Counter(Record.from_json(line.decode()).key for line in now)
-            assert set(keys.values()) <= {1}, f"{file}: an example is there twice"
+            now = whole_lines(out)
+            for name, before in lines.items():
+                assert now[name][: len(before)] == before, f"{out / name}: a finished visit was changed or lost"
             if not done:
                 counts.kills += 1
-                if tail_of(file):
+                if halves_in(out):
                     counts.half_lines += 1
-                    halves.add(len(now))
-        counts.examples_redone += len(halves)
+                    halves += 1
+        assert not doubled(out), f"{out}: {doubled(out)[0]} was answered twice"
+        counts.examples_redone += halves
         counts.runs += 1
-        assert outcomes(out) == expected, f"{out}: other records than the undisturbed run's"
+        assert outcomes(out) == expected, f"{out}: other answers than the undisturbed run's"
         assert without_times(out) == whole, f"{out}: another summary than the undisturbed run's"
         assert not list(out.glob(".*.partial")), f"{out}: something half-written is left"
     return counts
@@ -190,6 +218,7 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
 def main(kills: int = 100, seed: int = 0, rows: int = 1) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
+    fail_sometimes()
     quick = quick_run(rows)
     for dataset in quick.datasets:  # making the rows would take most of a job's time: it is done once, before the fork
         load(dataset, quick.data)

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from eval.store.record import Record
 
 from eval.run.job import INTERRUPTED, MESSAGE
+from eval.store.visit import Visit
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def blocking(*arguments, **settings):
 sys.exit(eval.cli.main({arguments!r}))
 """
 )
-SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "timing.warmup=0", "threads=1", "model.max_prompt_tokens=96"]
+SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "warmup=0", "threads=1", "model.max_prompt_tokens=96"]
 # A measurement that Ctrl-C interrupts, without our thread, and with work at the interpreter's exit
 HEARS = """
 import atexit, sys, time
@@ -104,22 +104,22 @@ def test_blocked_process_is_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "call", "records"),
+    ("module", "function", "call", "visits"),
     [
         ("eval.run.loop", "load_weights", 1, 0),
-        ("eval.run.measure", "generate", 6, 2),  # two generations per example: method and baseline
+        ("eval.run.measure", "generate", 6, 2),  # two arms answer each example
     ],
 )
-def test_run_ends_while_it_loads_and_within_a_step(tmp_path: Path, module, function, call, records: int) -> None:
+def test_run_ends_while_it_loads_and_within_a_step(tmp_path: Path, module, function, call, visits: int) -> None:
     arguments = ["run", *SHORT, "out=run"]
     done = interrupt(RUN.format(module=module, function=function, call=call, arguments=arguments), tmp_path)
     assert done.returncode == INTERRUPTED
     assert done.stderr.endswith(f"{MESSAGE}\n")
     assert "Traceback" not in done.stderr
-    file = tmp_path / "run" / "records.jsonl"
+    file = tmp_path / "run" / "visits.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    assert len(lines) == records
-    assert all(Record.from_json(line) for line in lines)
+    assert len(lines) == visits
+    assert all(Visit.from_json(line) for line in lines)
     assert (tmp_path / "run" / "run.json").exists()
 
 

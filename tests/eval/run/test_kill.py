@@ -18,7 +18,7 @@ KILLS = 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 0])
 def test_killed_run_ends_as_if_it_had_not_been(rows: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.eval.run.kill_run", str(KILLS), "0", str(rows)],

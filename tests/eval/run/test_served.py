@@ -12,21 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from eval.run.prepare import prepare
-from eval.run.resolved import Resolved
-from eval.store.record import Record
 
 from eval import server
+from eval.analysis.run_table import comparisons
 from eval.run import loop
 from eval.run.job import main
-from eval.store.folder import read_failures, read_records
+from eval.run.run import Run
+from eval.store.folder import read_visits
 from eval.store.results import Results, find_runs
+from eval.store.visit import Measurement, Visit
 from lazyllm.errors import UserError
 from lazyllm.integrations import transformers_generate
 from lazyllm.models.tokenizers import load_tokenizer
@@ -53,18 +52,23 @@ def yes(_: int, body: dict[str, Any]) -> Reply:
     return Reply([event("Yes"), event(" no"), event("", "stop"), usage(tokens(body), 3, cached=0), DONE])
 
 
-def served(url: str, out: Path | None, *overrides: str) -> Resolved:
-    fixed = ("model=server", f"model.url={url}", "model.name=m", "model.tokenizer=tiny", "dataset=lookup", "limit=3")
-    return run_of(*fixed, "timing.warmup=0", *([f"out={out}"] if out is not None else []), *overrides)
+def served(url: str, out: Path | None, *overrides: str) -> Run:
+    fixed = ("model=server", f"server.url={url}", "model.name=m", "model.tokenizer=tiny", "dataset=lookup", "limit=3")
+    return run_of(*fixed, "warmup=0", *([f"out={out}"] if out is not None else []), *overrides)
 
 
-def run(url: str, out: Path, *overrides: str) -> list[Record]:
-    loop.run(served(url, out, *overrides), show=False)
-    return read_records(out)
+def run(url: str, out: Path, *overrides: str) -> list[Visit]:
+    loop.measure(served(url, out, *overrides), show=False)
+    return read_visits(out)
 
 
-def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple[list[Record], Seen]:
-    """The records of a run on a server of this kind that follows the script, and what the server saw."""
+def measured(visits: list[Visit], label: str = "baseline") -> list[Measurement]:
+    """An arm's first answers."""
+    return [visit.answers[label][0] for visit in visits if label in visit.answers]
+
+
+def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple[list[Visit], Seen]:
+    """The visits of a run on a server of this kind that follows the script, and what the server saw."""
     with scripted(script, entry(owner)) as (url, seen):
         return run(url, out, *overrides), seen
 
@@ -74,29 +78,32 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PAUSES_S", (0.0, 0.0))
 
 
-def test_record_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) -> None:
-    records, seen = on(yes, tmp_path / "run", "method=server", "method.extra_body={depth: 2}", "method.label=Half")
-    assert len(records) == 3
-    for record in records:
-        for side in (record.method, record.baseline):
-            assert side is not None
+def test_visit_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) -> None:
+    arms = "compare={half: {name: server, extra_body: {depth: 2}}, deep: {name: server, extra_body: {depth: 9}}}"
+    visits, seen = on(yes, tmp_path / "run", arms)
+    assert len(visits) == 3
+    for visit in visits:
+        assert list(visit.answers) == ["baseline", "half", "deep"]
+        for (side,) in visit.answers.values():
             assert side.text == "Yes no"
             assert (side.token_ids, side.computed, side.kv_bytes, side.kl) == (None, None, None, None)
             request = side.request
             assert request is not None
             assert side.total_s is not None
-            assert request.prompt_tokens == record.prompt_tokens
+            assert request.prompt_tokens == visit.turns[0].tokens
             assert (request.completion_tokens, request.cached_tokens) == (3, 0)
             assert 0 < request.headers_s <= request.first_event_s <= side.ttft_s <= side.total_s <= request.end_s
             assert request.tpot_s == pytest.approx((side.total_s - side.ttft_s) / 2)
-        assert record.method.same_answer == 1
-    assert sorted(body.get("depth", 0) for _, body in seen.posts) == [0, 0, 0, 2, 2, 2]
+        assert visit.answers["half"][0].same_answer == 1
+        assert visit.answers["baseline"][0].same_answer is None
+    assert sorted(body.get("depth", 0) for _, body in seen.posts) == [0] * 3 + [2] * 3 + [9] * 3
     frame = Results.read([tmp_path]).frame
     assert set(frame["generated_tokens"]) == {3}
-    assert set(frame["label"]) == {"Half"}
-    assert frame["step_s"].tolist() == [record.method.request.tpot_s for record in records if record.method.request]
-    table = (tmp_path / "run" / "summary.md").read_text()
-    assert re.search(r"\*\*: lookup \| 3 \| .* \| - \| - \|\n", table)
+    assert set(frame["arm"]) == {"baseline", "half", "deep"}
+    half = frame[frame["arm"] == "half"]
+    assert half["step_s"].tolist() == [one.request.tpot_s for one in measured(visits, "half") if one.request]
+    about = json.loads((tmp_path / "run" / "run.json").read_text())["identity"]["arms"]
+    assert {label: arm["server"]["kind"] for label, arm in about.items()} == dict.fromkeys(about, "vllm")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_requests_are_greedy_cold_and_have_no_field_that_the_server_refuses(
     records, seen = on(yes, tmp_path / "run", owner=owner)
     texts = prompt_texts()
     bodies = [body for _, body in seen.posts]
-    noise = [record.method.request.noise if record.method.request else "" for record in records]
+    noise = [one.request.noise if one.request else "" for one in measured(records)]
     for body in bodies:
         assert body.items() >= sent.items()
         assert not body.keys() & not_sent
@@ -133,7 +140,7 @@ def test_requests_are_greedy_cold_and_have_no_field_that_the_server_refuses(
 
 def prompt_texts() -> list[str]:
     """The prompts of the same run in this process."""
-    return [case.prompt.text for case in prepare(run_of("dataset=lookup", "limit=3")).cases]
+    return [case.prompt.text for case in run_of("dataset=lookup", "limit=3").cases]
 
 
 def test_warm_prompt_is_asked_twice_and_chat_has_its_messages(tmp_path: Path) -> None:
@@ -141,16 +148,16 @@ def test_warm_prompt_is_asked_twice_and_chat_has_its_messages(tmp_path: Path) ->
         assert body["messages"][0] == {"role": "system", "content": "Be brief"}
         return Reply([chat(role="assistant", content=""), chat(content=str(number)), chat("stop"), DONE])
 
-    settings = ("model.api=chat", "model.cache=warm", "model.system=Be brief")
+    settings = ("server.api=chat", "server.cache=warm", "model.system=Be brief")
     records, seen = on(answer, tmp_path / "run", *settings)
-    assert [record.method.text for record in records] == ["1", "3", "5"]
+    assert [one.text for one in measured(records)] == ["1", "3", "5"]
     bodies = [body for _, body in seen.posts]
     assert bodies[0::2] == bodies[1::2]
     assert [body["messages"][1]["content"] for body in bodies[::2]] == prompt_texts()
 
 
 @pytest.mark.parametrize(
-    ("setting", "times"), [("model.cache=cold", 1), ("model.cache=warm", 2), ("model.api=chat", 1)]
+    ("setting", "times"), [("server.cache=cold", 1), ("server.cache=warm", 2), ("server.api=chat", 1)]
 )
 def test_later_turn_asks_the_conversation_with_the_servers_own_answers(
     tmp_path: Path, setting: str, times: int
@@ -164,7 +171,7 @@ def test_later_turn_asks_the_conversation_with_the_servers_own_answers(
     bodies = [body for _, body in seen.posts]
     assert len(bodies) == 2 * 3 * times
     expected = []
-    for case in prepare(run_of("dataset=lookup", "limit=3", "turns=2")).cases:
+    for case in run_of("dataset=lookup", "limit=3", "turns=2").cases:
         (turn,) = case.prompt.turns
         expected += [[case.prompt.text], [case.prompt.text, "Yes no", turn.text]]
     for body, texts in zip(bodies[::times], expected, strict=True):
@@ -175,27 +182,9 @@ def test_later_turn_asks_the_conversation_with_the_servers_own_answers(
             ]
         else:
             assert TINY(body["prompt"])["input_ids"] == TINY("".join(texts))["input_ids"]
-    for record in records:
-        assert record.later is not None
-        (later,) = record.later
-        total_s = [record.method.total_s or 0, later.method.total_s or 0]
-        assert later.method.total_s_so_far == pytest.approx(sum(total_s))
-
-
-def test_first_token_alone_is_asked_of_the_baseline_and_its_own_run_has_the_rest(tmp_path: Path) -> None:
-    with scripted(yes, entry("vllm")) as (url, seen):
-        records = run(url, tmp_path / "a", "method=server", "method.extra_body={depth: 2}", "timing.paired=ttft")
-        assert (
-            sorted(("depth" in body, body["max_tokens"] == 1) for _, body in seen.posts)
-            == [(False, True)] * 3 + [(True, False)] * 3
-        )
-        for record in records:
-            assert record.baseline is None
-            assert record.baseline_ttft_s is not None
-        assert run(url, tmp_path / "b")
-    frame = Results.read([tmp_path]).frame.query("method == 'server'")
-    assert frame["baseline_ttft_s"].tolist() == [record.baseline_ttft_s for record in records]
-    assert frame["baseline_score"].tolist() == [0] * 3
+    for visit in records:
+        first, later = visit.answers["baseline"]
+        assert later.total_s_so_far == pytest.approx((first.total_s or 0) + (later.total_s or 0))
 
 
 def test_answer_that_breaks_off_is_a_failure_and_the_same_command_goes_on(tmp_path: Path) -> None:
@@ -203,11 +192,11 @@ def test_answer_that_breaks_off_is_a_failure_and_the_same_command_goes_on(tmp_pa
         return Reply([event("Ye")], broken=True) if number == 1 else yes(number, body)
 
     with scripted(broken, entry("vllm")) as (url, seen):
-        assert len(run(url, tmp_path / "run")) == 2
-        (failure,) = read_failures(tmp_path / "run")
-        assert "the answer broke off after" in failure.reason
-        records = run(url, tmp_path / "run")
-        assert (len(records), len({record.key for record in records}), len(seen.posts)) == (3, 3, 4)
+        first = run(url, tmp_path / "run")
+        assert [len(visit.answers) for visit in first] == [1, 0, 1]
+        assert "the answer broke off after" in first[1].failures["baseline"].reason
+        visits = run(url, tmp_path / "run")
+        assert (len(measured(visits)), len(visits), len(seen.posts)) == (3, 4, 4)
 
 
 @pytest.mark.parametrize(("load", "done", "posts"), [("load.concurrency=1", 1, 4), ("load.concurrency=2", 0, 13)])
@@ -222,7 +211,7 @@ def test_server_that_has_gone_ends_the_run_and_the_same_command_goes_on(
     with scripted(leaves, entry("vllm")) as (url, seen):
         with pytest.raises(UserError, match=r"no server answers at .*: start it, then give the same command again"):
             run(url, tmp_path / "run", "limit=8", load)
-        assert (len(read_records(tmp_path / "run")), read_failures(tmp_path / "run")) == (done, [])
+        assert [len(visit.answers) for visit in read_visits(tmp_path / "run")] == [1] * done
         assert len(seen.posts) <= posts  # three tries of each that had begun, not of all
         gone.set()
         records = run(url, tmp_path / "run", "limit=8", load)
@@ -244,13 +233,13 @@ def test_server_that_changes_prompts_or_takes_them_from_its_cache_is_refused(
 
     with pytest.raises(UserError, match=message):
         on(lying, tmp_path / "run", *overrides)
-    accepted = "model.trust_prompt=true" if answer else "model.cache=warm"
+    accepted = "server.allow_token_mismatch=true" if answer else "server.cache=warm"
     records, _ = on(lying, tmp_path / "accepted", accepted)
     assert len(records) == 3
 
 
 @pytest.mark.parametrize(("load", "most"), [("load.concurrency=3", 3), ("load.rate=400", 6), ("load.concurrency=1", 1)])
-def test_load_is_on_one_side_at_a_time(tmp_path: Path, load: str, most: int) -> None:
+def test_load_is_on_one_arm_at_a_time(tmp_path: Path, load: str, most: int) -> None:
     def slow(_: int, body: dict[str, Any]) -> Reply:
         return Reply([0.05, event("Yes", "stop"), usage(tokens(body), 2), DONE])
 
@@ -259,20 +248,27 @@ def test_load_is_on_one_side_at_a_time(tmp_path: Path, load: str, most: int) -> 
     assert len(records) == 6
     assert 1 <= seen.at_once <= most
     assert (seen.at_once > 1) == (most > 1)
-    sides = ["b" in body for _, body in seen.posts]
-    changes = sum(side != other for side, other in pairwise(sides))
-    assert changes == 1 if most > 1 else changes >= 6 - 1  # in a block each, or in turns
+    sides = "".join("S" if "b" in body else "B" for _, body in seen.posts)
+    assert sides == ("BBBBBBSSSSSS" if most > 1 else "BSSBSBBSBSSB")  # in a block each, or in turns
+
+
+def test_blocks_under_load_rotate_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.run.served.BLOCK", 1)
+    overrides = ("method=server", "method.extra_body={b: 1}", "limit=32", "load.concurrency=2", "max_new_tokens=1")
+    visits, _ = on(yes, tmp_path / "run", *overrides)
+    firsts = [visit.order[0] for visit in visits]
+    assert firsts == ["baseline"] * 8 + ["server"] * 16 + ["baseline"] * 8  # blocks of four times those at once
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["method=lazy"], "method=lazy runs inside transformers: lazyllm-bench serve"),
-        (["model.url=localhost:80"], "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1"),
-        (["model.url=http://me:secret@a/v1"], "a URL with a name or password would be stored"),
+        (["server.url=localhost:80"], "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1"),
+        (["server.url=http://me:secret@a/v1"], "a URL with a name or password would be stored"),
         (["model.tokenizer=null"], "model.tokenizer=null: expected FOLDER_OR_HUB_ID of the served model"),
-        (["model.api=chat", "model.chat=llama2"], "model.chat=llama2: expected none"),
-        (["model.api=text"], "model.api=text: expected completions or chat"),
+        (["server.api=chat", "model.chat=llama2"], "model.chat=llama2: expected none"),
+        (["server.api=text"], "server.api=text: expected completions or chat"),
         (["trace=1"], "trace=1: expected 0"),
         (["fidelity=answer", "method=server"], "fidelity=answer: expected null, as a server does not tell"),
         (["method=server", "method.kind=tgi"], "method.kind=tgi: expected vllm or sglang"),
@@ -285,7 +281,7 @@ def test_config_refuses_what_a_server_cannot_do(overrides: list[str], message: s
     assert "secret" not in str(error.value)
 
 
-@pytest.mark.parametrize("given", ["model.cache=warm", "model.kind=vllm", "load.rate=2", "method=server"])
+@pytest.mark.parametrize("given", ["server.cache=warm", "server.kind=vllm", "load.rate=2", "method=server"])
 def test_config_refuses_what_only_a_server_takes(given: str) -> None:
     with pytest.raises(UserError, match=re.escape(f"{given.split('=')[0]}") + ".*: expected model=server"):
         run_of(given)
@@ -307,7 +303,7 @@ def endpoint() -> Iterator[str]:
     uvicorn = pytest.importorskip("uvicorn", reason="needs the extra [serve]")
     from eval.serve import app_of
 
-    app, names = app_of([run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}")])
+    app, names = app_of([run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}", "baseline=false")])
     assert names == ["tiny", "tiny/lazy", "tiny/baseline"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -332,27 +328,21 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
 
     of_pack = transformers_generate.answers
     monkeypatch.setattr(transformers_generate, "answers", answers)
-    shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "timing.warmup=0")
-    loop.run(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
-    names = ("model.name=tiny/baseline", "method=server", "method.name=tiny")
+    shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "warmup=0")
+    loop.measure(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
+    names = ("model.name=tiny/baseline", "method=server", "method.model=tiny")
     run(endpoint, tmp_path / "there", *names, *shared)
-    here, there = (read_records(tmp_path / name) for name in ("here", "there"))
+    here, there = (read_visits(tmp_path / name) for name in ("here", "there"))
     for ours, theirs in zip(here, there, strict=True):
-        assert (ours.key, ours.prompt_sha256, ours.prompt_tokens) == (
-            theirs.key,
-            theirs.prompt_sha256,
-            theirs.prompt_tokens,
-        )
-        for one, other in ((ours.method, theirs.method), (ours.baseline, theirs.baseline)):
-            assert one is not None
-            assert other is not None
+        assert (ours.key, ours.turns) == (theirs.key, theirs.turns)
+        pairs = [(ours.answers[a][0], theirs.answers[b][0]) for a, b in (("lazy", "server"), ("baseline", "baseline"))]
+        for one, other in pairs:
             assert (one.text, one.score) == (other.text, other.score)
-            assert one.token_ids is not None
             assert other.request is not None
-            assert other.request.completion_tokens == len(one.token_ids)
-    sides = [side for record in there for side in (record.method, record.baseline) if side and side.request]
-    sides.sort(key=lambda side: side.request.sent_at if side.request else 0)
-    assert all(side.ttft_s >= own for side, own in zip(sides, engine, strict=True))
+            assert other.request.completion_tokens == len(one.token_ids or ())
+    answers = [one for label in ("baseline", "server") for one in measured(there, label)]
+    answers.sort(key=lambda one: one.request.sent_at if one.request else 0)
+    assert all(one.ttft_s >= own for one, own in zip(answers, engine, strict=True))
     assert len(find_runs([tmp_path])) == 2
 
 
@@ -377,21 +367,21 @@ def test_serve_refuses_a_bad_request_and_lives(
     assert httpx2.post(f"{endpoint}/completions", json=ask | {"prompt": "lamp"}, timeout=60).status_code == 200
 
 
-def test_control_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: str, tmp_path: Path, capsys) -> None:
+def test_baseline_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: str, tmp_path: Path, capsys) -> None:
     out = f"out={tmp_path / 'run'}"
-    fixed = ["model=server", f"model.url={endpoint}", "model.name=tiny/baseline", "model.tokenizer=tiny", out]
-    fixed += ["dataset=lookup", "limit=5", "max_new_tokens=2", "method=server", "method.name=tiny", "control=true"]
-    fixed += ["timing.warmup=1"]
+    fixed = ["model=server", f"server.url={endpoint}", "model.name=tiny/baseline", "model.tokenizer=tiny", out]
+    fixed += ["dataset=lookup", "limit=5", "max_new_tokens=2", "method=server", "method.model=tiny", "aa_test=true"]
+    fixed += ["warmup=1"]
     codes = [main([*fixed, "--gate", gate]) for gate in ("score>=-101 ttft>=0", "ttft>=999")]
     assert codes == [0, 1]
     parts = [main([*fixed, f"out={tmp_path / 'parts'}", f"shard={n}/2", "--gate", "ttft>=999"]) for n in (1, 2)]
     assert parts == [0, 1]  # the last shard decides
     assert "gate ttft>=999: FAILED" in capsys.readouterr().out
-    about = json.loads((tmp_path / "run" / "summary.json").read_text())
-    control = about["control"]
-    assert (control["changed"], control["score"], control["better"] + control["worse"]) == (0, 0, 0)
-    assert control["ttft_low"] <= control["ttft"] <= control["ttft_high"]
-    assert len(read_records(tmp_path / "run-control")) == about["difference"]["examples"] == 5
+    again, server = comparisons(Results.read([tmp_path / "run"]))[::-1]
+    assert (again.is_aa_test, again.changed, again.score[0], again.better + again.worse) == (True, 0, 0, 0)
+    assert again.ttft[1] <= again.ttft[0] <= again.ttft[2]
+    assert (server.is_aa_test, server.examples) == (False, 5)
+    assert {len(visit.answers) for visit in read_visits(tmp_path / "run")} == {3}
 
 
 @pytest.mark.slow
@@ -400,8 +390,8 @@ def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path)
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, out = f"http://127.0.0.1:{port}/v1", tmp_path / "run"
-    measure = ["run", "model=server", f"model.url={url}", "model.name=tiny", "model.tokenizer=tiny", "dataset=hops"]
-    measure += ["limit=14", f"out={out}", "timing.warmup=0"]
+    measure = ["run", "model=server", f"server.url={url}", "model.name=tiny", "model.tokenizer=tiny", "dataset=hops"]
+    measure += ["limit=14", f"out={out}", "warmup=0"]
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         soon = "import sys; from eval import cli, server; server.PAUSES_S = (0.5,); sys.exit(cli.main(sys.argv[1:]))"
@@ -419,7 +409,7 @@ def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path)
         raise AssertionError
 
     def killed_at(records: int, victim: subprocess.Popen[str], running: subprocess.Popen[str]) -> None:
-        file = out / "records.jsonl"
+        file = out / "visits.jsonl"
         while running.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < records):
             time.sleep(0.01)
         victim.kill()
@@ -433,11 +423,11 @@ def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path)
     said, _ = client_.communicate(timeout=120)
     assert client_.returncode == 2
     assert "no server answers" in said
-    done = [record.key for record in read_records(out)]
+    done = [visit.key for visit in read_visits(out)]
     assert 6 <= len(done) < 14
     server = serve()
     assert start(*measure).wait(300) == 0
-    keys = [record.key for record in read_records(out)]
+    keys = [visit.key for visit in read_visits(out)]
     assert keys[: len(done)] == done
     assert len(keys) == len(set(keys)) == 14
     server.terminate()

@@ -20,11 +20,12 @@ def write_run(
     model: str = "tiny",
     paper: str | None = None,
     provenance: dict[str, Any] = PROVENANCE,
+    arm: str = "lazy",
     **identity: Any,
 ) -> Path:
-    """A run folder as `run.py` leaves it, of the baseline and a method, which the visits call `lazy`."""
+    """A run folder as `run.py` leaves it, of the baseline and a method. arm: what the visits call the method."""
     about = {"config": {"model": {"name": model, "paper": paper}}, "provenance": provenance}
-    arms = {name: {"method": arm, "code": "2"} for name, arm in (("baseline", {"name": "baseline"}), ("lazy", method))}
+    arms = {label: {"method": one, "code": "2"} for label, one in (("baseline", {"name": "baseline"}), (arm, method))}
     usual = {"model": model, "seed": 0, "engine": "1", "data": {}, "load_format": "auto"}
     with open_store(folder, usual | {"arms": arms, "baseline": "baseline"} | identity, about) as store:
         for visit in visits:
