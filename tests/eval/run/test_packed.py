@@ -21,7 +21,7 @@ from eval.store.record import Record
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
-from tests.lazyllm.engine.test_pack import Unpackable
+from tests.lazyllm.engine.test_batch import Unbatchable
 from tests.runs import run_of, small_run
 
 OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes", "prefill_mfu"}
@@ -95,14 +95,14 @@ def test_examples_in_a_pack_start_again_fewer_at_once_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = records_of(tmp_path / "whole", 8)
-    original = measure.Pack.run
+    original = measure.Batch.run
 
     def run_out(pack: Any) -> Any:
-        if len(pack.answers) > 3:
+        if len(pack.running) > 3:
             raise torch.OutOfMemoryError("no memory for 4 rows")
         return original(pack)
 
-    monkeypatch.setattr(measure.Pack, "run", run_out)
+    monkeypatch.setattr(measure.Batch, "run", run_out)
     found = records_of(tmp_path / "fewer", 8)
     assert {key: untimed(record) for key, record in found.items()} == {
         key: untimed(record) for key, record in expected.items()
@@ -112,7 +112,7 @@ def test_examples_in_a_pack_start_again_fewer_at_once_after_a_failure(
 
 
 def test_only_the_example_that_fails_alone_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = measure.Pack.join
+    original = measure.Batch.add
 
     def refuse(pack: Any, row: Any) -> None:
         if len(row.prompt) == longest:
@@ -122,7 +122,7 @@ def test_only_the_example_that_fails_alone_is_a_failure(tmp_path: Path, monkeypa
     run_ = small_run(tmp_path, answers=AnswersConfig(rows=8))
     lengths = [len(case.prompt.token_ids) for case in prepare(run_).cases]
     longest = max(lengths)
-    monkeypatch.setattr(measure.Pack, "join", refuse)
+    monkeypatch.setattr(measure.Batch, "add", refuse)
     result = run(run_, show=False)
     assert result.results is not None
     assert len(result.results.runs[0].records) == len(lengths) - lengths.count(longest)
@@ -142,9 +142,9 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
 
 
 def test_a_method_that_cannot_be_packed_is_refused_before_anything_runs() -> None:
-    assert rows_of_answers(None, ModelSpec("llama2"), [Unpackable()], 3500, 500, 80e9) == 1
+    assert rows_of_answers(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
     with pytest.raises(UserError, match=r"answers\.rows=1"):
-        rows_of_answers(2, ModelSpec("llama2"), [Unpackable()], 3500, 500, 80e9)
+        rows_of_answers(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)
 
 
 @pytest.mark.parametrize("experiment", ["table2", "figure7"])
