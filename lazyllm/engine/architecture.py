@@ -139,7 +139,7 @@ class Surroundings:
         """[1, m, v] logits of hidden states [1, m, w] after the last norm."""
         # this output type also serves models without experts
         with _in_place_of(self._model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
-            return self._model.forward(inputs_embeds=normed, use_cache=False, return_dict=True).logits
+            return self._model.forward(use_cache=False, return_dict=True).logits
 
 
 class _StandIn(nn.Module):

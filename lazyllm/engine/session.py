@@ -12,10 +12,10 @@ Notation:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -27,8 +27,16 @@ from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, concat, prese
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept, ScoreSpec
 from lazyllm.errors import UserError
 
-if TYPE_CHECKING:
-    from lazyllm.engine.method import Method
+
+class Pruner(Protocol):
+    """What a session calls of a method (`lazyllm.engine.method.Method`) at the boundaries of a prefill."""
+
+    label: Any
+    adaptive: Any
+
+    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept: ...
+
+    def pruning_layers(self, num_layers: int) -> Collection[int]: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ class Session:
         groups: Sequence[Group],
         prompt_tokens: int,
         max_new_tokens: int,
-        method: Method | None = None,
+        method: Pruner | None = None,
         scoring: Scoring = Scoring(),
     ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -134,8 +135,8 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
     assistants, a filled cache, `inputs_embeds`, attentions and hidden states.
 
-    transformers 5 drops `streamer` and the `tokenizer` of `stop_strings` before it calls a `custom_generate`, so they
-    are refused: use `lazyllm.using` for these.
+    transformers 5 drops `streamer` and the `tokenizer` of `stop_strings` before it calls a `custom_generate`. They are
+    refused: use `lazyllm.using` for these.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
     and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt, as in
@@ -150,28 +151,7 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
         independent of other rows; the global generator is not used.
     Raises TypeError for anything but a method, ValueError for a bad seed.
     """
-    setattr(GenerationMixin, _EXTRACT, _extract_or_refuse)
     return GenerateWith(method, seed)
-
-
-# transformers' step that drops arguments before it calls a `custom_generate`, the only place that sees them
-_EXTRACT = "_extract_generation_mode_kwargs"
-_extract: Any = getattr(GenerationMixin, _EXTRACT)
-
-
-@functools.wraps(_extract)
-def _extract_or_refuse(
-    self: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any
-) -> Any:
-    """The step, after refusing what a `GenerateWith` would not see; all other calls are as before."""
-    if isinstance(custom_generate, GenerateWith):
-        _check_given(kwargs | {"synced_gpus": synced_gpus, "assistant_model": assistant_model})
-        if streamer is not None:
-            raise ValueError(
-                "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., "
-                "streamer=...) within `with lazyllm.using(model, method):`"
-            )
-    return _extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
 
 
 @contextmanager
@@ -195,7 +175,8 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
         call = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
         if call.get("custom_generate") is None:
             call = _stop_strings_as_criterion(model, call)
-            _check_given(call)
+            _check_helpers(call)
+            _check_options_of(call)
             if call.get("past_key_values") is not None:
                 raise ValueError(_GIVEN_CACHE)
             # transformers drops these
@@ -213,15 +194,33 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             setattr(model, "generate", own)  # noqa: B010
 
 
-def _check_given(call: Mapping[str, Any]) -> None:
-    """Refuse arguments of `model.generate`, before transformers acts on them. Raises ValueError."""
+def _check_options_of(call: Mapping[str, Any]) -> None:
+    """Refuse options that a pruned generation cannot honour. Raises ValueError."""
+    for name, (accepted, instead) in REFUSED.items():
+        if call.get(name) not in accepted:
+            raise ValueError(f"{name}={call[name]!r} is not supported with a pruning method: {instead}")
+
+
+def _check_helpers(call: Mapping[str, Any]) -> None:
+    """Refuse other models and processes that help to generate. Raises ValueError."""
     if call.get("assistant_model") is not None:
         raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
     if call.get("synced_gpus"):
         raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
-    for name, (accepted, instead) in REFUSED.items():
-        if call.get(name) not in accepted:
-            raise ValueError(f"{name}={call[name]!r} is not supported with a pruning method: {instead}")
+
+
+def _check_dropped(frame: FrameType | None) -> None:
+    """Refuse arguments that `model.generate` got and does not pass on. frame: of the callable that it called."""
+    caller = None if frame is None else frame.f_back
+    if caller is None or caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
+        return
+    given = caller.f_locals
+    _check_helpers(given)
+    if given.get("streamer") is not None:
+        raise ValueError(
+            "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., streamer=...) "
+            "within `with lazyllm.using(model, method):`"
+        )
 
 
 _GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
@@ -271,6 +270,8 @@ class GenerateWith:
 
         mask_given: whether the attention mask is the caller's; if not, transformers guessed it from the padding token.
         """
+        if streamer is None:
+            _check_dropped(inspect.currentframe())
         check_options(generation_config)
         _check_call(model_kwargs)
         (rows, width), device = input_ids.shape, input_ids.device
@@ -404,7 +405,7 @@ def _not_called(model: PreTrainedModel) -> Iterator[None]:
 
 def check_options(config: GenerationConfig) -> None:
     """Refuse generation options that a pruned generation cannot honour. Raises ValueError."""
-    _check_given({name: getattr(config, name, None) for name in REFUSED})
+    _check_options_of({name: getattr(config, name, None) for name in REFUSED})
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"generation mode {mode.value} is not supported with a pruning method: {_ONE_SEQUENCE}")

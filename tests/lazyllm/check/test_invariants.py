@@ -14,6 +14,7 @@ from torch import Tensor
 import lazyllm
 import lazyllm.check.__main__ as verb
 from lazyllm.check import invariants
+from lazyllm.engine.inputs import Boundary
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Prune, Select
 from lazyllm.methods.support.schedule import keep_count
@@ -39,8 +40,10 @@ class Halves(Prune):
 class KeepsOneFewer(Halves):
     """Declares one token more than it keeps."""
 
-    def choose(self, scores: Tensor, keep: int) -> Tensor:
-        return super().choose(scores, keep)[-(keep - 1 or 1) :]
+    def select(self, at: Boundary, scores: Tensor) -> Tensor:
+        kept = super().select(at, scores)
+        assert kept is not None
+        return kept[-(len(kept) - 1 or 1) :]
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class Remembers(Halves):
 
     calls: ClassVar[list[int]] = []
 
-    def score(self, seen: list[Tensor], batch: Any) -> Tensor:
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
         self.calls.append(1)
-        return seen[0].roll(len(self.calls))
+        return recorded[0].roll(len(self.calls))
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Chosen(Halves):
     indices: tuple[int, ...] = ()
     adaptive = True
 
-    def choose(self, scores: Tensor, keep: int) -> Tensor:
+    def select(self, at: Boundary, scores: Tensor) -> Tensor:
         return torch.tensor(self.indices)
 
 

@@ -55,9 +55,11 @@ def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
     assert (one.selected, one.kv_bytes, one.aux_bytes) == (other.selected, other.kv_bytes, other.aux_bytes)
 
 
-def check_packed(model: PreTrainedModel, method: Method, expected: lazyllm.Generation) -> None:
-    """Assert that two prompts of 30 tokens give in a pack what one gives alone; half precision rounds it otherwise."""
-    for _, found in lazyllm.generate_many(model, [prompt_tensor(30)] * 2, method, len(expected.token_ids), (), rows=2):
+def check_batched(model: PreTrainedModel, method: Method, expected: lazyllm.Generation) -> None:
+    """Assert that two prompts of 30 tokens give in a batch what one gives alone; half precision rounds it otherwise."""
+    for _, found in lazyllm.generate_many(
+        model, [prompt_tensor(30)] * 2, method, len(expected.token_ids), (), batch_size=2
+    ):
         if model.dtype == torch.float32:
             assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
             assert found.computed.tolist() == expected.computed.tolist()
@@ -75,7 +77,7 @@ def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) ->
         assert out.token_ids == theirs[0, len(prompt) :].tolist(), name
     for name, method in PRUNING.items():
         out = lazyllm.generate(model, prompt, method, STEPS, ())
-        check_packed(model, method, out)
+        check_batched(model, method, out)
         assert out.first_logits.isfinite().all(), name
         assert out.first_logits.dtype == model.dtype == getattr(torch, dtype)
         assert out.computed.shape == (STEPS, 4)
@@ -219,7 +221,7 @@ def test_weights_on_disk_change_nothing(saved: str, dtype: str, attention: str) 
         expected = lazyllm.generate(plain, prompt_tensor(30), method, 3, ())
         same(lazyllm.generate(model, prompt_tensor(30), method, 3, ()), expected)
         if isinstance(method, Lazy):
-            check_packed(model, method, expected)
+            check_batched(model, method, expected)
 
 
 def test_auto_is_the_cpu_on_a_machine_without_accelerators(saved: str) -> None:
@@ -296,7 +298,7 @@ def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised
         assert len(synchronised) == len(used) * (STEPS + 1 + isinstance(method, CHOOSING))  # the clock is read
         if isinstance(method, Lazy):
             with Pretending():
-                check_packed(model, method, expected)
+                check_batched(model, method, expected)
 
 
 def test_later_turn_takes_tokens_on_the_models_device(synchronised: list[torch.device]) -> None:
