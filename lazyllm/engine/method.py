@@ -67,8 +67,9 @@ class Method(ABC):
         return [group.prompt_tokens for group in self.groups(num_layers, n) for _ in group.layers]
 
     def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
-        """How many of n prompt tokens, and of `later` tokens run since, each layer's K and V hold for decoding.
+        """How many prompt tokens each layer's K and V hold for decoding. Every layer holds all generated tokens too.
 
+        n: tokens of the first prompt. later: tokens of later turns' prompts.
         By default all tokens that entered the layer in prefill, and all later ones. Raises ValueError as `groups`.
         """
         return [tokens + later for tokens in self.tokens_per_layer(num_layers, n)]

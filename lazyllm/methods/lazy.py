@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import nearest_ratio
 from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.engine.method import Method
 from lazyllm.methods.support.bases import Prune
 from lazyllm.methods.support.schedule import Schedule
 
@@ -66,7 +67,9 @@ class Lazy(Prune):
         return [replace(group, look_in_steps=self.revive) for group in super().groups(num_layers, n)]
 
     def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
-        """A later turn prunes the longer text. Without revivals, whose number depends on the prompt."""
+        """Without revivals, whose number depends on the prompt. A later turn prunes the prompts of all turns anew."""
+        if not self.revive:  # decoding and later turns keep the first prefill's selection
+            return Method.stored_per_layer(self, num_layers, n, later)
         return self.tokens_per_layer(num_layers, n + later)
 
     def hidden_stored(self, num_layers: int, n: int) -> int:
