@@ -2,13 +2,14 @@
 
     lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
     lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
-    lazyllm-bench plan experiment=demo             # without hours
+    lazyllm-bench plan experiment=demo             # without times
 
-The arguments are those of a run or a sweep. Nothing is downloaded and no model runs: data and tokenizers are in the
-caches (lazyllm-bench fetch). Prompts, FLOPs and bytes are counted, with the paired baseline, warm-ups, later turns and
-other models. Answers have their maximum length; as many decode together as `answers.rows` says, or as fit into the
-GPU's memory; nothing is revived. Without --gpu, memory is that of a run on this machine. Hours follow from one rate:
-half of the FLOP/s and of the bytes per second in the GPU's data sheet.
+The arguments are those of a run or a sweep. Nothing is downloaded and no model runs. Prompts, FLOPs and bytes are
+counted, with the paired baseline, warm-ups, later turns and other models. Answers have their maximum length; as many
+decode together as `answers.rows` says, or as fit into the GPU's memory; nothing is revived. Without --gpu, memory is
+that of a run on this machine. Times follow from one rate: half of the FLOP/s and of the bytes per second in the GPU's
+data sheet. Until LongBench and the tokenizer are in the caches (lazyllm-bench fetch), prompts have LongBench's
+published mean lengths, and the plan is an estimate.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.run.config import compose_config, jobs_of, to_run_config
-from eval.run.resolved import Resolved, build_method, canonical, later_turns, resolve
+from eval.run.resolved import Resolved, build_method, canonical, later_turns, limit_of_prompts, resolve
 from eval.run.work import Model, Work, rows_of_answers
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, Accelerator
 from lazyllm.methods import Baseline, Method
 from lazyllm.models.checkpoint import HubError, read_config
+from lazyllm.models.tokenizers import has_chat_template
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
+ESTIMATE = (
+    "an estimate: each prompt has its dataset's published mean number of words, at 1.6 tokens a word (3.5 in code), "
+    "cut at model.max_prompt_tokens; after lazyllm-bench fetch, with the same arguments, plan counts the prompts"
+)
 
 
 def seconds_on(device: Accelerator, work: Work) -> float:
@@ -37,12 +43,16 @@ def seconds_on(device: Accelerator, work: Work) -> float:
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers."""
+    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers.
+
+    is_estimate: whether these are published means, as nothing was there to count.
+    """
 
     dataset: str
     messages: tuple[int, ...]
     new_tokens: int
     count: int
+    is_estimate: bool = False
 
     @property
     def length(self) -> int:
@@ -55,6 +65,7 @@ class Cost:
     """The cost of one run, its paired baseline and warm-ups included.
 
     Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without a device.
+    is_estimate: as of `Rows`.
     """
 
     run: str
@@ -66,6 +77,7 @@ class Cost:
     baseline: Work
     memory: dict[str, int]
     seconds: float
+    is_estimate: bool
 
     @property
     def peak(self) -> int:
@@ -73,7 +85,9 @@ class Cost:
 
 
 def rows_of(run: Resolved) -> list[Rows]:
-    """The run's rows, the first example's first. Raises UserError if data or tokenizer are not in the caches."""
+    """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
+    if is_estimated(run):
+        return estimated_rows(run)
     from eval.run.prepare import prepare
 
     here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
@@ -81,6 +95,41 @@ def rows_of(run: Resolved) -> list[Rows]:
     messages = [tuple(len(part.token_ids) for part in (case.prompt, *case.prompt.turns)) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Rows(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
+
+
+def is_estimated(run: Resolved) -> bool:
+    """Whether the run's data or tokenizer are not in the caches, and its suite publishes sizes."""
+    suite, spec = run.suite, run.spec
+    if not suite.published:
+        return False
+    if run.data.dir is None and suite.cached is not None and not suite.cached():
+        return True
+    try:
+        read_config(spec)
+        has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
+    except HubError:
+        return True
+    return False
+
+
+def estimated_rows(run: Resolved) -> list[Rows]:
+    """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
+    from lazyllm.models.load import shape_of
+
+    config = run.config
+    limit = limit_of_prompts(run, shape_of(run.spec).max_position_embeddings)
+    rows = list[Rows]()
+    for dataset in run.datasets:
+        size = run.suite.published[dataset.name]
+        tokens = min(limit, round(size.words * size.tokens_per_word))
+        thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
+        new_tokens = min(size.max_new_tokens, config.max_new_tokens or size.max_new_tokens) + thinking
+        count = min(size.examples, config.limit or size.examples)
+        count = count if config.half is None else -(-count // 2)
+        rows.append(Rows(dataset.name, (tokens,), new_tokens, count, is_estimate=True))
+    total = sum(row.count for row in rows)
+    share = min(1.0, (config.sample or total) / total)
+    return [replace(row, count=round(share * row.count)) for row in rows]
 
 
 def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cost:
@@ -109,8 +158,10 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
                 works[side] += Work(row.count * work.flops, row.count * work.read)
                 seconds += row.count * seconds_on(device, work) if device is not None else 0
             peaks.append(model.memory(method, row.length, row.new_tokens, together))
+    seed = run.method.get("seed", run.config.seed)
+    setting = label_of(run.method["name"], settings_in(canonical(run.method)))
     return Cost(
-        run=f"{Path(run.spec.name).name}, {label_of(run.method['name'], settings_in(canonical(run.method)))}",
+        run=f"{Path(run.spec.name).name}, {setting}{f', seed {seed}' if seed or 'seed' in run.method else ''}",
         examples=sum(row.count for row in rows),
         prompt_tokens=sum(row.count * sum(row.messages) for row in rows),
         longest=max(sum(row.messages) for row in rows),
@@ -119,6 +170,7 @@ def cost(run: Resolved, rows: Sequence[Rows], device: Accelerator | None) -> Cos
         baseline=works[1],
         memory=max(peaks, key=lambda parts: sum(parts.values())),
         seconds=seconds,
+        is_estimate=rows[0].is_estimate,
     )
 
 
@@ -133,7 +185,8 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
         raise UserError("a plan counts the work of a model in this process; a server's is unknown")
     try:
         for job in jobs:
-            read_config(job.spec)  # what is not in the caches is told before torch is imported
+            # what is not in the caches is told before torch is imported; an estimate needs only the model's shape
+            read_config(replace(job.spec, load_format="dummy") if is_estimated(job) else job.spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
     from eval.run.prepare import within_reach
@@ -149,19 +202,26 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     return [cost(run, rows[key], device) for key, run in keyed]
 
 
+def duration(seconds: float) -> str:
+    """`8 s`, `12 min`, `3.4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+
+
 def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
     from eval.store.runs import counted
 
     headings = ["run", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "of baseline"]
-    headings += ["TB read", "of baseline", "GB", "hours"]
+    headings += ["TB read", "of baseline", "GB", "time"]
     rows = [
         [
-            *(one.run, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}", f"{one.answer_tokens:,}"),
+            *(one.run, f"{one.examples:,}", f"{one.prompt_tokens:,}", f"{one.longest:,}", f"{one.answer_tokens:,}"),
             *(f"{work.flops / 1e15:.4g}" for work in (one.method, one.baseline)),
             *(f"{work.read / 1e12:.4g}" for work in (one.method, one.baseline)),
-            *(f"{one.peak / 1e9:.3g}", "?" if device is None else f"{one.seconds / 3600:.2g}"),
+            *(f"{one.peak / 1e9:.3g}", "?" if device is None else duration(one.seconds)),
         ]
         for one in planned
     ]
@@ -169,12 +229,14 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
     lines = [*markdown_lines(headings, rows, 1), ""]
     lines.append(f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}; Python and torch take more")
+    if any(one.is_estimate for one in planned):
+        lines.append(ESTIMATE)
     runs = counted(len(planned), "run")
     if device is None:
-        return "\n".join([*lines, f"{runs}; for hours, give --gpu {', '.join(ACCELERATORS)}"])
+        return "\n".join([*lines, f"{runs}; for times, give --gpu {', '.join(ACCELERATORS)}"])
     rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
-    hours = sum(one.seconds for one in planned) / 3600
-    lines.append(f"{runs}, {hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
+    total = duration(sum(one.seconds for one in planned))
+    lines.append(f"{runs}, {total} one after the other at {RATE:.0%} of {device.name}'s {rates}")
     if largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
             f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 import yaml
 
 import lazyllm
+from eval.benchmarks.longbench import PUBLISHED
 from eval.run.loop import run
-from eval.run.plan import RATE, as_text, cost, costs, rows_of, seconds_on
+from eval.run.plan import RATE, as_text, cost, costs, duration, main, rows_of, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
 from lazyllm.engine.flops import LayerShape
@@ -20,6 +22,7 @@ from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS
 from lazyllm.methods import Baseline, FastKV, Lazy, Method, StaticPruning
 from lazyllm.models.load import load_weights
+from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import ROWS
 from tests.runs import run_of
@@ -241,6 +244,73 @@ def test_other_models_are_in_the_memory() -> None:
     assert model.prefill(method, 1000).flops < 0.6 * model.prefill(Baseline(), 1000).flops
 
 
+@pytest.fixture
+def nothing_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        (["model=llama2", "dataset=multi_news"], {"multi_news": (3381, 512, 200)}),  # 2,113 words at 1.6 tokens
+        (["model=xgen", "dataset=lcc", "limit=7"], {"lcc": (4322, 64, 7)}),  # 1,235 at 3.5
+        (["model=llama2", "dataset=code", "sample=100"], {"lcc": (3500, 64, 50), "repobench-p": (3500, 64, 50)}),
+        (["model=llama2", "dataset=qmsum", "half=tuning", "max_new_tokens=9"], {"qmsum": (3500, 9, 100)}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("nothing_fetched")
+def test_plan_before_anything_was_fetched(arguments: list[str], rows: dict[str, tuple[int, int, int]]) -> None:
+    run = run_of("method=lazy", *arguments)
+    estimated = rows_of(run)
+    assert {row.dataset: (*row.messages, row.new_tokens, row.count) for row in estimated} == rows
+    (planned,) = costs(["method=lazy", *arguments], ACCELERATORS["a100"])
+    assert planned == cost(run, estimated, ACCELERATORS["a100"])
+    assert "an estimate: " in as_text([planned], None)
+    counted = cost(run, [replace(row, is_estimate=False) for row in estimated], ACCELERATORS["a100"])
+    assert counted == replace(planned, is_estimate=False)
+    assert "estimate" not in as_text([counted], None)
+
+
+@pytest.mark.usefixtures("nothing_fetched")
+def test_readme_s_plan_and_each_row_s_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=llama2", "method=lazy", "--gpu", "a100"]) == 0
+    shown = capsys.readouterr().out
+    assert "| 3,750 | 13,101,200 |" in shown  # 19 of 20 examples are cut at 3,500 tokens, 200 have 3,381 and 150 more
+    main(["model=llama2", "method=random_drop", "dataset=lcc", "seed=0,1"])
+    shown = capsys.readouterr().out
+    assert "random_drop, keep=0.8, seed 0 |" in shown
+    assert "random_drop, keep=0.8, seed 1 |" in shown
+
+
+def test_published_sizes() -> None:
+    shared = Path("../shared/longbench")
+    if not shared.is_dir():
+        pytest.skip("no LongBench rows beside this repository")
+    answers = json.loads((shared / "config/dataset2maxlen.json").read_text())
+    assert {name: answers[name] for name in PUBLISHED} == {
+        name: size.max_new_tokens for name, size in PUBLISHED.items()
+    }
+    tokenizer = load_tokenizer("../shared/tokenizers/llama2/tokenizer.model")
+    ratios: dict[float, list[float]] = {}
+    for name, size in PUBLISHED.items():
+        rows = [json.loads(line) for line in (shared / f"{name}.jsonl").open(encoding="utf-8")]
+        texts = [f"{row['context']}\n{row['input']}" for row in rows]
+        tokens = [len(tokenizer(text)["input_ids"]) for text in texts]
+        ratios.setdefault(size.tokens_per_word, []).append(sum(tokens) / sum(row["length"] for row in rows))
+    for stated, measured in ratios.items():
+        assert sum(measured) / len(measured) == pytest.approx(stated, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.1, "< 1 s"), (8.2, "8 s"), (720, "12 min"), (12_240, "3.4 h"), (5e6, "1,388.9 h")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -250,8 +320,8 @@ def test_other_models_are_in_the_memory() -> None:
     ],
     ids=["as the run", "out of reach", "not fetched"],
 )
-def test_plan_refuses(arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=named):
+@pytest.mark.usefixtures("nothing_fetched")
+def test_plan_refuses(arguments: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named) as error:
         costs(arguments, None)
+    assert "HF_HUB_OFFLINE" not in str(error.value)  # `plan` sets it itself
