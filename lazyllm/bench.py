@@ -177,7 +177,7 @@ def main(arguments: Sequence[str]) -> None:
     from transformers import AutoConfig
 
     from lazyllm.engine.checks import check_same_as_model
-    from lazyllm.engine.devices import attention_events, attention_kernel
+    from lazyllm.measuring import attention_events, attention_kernel
     from lazyllm.models.load import as_device, random_weights
 
     device = as_device(options.device)
@@ -250,8 +250,8 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
     import torch
 
     from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.devices import read_work_clock, utilisation
     from lazyllm.engine.generation import Greedy
+    from lazyllm.measuring import read_work_clock, utilisation
 
     device, config, choose = model.device, model.config, Greedy()
 
@@ -286,7 +286,7 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
 
 def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> tuple[Run, int | None]:
     """A generation, and the peak of its memory in bytes beyond what was held before; None if it is unknown."""
-    from lazyllm.engine.devices import read_peak, release_memory, reset_peak
+    from lazyllm.measuring import read_peak, release_memory, reset_peak
 
     release_memory(model.device)
     reset_peak(model.device)
@@ -298,7 +298,7 @@ def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens
 
 def timed(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result) of a call."""
-    from lazyllm.engine.devices import read_work_clock
+    from lazyllm.measuring import read_work_clock
 
     began = read_work_clock(model.device)
     result = call()

@@ -22,10 +22,10 @@ from transformers import AutoConfig
 from lazyllm.bench import HEADINGS, BenchCase, Pair, Run, cells_of, row, run_alone
 from lazyllm.bench import main as bench
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.devices import attention_events
 from lazyllm.engine.generation import generate
 from lazyllm.engine.inputs import Prompt
 from lazyllm.machine import device_name
+from lazyllm.measuring import attention_events
 from lazyllm.methods import Baseline, make
 from lazyllm.models.load import as_device, random_weights
 from lazyllm.presets import fields_of

@@ -70,7 +70,7 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
     import torch
     from torch.nn.functional import scaled_dot_product_attention as attend
 
-    from lazyllm.engine.devices import attention_events, attention_kernel
+    from lazyllm.measuring import attention_events, attention_kernel
 
     part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
     kernel = attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True)))

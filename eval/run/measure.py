@@ -27,20 +27,19 @@ from eval.benchmarks.suite import Dataset, Example
 from eval.store.record import PROMPT_END, Failure, LaterTurn, Measurement, Record, Trace, compact_counts
 from lazyllm import Generation, Prompt, generate, start
 from lazyllm.engine.decoder import importance_of_layers
-from lazyllm.engine.devices import (
+from lazyllm.engine.devices import devices_of, read_clock
+from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.generation import Greedy
+from lazyllm.engine.pack import Pack, Row, row_of
+from lazyllm.errors import UserError, reason_of
+from lazyllm.measuring import (
     attention_events,
     attention_kernel,
-    devices_of,
-    read_clock,
     read_peak,
     release_memory,
     reset_peak,
     utilisation,
 )
-from lazyllm.engine.flops import prefill_flops
-from lazyllm.engine.generation import Greedy
-from lazyllm.engine.pack import Pack, Row, row_of
-from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
 from lazyllm.methods.support.other_models import park
 

@@ -41,9 +41,9 @@ from eval.server import Server, describe_servers
 from eval.store.folder import fingerprint
 from eval.store.results import as_text
 from eval.store.runs import label_of, settings_in, short_name
-from lazyllm.engine.devices import memory_of
 from lazyllm.errors import UserError
 from lazyllm.machine import device_name, git_commit
+from lazyllm.measuring import memory_of
 from lazyllm.methods import Baseline, code_of
 from lazyllm.models.load import check_loading, devices_in_use, load_config, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.models.quantisation import quantised_by

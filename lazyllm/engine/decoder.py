@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.architecture import Layout, find_layout, hidden_before_layers, logits_of_normed
 from lazyllm.engine.attention import KeysReached, ObservedAttention, Probe, installed_attention
-from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved, products_of
+from lazyllm.engine.cpu_linear import products_of
+from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import NOTHING, Look
 from lazyllm.errors import UserError

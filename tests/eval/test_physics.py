@@ -19,11 +19,11 @@ from eval.run.loop import run
 from eval.store.record import Record
 from eval.store.results import Results
 from eval.store.runs import StoredRun, stored_runs
-from lazyllm.engine import devices
-from lazyllm.engine.devices import attention_events, attention_kernel, utilisation
+from lazyllm import measuring
 from lazyllm.engine.generation import generate
 from lazyllm.errors import UserError
 from lazyllm.machine import FLASH_2, accelerator
+from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -51,8 +51,8 @@ def test_data_sheet_is_found_by_the_drivers_name(device: str, teraflops: int | N
 
 def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SimpleNamespace(config=load_config(ModelSpec("tiny")), device=torch.device("cuda"))
-    monkeypatch.setattr(devices, "devices_of", lambda model: [model.device])
-    monkeypatch.setattr(devices, "device_name", lambda _: H100)
+    monkeypatch.setattr(measuring, "devices_of", lambda model: [model.device])
+    monkeypatch.setattr(measuring, "device_name", lambda _: H100)
     for dtype, teraflops, share in ((torch.bfloat16, 98.9, 0.5), (torch.float32, 6.7, 0.5), (torch.float64, 1, None)):
         model.dtype = dtype
         assert utilisation(model, teraflops * 1e12, 0.2) == (share and pytest.approx(share))
@@ -90,7 +90,7 @@ def test_kernel_that_ran_is_told_by_a_profile(attention: str, kernel: str) -> No
 
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_cpu_rate", lambda *_: 1e9)
+    monkeypatch.setattr(measuring, "_cpu_rate", lambda *_: 1e9)
     result = run(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, timing=TimingConfig(warmup=1)))
     assert result.results is not None
     [stored] = result.results.runs

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm.engine import decoder, devices
+from lazyllm import measuring
+from lazyllm.engine import cpu_linear, decoder
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.devices import devices_of, home_of
+from lazyllm.engine.devices import devices_of, home_of, read_clock
 from lazyllm.errors import UserError
 from lazyllm.methods import GemFilter, Lazy, Method, Oracle, SpecPrefill
 from lazyllm.models import load, quantisation
@@ -118,7 +119,7 @@ def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pyte
     expected = lazyllm.generate(model, prompt_tensor(30), method, STEPS, ())
     revived = expected.computed[1:] - expected.computed[:-1]
     assert (revived > 1).any()
-    monkeypatch.setattr(devices, "LARGE_MATRIX", 1)
+    monkeypatch.setattr(cpu_linear, "LARGE_MATRIX", 1)
     found = lazyllm.generate(model, prompt_tensor(30), method, STEPS, ())
     assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
 
@@ -337,11 +338,11 @@ def test_peaks_of_several_devices_add_up_and_the_clock_waits_for_each(monkeypatc
     reset: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * (device.index + 1))
-    devices.reset_peak(FIRST, SECOND)
+    measuring.reset_peak(FIRST, SECOND)
     assert reset == [FIRST, SECOND]
-    assert devices.read_peak(FIRST, SECOND) == 300
-    assert devices.read_peak(FIRST, torch.device("mps")) is None
-    devices.read_clock(FIRST, torch.device("cpu"), SECOND)
+    assert measuring.read_peak(FIRST, SECOND) == 300
+    assert measuring.read_peak(FIRST, torch.device("mps")) is None
+    read_clock(FIRST, torch.device("cpu"), SECOND)
     assert synchronised == [FIRST, SECOND]
 
 
