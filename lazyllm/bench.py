@@ -212,7 +212,13 @@ def main(arguments: Sequence[str]) -> None:
                 options.json.write_text(json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
     long = [pair.baseline.mfu for case in cases if case.tokens >= LONG for pair in case.pairs]
     least = min((100 * mfu for mfu in long if mfu is not None), default=math.nan)
-    print(*(f"Caution: {sign}." for sign in handicaps(about["device"], [about["attention_kernel"]], least)), sep="\n")
+    print(
+        *(
+            f"Caution: {sign}."
+            for sign in handicaps(about["device"], [about["attention_kernel"]], least, about["dtype"])
+        ),
+        sep="\n",
+    )
 
 
 def measure(options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]]) -> Iterator[BenchCase]:
