@@ -62,8 +62,8 @@ def _cpu_rate(dtype: torch.dtype, width: int, mlp_width: int, threads: int) -> f
     return 2 * 1000 * width * mlp_width / min(seconds)
 
 
-# {a part of an event's name in PyTorch's profiler, in lower case: the attention kernel}, the most telling first: kernels
-# of a GPU, then operators, which are all that there is where the profiler may record no kernels
+# {a part of an event's name in PyTorch's profiler, in lower case: the attention kernel}, the most telling
+# first: a GPU's kernels, then operators, which are all there is where the profiler records no kernels
 _KERNELS = {
     "cudnn": "cuDNN",
     "flashattentionforwardsm": "FlashAttention 4",

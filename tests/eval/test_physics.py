@@ -45,7 +45,8 @@ H100 = "NVIDIA H100 80GB HBM3"
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L4", 121), ("NVIDIA L40", None),
         ("NVIDIA GH200 480GB", 989), ("NVIDIA H200 NVL", 836), ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA B200", 2250), ("NVIDIA H800", 989),
-        ("NVIDIA H800 PCIe", 756), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
+        ("NVIDIA H800 PCIe", 756), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
+        (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
     ],
 )  # fmt: skip
 def test_data_sheet_is_found_by_the_drivers_name(device: str, teraflops: int | None) -> None:
