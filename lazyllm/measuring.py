@@ -46,7 +46,7 @@ def utilisation(model: Any, flops: float, seconds: float) -> float | None:
 def _allows_tf32() -> bool:
     """Whether CUDA's products in float32 may use TF32. From torch 2.9 on, `allow_tf32` may raise once the newer setting
     was used."""
-    matmul = torch.backends.cuda.matmul
+    matmul: Any = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 

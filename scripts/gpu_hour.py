@@ -156,7 +156,8 @@ def attention(device: torch.device) -> Cases:
 def small_model(device: torch.device, dtype: torch.dtype) -> Any:
     """A model whose weights are equal in all dtypes up to rounding; RoPE's frequencies stay in float32, as loaded."""
     shape = _TINY if is_tiny() else "layers=8,width=512,heads=8,kv_heads=4"
-    config = AutoConfig.for_model(**fields_of(shape) | {"max_position_embeddings": 4096})
+    fields: dict[str, Any] = fields_of(shape) | {"max_position_embeddings": 4096}
+    config = AutoConfig.for_model(**fields)
     exact = random_weights(config, ModelSpec(shape, "dummy", "float64", "cpu"))
     name = str(dtype).removeprefix("torch.")
     model = random_weights(config, ModelSpec(shape, "dummy", name, str(device))).eval()
