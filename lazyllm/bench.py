@@ -31,7 +31,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise, product
@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError, parser_of
+from lazyllm.files import write_whole
 from lazyllm.machine import LONG, device_name, git_commit, handicaps
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, make
 from lazyllm.methods.support.schedule import Schedule
@@ -156,7 +157,7 @@ def cells_of(case: BenchCase) -> list[str]:
 
 def main(arguments: Sequence[str]) -> None:
     """The command. Raises UserError, for bad arguments before torch is imported."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     spec = ModelSpec(
         options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed
     )
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str]) -> None:
         "commit": git_commit(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
-    cases: list[BenchCase] = []
+    cases = measured_before(options.json, about)
     with TemporaryDirectory() as draft:
         if options.field:
             save_draft(config, spec, draft)
@@ -205,27 +206,53 @@ def main(arguments: Sequence[str]) -> None:
         about["attention_kernel"] = attention_kernel(events)
         print(f"the baseline's attention kernel, by profiler: {about['attention_kernel']}")
         print("", row(HEADINGS), row(f"{'-' * (width - 1)}:" for width in WIDTHS), sep="\n")
-        for case in measure(options, model, contenders):
+        print(*(row(cells_of(case)) for case in cases), sep="\n", end="\n" if cases else "")
+        for case in measure(options, model, contenders, tuple(cases)):
             cases.append(case)
             print(row(cells_of(case)), flush=True)
             if options.json:
-                options.json.write_text(json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
+                write_whole(options.json, json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
     long = [pair.baseline.mfu for case in cases if case.tokens >= LONG for pair in case.pairs]
     least = min((100 * mfu for mfu in long if mfu is not None), default=math.nan)
-    print(*(f"Caution: {sign}." for sign in handicaps(about["device"], [about["attention_kernel"]], least)), sep="\n")
+    signs = handicaps(about["device"], [about["attention_kernel"]], least, options.dtype)
+    print(*(f"Caution: {sign}." for sign in signs), sep="\n")
 
 
-def measure(options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]]) -> Iterator[BenchCase]:
-    """Every method, and transformers, against the baseline. contenders: {prompt tokens: {name: method}}."""
+def measured_before(file: Path | None, about: Mapping[str, Any]) -> list[BenchCase]:
+    """The cases in the file of an interrupted call; none if its settings, device or versions were others."""
+    if file is None or not file.is_file():
+        return []
+    held = json.loads(file.read_text(encoding="utf-8"))
+    if {key: held.get(key) for key in about} != json.loads(json.dumps(about)):
+        return []
+    return [case_of(case) for case in held["cases"]]
+
+
+def case_of(fields: Mapping[str, Any]) -> BenchCase:
+    """A case as it stands in the file."""
+    pairs = [Pair(Run(**pair["baseline"]), Run(**pair["other"])) for pair in fields["pairs"]]
+    return BenchCase(**{**fields, "pairs": pairs})
+
+
+def measure(
+    options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]], before: Sequence[BenchCase] = ()
+) -> Iterator[BenchCase]:
+    """Every method, and transformers, against the baseline, but for the cases measured `before`.
+
+    contenders: {prompt tokens: {name: method}}.
+    """
     import torch
 
     draw = torch.Generator().manual_seed(options.seed)
+    done = {(case.name, case.tokens, case.turn, case.new_tokens) for case in before}
     for tokens, turn, new_tokens in _sizes(options):
         text = torch.randint(0, model.config.vocab_size, (tokens + turn,), generator=draw)
         prompt, later = text[:tokens], text[tokens:]
         alone, peak = (None, None) if turn else run_alone(model, Baseline(), prompt, new_tokens)
         named: dict[str, Method | None] = {**contenders[tokens], **({"hf": None} if options.against else {})}
         for name, method in named.items():
+            if (name, tokens, turn, new_tokens) in done:
+                continue
             own, own_peak = run_alone(model, method, prompt, new_tokens) if alone and method else (None, None)
             pairs = [Pair(alone, own)] if alone and own and not options.repeats else []
             for number in range(options.warmup + options.repeats if options.repeats else 0):
@@ -404,7 +431,7 @@ def _sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
     return product(options.tokens, options.turn or [0], [1] if options.turn else options.new_tokens)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = parser_of("bench", __doc__)
     add = parser.add_argument
     add("--shape", default="llama-1b", help="a preset, or sizes: layers=16,width=1024,...")

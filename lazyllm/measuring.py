@@ -40,9 +40,14 @@ def utilisation(model: Any, flops: float, seconds: float) -> float | None:
     if device.type == "cpu":
         return flops / seconds / _cpu_rate(dtype, shape.width, shape.mlp_width, torch.get_num_threads())
     kind = accelerator(device_name(device))
-    if kind is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return None
-    return kind.share(flops / seconds, dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32)
+    return None if kind is None else kind.share(flops / seconds, str(dtype).removeprefix("torch."), _allows_tf32())
+
+
+def _allows_tf32() -> bool:
+    """Whether CUDA's products in float32 may use TF32. From torch 2.9 on, `allow_tf32` may raise once the newer setting
+    was used."""
+    matmul: Any = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 @cache
@@ -57,13 +62,20 @@ def _cpu_rate(dtype: torch.dtype, width: int, mlp_width: int, threads: int) -> f
     return 2 * 1000 * width * mlp_width / min(seconds)
 
 
-# {a part of an event's name in PyTorch's profiler, in lower case: the attention kernel}, the most telling first
+# {a part of an event's name in PyTorch's profiler, in lower case: the attention kernel}, the most telling
+# first: a GPU's kernels, then operators, which are all there is where the profiler records no kernels
 _KERNELS = {
     "cudnn": "cuDNN",
+    "flashattentionforwardsm": "FlashAttention 4",
     "sm90": "FlashAttention 3",
+    "flash_attn_3": "FlashAttention 3",
     "flash_attention_for_cpu": "SDPA's flash for CPUs",
     "flash_fwd": FLASH_2,
+    "_flash_attn_forward": FLASH_2,
+    "attn_fwd": "AOTriton's flash",
     "fmha": "memory-efficient",
+    "_efficient_attention_forward": "memory-efficient",
+    "_flash_attention_forward": "SDPA's flash",
     "attention_math": "SDPA without a fused kernel",
 }
 
@@ -75,7 +87,7 @@ def attention_events(run: Callable[[], object]) -> list[str]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own, when it starts and stops
     with profile() as recorded:
         run()
-    words = ("flash", "fmha", "attention", "cudnn", "sdpa")
+    words = ("flash", "fmha", "attention", "attn_fwd", "cudnn", "sdpa")
     keys = {event.key[:120] for event in recorded.key_averages()}
     return sorted(key for key in keys if any(word in key.lower() for word in words))
 

@@ -69,7 +69,9 @@ class Lazy(Method):
         return [replace(group, score_in_decode=self.revive) for group in groups]
 
     def stored_after_turns(self, num_layers: int, n: int, later: int) -> list[int]:
-        """A later turn prunes the longer text. Without revivals, whose number depends on the prompt."""
+        """A later turn prunes the prompts of all turns anew. Without revivals, whose number depends on the prompt."""
+        if not self.revive:  # decoding and later turns keep the first prefill's selection
+            return super().stored_after_turns(num_layers, n, later)
         return self.tokens_per_layer(num_layers, n + later)
 
     def hidden_stored(self, num_layers: int, n: int) -> int:

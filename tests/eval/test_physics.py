@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from eval.store.runs import StoredRun, stored_runs
 from lazyllm import measuring
 from lazyllm.engine.generation import generate
 from lazyllm.errors import UserError
-from lazyllm.machine import FLASH_2, accelerator
+from lazyllm.machine import ACCELERATORS, FLASH_2, accelerator, handicaps
 from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_config
@@ -41,12 +43,69 @@ H100 = "NVIDIA H100 80GB HBM3"
     [
         (H100, 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA L40S", 362),
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L4", 121), ("NVIDIA L40", None),
-        ("NVIDIA GH200 480GB", None), (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
+        ("NVIDIA GH200 480GB", 989), ("NVIDIA H200 NVL", 836), ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA B200", 2250), ("NVIDIA H800", 989),
+        ("NVIDIA H800 PCIe", 756), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
+        (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
     ],
 )  # fmt: skip
 def test_data_sheet_is_found_by_the_drivers_name(device: str, teraflops: int | None) -> None:
     kind = accelerator(device)
     assert (kind and kind.flops_per_s) == (teraflops and teraflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("device", "gigabytes", "terabytes_per_s"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 80, 2.04), ("NVIDIA A100-SXM4-40GB", 40, 1.555), ("NVIDIA A100-PCIE-40GB", 40, 1.555),
+        ("NVIDIA A100 80GB PCIe", 80, 2.04), ("Tesla V100-SXM2-32GB", 32, 0.9), ("Tesla V100-PCIE-16GB", 16, 0.9),
+    ],
+)  # fmt: skip
+def test_cards_of_one_chip_differ_in_memory(device: str, gigabytes: int, terabytes_per_s: float) -> None:
+    kind = accelerator(device)
+    assert kind is not None
+    assert (kind.gigabytes, kind.bytes_per_s) == (gigabytes, pytest.approx(terabytes_per_s * 1e12))
+
+
+def test_peak_by_dtype() -> None:
+    a100, t4 = ACCELERATORS["a100"], ACCELERATORS["t4"]
+    assert a100.peak("float32", tf32=True) == 156e12  # NVIDIA's own number
+    assert (a100.peak("float32"), a100.peak("bfloat16", tf32=True), a100.peak("float64")) == (19.5e12, 312e12, None)
+    assert (t4.peak("float16"), t4.peak("bfloat16")) == (65e12, None)
+    assert t4.peak("float32", tf32=True) == t4.peak("float32") == 8.1e12  # it has no TF32
+    assert [accelerator(f"NVIDIA {kind.name}") for kind in ACCELERATORS.values()] == [*ACCELERATORS.values()]
+
+
+def test_a_card_may_run_a_little_above_its_rated_clock() -> None:
+    kind = ACCELERATORS["rtx4090"]
+    assert kind.share(1.04 * 165e12) == pytest.approx(1.04)
+    with pytest.raises(UserError, match="106% of the peak of RTX 4090"):
+        kind.share(1.06 * 165e12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ("", False),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
+        ("torch.set_float32_matmul_precision('high')", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),  # from then on, allow_tf32 raises
+        ("torch.backends.fp32_precision = 'tf32'", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
+    ],
+)
+def test_tf32_is_known_whichever_setting_was_used(settings: str, allowed: bool) -> None:
+    if "fp32_precision" in settings and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has no fp32_precision")
+    code = f"import torch\n{settings}\nfrom lazyllm import measuring\nprint(measuring._allows_tf32())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(allowed)
+
+
+def test_bfloat16_without_units_for_it_gets_a_line() -> None:
+    [line] = handicaps("Tesla T4", [], float("nan"), "bfloat16")
+    assert "Tesla T4 has no units for bfloat16" in line
+    assert handicaps("Tesla T4", [], float("nan"), "float16") == handicaps(H100, [], float("nan"), "bfloat16") == []
 
 
 def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +135,17 @@ def test_share_of_a_cpus_measured_rate_may_be_any() -> None:
         ("void flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, ...", FLASH_2),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "cuDNN"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<...", "memory-efficient"),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at_0",
+            "FlashAttention 4",
+        ),
+        ("attn_fwd.kd", "AOTriton's flash"),
+        # operators alone
+        ("aten::_flash_attention_forward", "SDPA's flash"),
+        ("aten::_efficient_attention_forward", "memory-efficient"),
+        ("aten::_cudnn_attention_forward", "cuDNN"),
+        ("flash_attn::_flash_attn_forward", FLASH_2),
+        ("flash_attn_3::fwd", "FlashAttention 3"),
         ("aten::_scaled_dot_product_attention_math", "SDPA without a fused kernel"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lazyllm.engine.test_pack import Unbatchable
+from tests.lazyllm.engine.test_batch import Unbatchable
 
 from eval.run import measure
 from eval.run.config import ModelConfig
