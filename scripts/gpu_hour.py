@@ -250,9 +250,9 @@ def commands(device: torch.device) -> Cases:
                 assert server.stdout is not None
                 lines = iter(server.stdout.readline, "")
                 url = next(word.rstrip(":") for line in lines for word in line.split() if word.startswith("http"))
-                asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+                asked = {"model": "tiny", "prompt": "A text.", "max_tokens": 4}
                 body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json"}
-                request = urllib.request.Request(f"{url}/chat/completions", body, kind)
+                request = urllib.request.Request(f"{url}/completions", body, kind)
                 for _ in range(100):  # it names its address a moment before it listens
                     with suppress(OSError), urllib.request.urlopen(f"{url}/models", timeout=60):
                         break
