@@ -22,6 +22,7 @@ from lazyllm.engine.attention import KeysReached, ObservedAttention, Probe, inst
 from lazyllm.engine.devices import device_of, devices_of, home_of, is_spread, moved, products_of
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import NOTHING, Look
+from lazyllm.engine.sdpa import backends
 from lazyllm.errors import UserError
 
 # The open models, by their configs: a config names its model's attention function, which is replaced
@@ -126,8 +127,9 @@ class Decoder:
         rope = tuple(map(joined, zip(*(batch.rope for batch in batches), strict=True)))
         self._attention.rows = [*zip(probes, sizes, strict=True)]
         device = self.device
-        packed = len(batches) > 1 and not self._is_spread
-        with products_of(hidden, self._largest_matrix, packed) if probes[0].decodes else nullcontext():
+        packed, decodes = len(batches) > 1 and not self._is_spread, probes[0].decodes
+        products = products_of(hidden, self._largest_matrix, packed) if decodes else nullcontext()
+        with products, backends(self.model, self.devices, decodes):
             for layer in layers:
                 for probe in probes:
                     probe.enter_layer(self.layout.windows[layer])
