@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from lazyllm.engine.pack import generate_many
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
@@ -35,7 +36,6 @@ from lazyllm.engine.devices import read_clock
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import generate
 from lazyllm.engine.inputs import Prompt
-from lazyllm.engine.pack import generate_many
 from lazyllm.files import write_whole
 from lazyllm.integrations.transformers_generate import using
 from lazyllm.machine import ACCELERATORS, Accelerator, device_name

@@ -163,6 +163,7 @@ def _model_identity(run: Run) -> dict[str, Any]:
         "load_format": model.load_format,
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
+        "sdpa_backend": model.sdpa_backend,
         "quantise": model.quantise,
         "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
         "revision": model.revision or getattr(run.model_config, "_commit_hash", None),

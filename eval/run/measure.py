@@ -159,9 +159,9 @@ class Bench:
         options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
         methods = [arm.method(case.dataset.name) for arm in self.arms]
         calls = [partial(generate, self.model, case.prompt.as_input(), method, **options) for method in methods] * runs
-        if calls:
-            self.attention_kernel = attention_kernel(attention_events(calls[0]))
-        for call in calls[1:]:
+        if calls:  # of a prefill: decoding may run on another kernel
+            self.attention_kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
+        for call in calls:
             call()
 
     def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:

@@ -24,6 +24,7 @@ from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.masks import AttentionMask, PositionSortedMask
+from lazyllm.engine.sdpa import shares_heads
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
@@ -201,6 +202,9 @@ class RecordingAttention:
         else:
             own = ALL_ATTENTION_FUNCTIONS[self._own]
         if not self._is_flash:
+            if self._is_sdpa and mask is None and not shares_heads(self._model, query):
+                share = query.shape[1] // key.shape[1]
+                key, value = (part.repeat_interleave(share, dim=1) for part in (key, value))
             return own(module, query, key, value, mask, **kwargs)[0]
         # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
         # position_ids for borders between packed sequences

@@ -22,6 +22,7 @@ from lazyllm.engine.cpu_linear import fast_linear
 from lazyllm.engine.devices import device_of, devices_of, is_spread, main_device, to_device
 from lazyllm.engine.flops import LayerShape, windows_of
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
+from lazyllm.engine.sdpa import backends
 from lazyllm.errors import UserError
 
 # The open models, by their configs: a config names its model's attention function, which is replaced
@@ -108,8 +109,9 @@ class Decoder:
         position_ids = concat([one.positions[None] for one in tokens])
         rope = tuple(map(concat, zip(*(one.rope for one in tokens), strict=True)))
         self.attention.running = [*zip(contexts, sizes, strict=True)]
-        device, several = self.device, len(tokens) > 1 and not self._is_spread
-        with fast_linear(hidden, self.shape.largest_matrix, several) if contexts[0].decodes else nullcontext():
+        device, several, decodes = self.device, len(tokens) > 1 and not self._is_spread, contexts[0].decodes
+        linear = fast_linear(hidden, self.shape.largest_matrix, several) if decodes else nullcontext()
+        with linear, backends(self.model, self.devices, decodes):
             for layer in layers:
                 for context in contexts:
                     context.enter_layer(self._windows[layer])

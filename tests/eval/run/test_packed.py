@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.lazyllm.engine.test_batch import Unbatchable
 
 from eval.run import measure
 from eval.run.config import ModelConfig
@@ -20,6 +19,7 @@ from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
+from tests.lazyllm.engine.test_batch import Unbatchable
 from tests.runs import run_of, small_run
 
 OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes", "prefill_mfu"}
