@@ -113,7 +113,8 @@ def _impossible(run: StoredRun) -> Iterator[str]:
     kind = accelerator(run.device)
     if kind is None:
         return
-    for arm, rows in run.rows.groupby("arm", sort=False):
+    answers: Any = run.rows
+    for arm, rows in answers.groupby("arm", sort=False):
         try:
             kind.share(float((rows["prefill_flops"] / rows["ttft_s"]).max()))
         except UserError as error:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eval.store.record import Record
 
 from eval.benchmarks import longbench
-from eval.store.folder import read_records
+from eval.store.folder import read_visits
+from eval.store.visit import Visit
 from lazyllm.models.xgen_tokenizer import GPT2
 from tests.hub_server import HubServer, Repository
 from tests.stand_in_checkpoints import llama2, xgen
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA2, XGEN = "meta-llama/Llama-2-7b-chat-hf", "Salesforce/xgen-7b-8k-inst"
 TOKEN = "hf_of_a_reader"
-SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "timing.warmup=1"]
+SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "warmup=1"]
 FIRST = ["run", "model=llama2", "method=lazy", *SHORT]
 # {step: (token to log in with, command)}
 DAY_ONE = {
@@ -82,9 +82,9 @@ class Played:
     hub: HubServer
     folder: Path
 
-    def records(self, model: str, method: str) -> list[Record]:
+    def visits(self, model: str, method: str) -> list[Visit]:
         """Of the longest run."""
-        return max((read_records(folder) for folder in (self.folder / "runs").glob(f"{model}-{method}-*")), key=len)
+        return max((read_visits(folder) for folder in (self.folder / "runs").glob(f"{model}-{method}-*")), key=len)
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +170,14 @@ def test_llama2_answers_real_rows_in_official_prompts(played: Played, shared: Pa
     pieces: Any = sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
     template = json.loads((shared / "longbench" / "config" / longbench.PROMPTS).read_bytes())["hotpotqa"]
     answer = [*pieces.encode(rows_of(shared)[0]["answers"][0]), 2]
-    records = played.records("llama2", "lazy")
-    for record, row, score in zip(records, rows_of(shared)[:2], [1, 0], strict=True):
+    visits = played.visits("llama2", "lazy")
+    for visit, row, score in zip(visits, rows_of(shared)[:2], [1, 0], strict=True):
         ids = [1, *pieces.encode(template.format(context=row["context"], input=row["input"]))]
         assert len(ids) > 600
         prompt = [1, *pieces.encode(f"[INST]{pieces.decode(ids[:300])}{pieces.decode(ids[-300:])}[/INST]")]
-        assert record.prompt_sha256 == hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()
-        assert record.baseline is not None
-        for side in (record.method, record.baseline):
+        assert visit.turns[0].sha256 == hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()
+        assert list(visit.answers) == ["baseline", "lazy"]
+        for (side,) in visit.answers.values():
             assert (side.token_ids, side.score) == (answer, score)
 
 
@@ -189,7 +189,7 @@ def test_runs_and_sweeps_resume_and_a_sweep_ends_in_one_table(played: Played) ->
     joint = played.steps["sweep"]["out"].partition("All runs of the sweep")[2]
     assert "lazy" in joint
     assert "static_pruning" in joint
-    assert len(played.records("llama2", "static_pruning")) == 2
+    assert len(played.visits("llama2", "static_pruning")) == 2
 
 
 def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
@@ -211,8 +211,10 @@ def test_sweep_over_both_models_of_the_paper_gives_two_runs_and_one_table(played
         joint = played.steps[step]["out"].partition("All runs of the sweep")[2]
         assert "llama2" in joint
         assert "xgen" in joint
-    assert [len(played.records(model, "lazy")) for model in ("xgen", "llama2")] == [2, 2]
-    assert {tuple(record.method.token_ids) for record in played.records("xgen", "lazy")} == {(50, 60, 50256)}
+    assert [len(played.visits(model, "lazy")) for model in ("xgen", "llama2")] == [2, 2]
+    assert {tuple(visit.answers["lazy"][0].token_ids or ()) for visit in played.visits("xgen", "lazy")} == {
+        (50, 60, 50256)
+    }
 
 
 def test_next_day_resumes_without_a_network(played: Played) -> None:

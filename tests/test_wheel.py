@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lazyllm", "eval")
 COMMANDS = """
 from eval.cli import main
-assert main(["run", "model=tiny", "limit=2", "dataset=lookup", "max_new_tokens=4", "timing.warmup=0"]) == 0
+assert main(["run", "model=tiny", "limit=2", "dataset=lookup", "max_new_tokens=4", "warmup=0"]) == 0
 assert main(["paper", "runs", "--out", "paper"]) == 0
 assert main(["status", "runs"]) == 0
 """
@@ -102,5 +102,5 @@ def test_readme_example_runs_from_the_wheel(installed: Path, tmp_path: Path) -> 
 def test_commands_of_the_wheel_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     printed = run_as_a_new_user(installed, tmp_path, COMMANDS)
     assert "1 run: 1 done" in printed
-    assert len(list((tmp_path / "runs").glob("tiny-lazy-lookup-*/records.jsonl"))) == 1
+    assert len(list((tmp_path / "runs").glob("tiny-lazy-lookup-*/visits.jsonl"))) == 1
     assert (tmp_path / "paper" / "README.md").exists()

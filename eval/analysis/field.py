@@ -140,7 +140,7 @@ def plot(frame: Any) -> MplFigure:
         scores.axhline(100, **style.REFERENCE)
         scores.axvline(1, **style.REFERENCE)
         style.draw_methods(scores, rows, styles, "ttft_speedup", "relative_score")
-        scores.set(xlabel="measured TTFT speedup over the paired baseline", ylabel="score, % of the paired baseline's")
+        scores.set(xlabel="measured TTFT speedup over the baseline", ylabel="score, % of the baseline's")
         scores.set_ylim(bottom=min(0, scores.get_ylim()[0]))
         scores.set_title("What is kept of the score")
         style.log_scale(scores, "x")

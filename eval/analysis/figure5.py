@@ -21,14 +21,14 @@ MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
 CLAIMS = ((2.34, 99.0), (3.0, 90.0))
 
 _POINTS = ["relative_score", "ttft_speedup"]
-_HEIGHTS = {"relative_score": "score, % of the paired baseline's", "kl": "KL, nats"}
+_HEIGHTS = {"relative_score": "score, % of the baseline's", "kl": "KL, nats"}
 _HOLLOW: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
 _CLAIM: Any = {"linestyle": "none", "color": "black", "marker": "+", "markersize": 11}
 
 
 def data(results: Results) -> pd.DataFrame:
     """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
-    relative_score (100 * score / the paired baseline's), ttft_speedup and kl, with `_low` and `_high`.
+    relative_score (100 * score / the baseline's), ttft_speedup and kl, with `_low` and `_high`.
 
     source: "measured"; "paper, Table 1" for the paper's scores and speedups of the model `paper_model` (the model
         itself, or Llama 2 if it is not in the paper); "paper, text" for its two claims.
@@ -94,7 +94,7 @@ def plot(frame: Any) -> MplFigure:
                     axes.set_yscale("log", nonpositive="clip")
                 else:
                     axes.set(ylim=(-3, max(106.0, 1.05 * rows["relative_score"].max())))
-            part.supxlabel("TTFT speedup over the paired baseline (times)", fontsize=9)
+            part.supxlabel("TTFT speedup over the baseline (times)", fontsize=9)
             part.supylabel(_HEIGHTS[value], fontsize=9)
             _write_legend(part, shown, styles)
     return figure
@@ -156,7 +156,7 @@ FIGURE = Figure(
     name="figure5",
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
-        "Scores of every setting, relative to the paired baseline's, without ablations of LazyLLM; bars are "
+        "Scores of every setting, relative to the baseline's, without ablations of LazyLLM; bars are "
         "95 % bootstrap intervals over examples. Seeds of a setting are pooled. A curve joins a method's settings that "
         "are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, the curve joins the settings that no other "
         "one of the method beats in both score and speedup, which flatters methods with many settings. Hollow: the "

@@ -54,7 +54,7 @@ def ranking(results: Results) -> Table:
     )
     caption = (
         "Settings given by an ideal TTFT speedup, ranked by the mean KL divergence of the first token's distribution "
-        "from the paired baseline's, smallest first. Means over tasks, on the examples that all methods of that "
+        "from the baseline's, smallest first. Means over tasks, on the examples that all methods of that "
         "speedup have; seeds are pooled. ±: half of the 95 % bootstrap interval over examples. Differences: to the "
         "method ranked first, on the same examples; in brackets both ends of their 95 % interval (paired: each "
         "resample draws the same examples for both)."
@@ -132,7 +132,7 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     table = in_order(pd.DataFrame(rows, columns=names)).drop(columns="label")
     caption = (
         f"The smallest share of an unpruned prefill's FLOPs, scoring included, in %, at which the score stays "
-        f"within {within:g} % of the paired baseline's, by prompt tokens. It is the minimum over all settings of the "
+        f"within {within:g} % of the baseline's, by prompt tokens. It is the minimum over all settings of the "
         "method that were run (the CSV names the best one; more settings can only lower it), on the examples that all "
         "settings have. 100: no setting stays that near. ±: half of the 95 % bootstrap interval over examples; both "
         "ends are in the CSV. -: no prompt of this length, or a baseline that scores 0."

@@ -46,7 +46,7 @@ def sensitivity(results: Results) -> Table:
         "keep: change of the score per 0.1 less of the prompt kept after a single pruning layer, relative to the next "
         "higher ratio that was run after the same layer, or to keeping everything (the baseline); - "
         f"for schedules of several layers. % tokens computed: {COMPUTED}. KL: of the first token's distribution from "
-        "the paired baseline's. ±: half of the 95 % bootstrap interval over examples."
+        "the baseline's. ±: half of the 95 % bootstrap interval over examples."
     )
     title = "Sensitivity of score, KL and speed to the schedule"
     table = cells(frame.assign(schedule=labels), _COLUMNS, results)
@@ -126,7 +126,7 @@ FIGURE = Figure(
     title="Score against the layer of a single pruning point (the paper's Figure 6)",
     caption=(
         "LazyLLM with one pruning layer, mean over tasks, with 95 % bootstrap intervals over examples: the score, and "
-        "on a log scale the KL divergence of the first token's distribution from the paired baseline's. The paper "
+        "on a log scale the KL divergence of the first token's distribution from the baseline's. The paper "
         "claims that scores fall if fewer tokens are kept and rise if pruning is later; it gives no numbers to "
         "overlay."
     ),

@@ -92,8 +92,7 @@ def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value, a column for methods that continue and one for others."""
     figure, sections = style.sections_of(frame, 9.5, lambda _: 2.3 * len(_PANELS), most=2, note=", mean over tasks")
     for part, section in sections:
-        is_baseline = section["method"] == BASELINE
-        rows, baseline = section[~is_baseline], section[is_baseline]
+        rows, baseline = section[section["method"] != BASELINE], section[section["label"] == BASELINE]
         titles = {turns: title for turns, title in _TITLES.items() if turns in set(rows["turns"])}
         panels = part.subplots(len(_PANELS), len(titles), sharex=True, sharey="row", squeeze=False)
         for (value, (label, is_log)), line in zip(_PANELS.items(), panels, strict=True):

@@ -202,10 +202,10 @@ class Run:
     @cached_property
     def servers(self) -> dict[str, Server]:
         """{label of an arm: its server}, asked what they are; {} for a model in this process."""
-        from eval.server import Server, describe
-
         if not self.is_served:
             return {}
+        from eval.server import Server, describe
+
         server, servers, described = self.config.server, dict[str, Server](), list[tuple[Server, Server]]()
         for label, settings in self.asked.items():
             url = settings.get("url") or server.url

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
-from eval.store.record import Record
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.benchmarks import SUITES
@@ -16,8 +17,11 @@ from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.ruler import RulerConfig
 from eval.benchmarks.suite import Dataset, DataSettings, Example
-from eval.run.measure import Bench, Case
-from lazyllm.methods import METHODS
+from eval.run.cases import Case
+from eval.run.measure import Bench, Todo
+from eval.store.visit import Visit
+from lazyllm.engine.method import Method
+from lazyllm.methods import METHODS, Baseline
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
@@ -42,7 +46,7 @@ def bench() -> Bench:
     )  # fmt: skip
     tokenizer = load_tokenizer_of(SPEC)
     assert tokenizer is not None
-    return Bench(LlamaForCausalLM(config).eval(), tokenizer, CHAT_FORMATS["none"], paired=True)
+    return Bench(LlamaForCausalLM(config).eval(), tokenizer, CHAT_FORMATS["none"], (), "baseline")
 
 
 def examples() -> Iterator[tuple[Dataset, str, Example]]:
@@ -79,7 +83,23 @@ def test_rows_and_methods_are_complete() -> None:
 @pytest.mark.parametrize("name", LISTED)
 def test_every_method_measures_every_row(name: str) -> None:
     for dataset, example, prompt in prompts():
-        record = bench().record(Case(dataset, example, prompt, LISTED[name].pruning, ANSWER_TOKENS, ()), True)
-        assert Record.from_json(record.to_json()) == record
-        assert len(record.method.token_ids) == ANSWER_TOKENS
-        assert (record.method.computed[0][-1] < record.prompt_tokens) == (name != "baseline")
+        arms: Any = _Arm("baseline", Baseline()), _Arm("method", LISTED[name].pruning)
+        todo = Todo(Case(dataset, example, prompt, ANSWER_TOKENS, ()), arms)
+        (visit,) = replace(bench(), arms=arms).measure([todo])
+        assert not visit.failures
+        assert Visit.from_json(visit.to_json()) == visit
+        (measured,) = visit.answers["method"]
+        assert len(measured.token_ids or ()) == ANSWER_TOKENS
+        assert ((measured.computed or [])[0][-1] < visit.turns[0].tokens) == (name != "baseline")
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """An arm around a method that is made already."""
+
+    label: str
+    made: Method
+    turns: str = "continue"
+
+    def method(self, dataset: str) -> Method:
+        return self.made

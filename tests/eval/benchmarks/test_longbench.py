@@ -27,8 +27,8 @@ from eval.store.results import Results
 from eval.store.runs import StoredRun
 from lazyllm.errors import UserError
 from tests.eval import official
-from tests.eval.store.made import record
 from tests.eval.store.test_folder import JSON
+from tests.eval.store.visits import visit
 from tests.hub_server import HubServer, Repository
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
@@ -185,12 +185,11 @@ def test_first_ten_bad_rows_are_named_at_once(folder):
 
 CHECK = """
 import sys
-from eval.run.config import compose_config, register_schema, to_run_config
-from eval.run.resolved import check_early, resolve
+from eval.run.config import run_config
+from eval.run.run import Run
 from lazyllm.errors import UserError
-register_schema()
 try:
-    check_early(resolve(to_run_config(compose_config(["model=tiny", "dataset=qasper", f"data.dir={sys.argv[1]}"]))))
+    Run(run_config(["model=tiny", "dataset=qasper", f"data.dir={sys.argv[1]}"])).check()
 except UserError as error:
     print(str(error).split(". Fix")[0], sorted({"torch", "transformers"} & set(sys.modules)))
 """
@@ -388,17 +387,22 @@ def test_rows_command_writes_rows_that_can_be_read_again(folder, tmp_path):
 def test_longbench_e_scores_by_length_are_official(tmp_path):
     """Against `scorer_e` of `eval.py`: by dataset and length, the mean times 100, rounded to 2 digits."""
     scores = {"0-4k": [0.5, 0.25, 1 / 3], "4-8k": [1.0], "8k+": [0.0, 0.125]}
-    records = [
-        replace(record(number, "qasper_e", score=score), id=f"{group}-{number}", groups=[f"length={group}"])
+    visits = [
+        replace(visit(number, "qasper_e", score=score), id=f"{group}-{number}", groups=[f"length={group}"])
         for group, of_group in scores.items()
         for number, score in enumerate(of_group)
     ]
     about = {
         "fingerprint": "f",
-        "identity": {"method": {"name": "lazy"}, "seed": 0, "paired": True},
-        "config": {"model": {"name": "tiny", "paper": None}},
+        "identity": {
+            "arms": {name: {"method": {"name": name}, "parameters": None} for name in ("baseline", "lazy")},
+            "baseline": "baseline",
+            "seed": 0,
+        },
+        "config": {"model": {"name": "tiny", "paper": None}, "server": {"url": None}},
+        "provenance": {"started": ""},
     }
-    frame = TABLES["groups"](Results([StoredRun(tmp_path, about, records)])).frame
+    frame = TABLES["groups"](Results([StoredRun(tmp_path, about, visits)])).frame
     rows = frame[(frame["method"] == "lazy") & (frame["level"] == "dataset")]
     expected = {f"length={group}": round(100 * sum(of_group) / len(of_group), 2) for group, of_group in scores.items()}
     everything = [score for of_group in scores.values() for score in of_group]

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from eval.store.record import Record
 
 from eval.benchmarks import SUITES, mrcr
 from eval.benchmarks.chat_format import CHAT_FORMATS
@@ -22,7 +21,7 @@ from eval.benchmarks.mrcr import SUITE, MrcrConfig, load, score
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import TEMPLATE, DataSettings, check_lengths
 from eval.run.config import DataConfig
-from eval.run.loop import run
+from eval.run.loop import measure
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
@@ -147,12 +146,12 @@ def test_messages_enter_the_template_as_they_are(settings) -> None:
 def test_run_from_a_folder_scores_and_stores(settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUITES, "mrcr", replace(SUITE, check=partial(check_lengths, (64,))))
     folder = settings(long(30), long(31)).dir
-    result = run(
+    result = measure(
         small_run(tmp_path / "run", dataset={"mrcr_2": True}, data=DataConfig(dir=str(folder)), mrcr=MrcrConfig([64]))
     )
     assert result.results is not None
-    records: list[Record] = result.results.runs[0].records
-    assert [(one.dataset, one.groups, one.answers) for one in records] == [
+    visits = result.results.runs[0].visits
+    assert [(one.dataset, one.groups, one.turns[0].answers) for one in visits] == [
         ("mrcr_2", ["length=64"], ["xY9It slept.", "xY9"])
     ] * 2
-    assert records[0].prompt_end == "".join([*TALK[:-1], " ".join(["word"] * 30)])
+    assert visits[0].turns[0].end == "".join([*TALK[:-1], " ".join(["word"] * 30)])

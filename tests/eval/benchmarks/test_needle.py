@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eval.run.prepare import prepare
 
 from eval.analysis.registry import FIGURES
 from eval.benchmarks import embedded
@@ -16,8 +15,8 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.needle import SUITE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import TEMPLATE, DataSettings
-from eval.run.loop import run
-from eval.store.folder import read_records
+from eval.run.loop import measure
+from eval.store.folder import read_visits
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
@@ -136,9 +135,9 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone take \d+ tokens"
     ):
-        prepare(run_of("dataset=needle", "needle.lengths=[20]"))
+        _ = run_of("dataset=needle", "needle.lengths=[20]").cases
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give smaller needle\.lengths"):
-        prepare(run_of("dataset=needle", "needle.lengths=[512,5000]"))
+        _ = run_of("dataset=needle", "needle.lengths=[512,5000]").cases
 
 
 def test_empty_haystack_is_refused(tmp_path):
@@ -149,16 +148,17 @@ def test_empty_haystack_is_refused(tmp_path):
 
 def test_tiny_finds_its_needles_and_the_map_shows_misses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ["dataset=needle", "needle.lengths=[256]", "needle.depths=[0,50,100]", "timing.warmup=0"]
-    run(run_of(*arguments, "method=random_drop", "method.keep=0.3", "out=run"))
-    records = read_records(Path("run"))
-    assert all(record.baseline is not None and record.baseline.score == 1 for record in records)
+    arguments = ["dataset=needle", "needle.lengths=[256]", "needle.depths=[0,50,100]", "warmup=0"]
+    measure(run_of(*arguments, "method=random_drop", "method.keep=0.3", "out=run"))
+    visits = read_visits(Path("run"))
+    assert all(visit.answers["baseline"][0].score == 1 for visit in visits)
     figure = FIGURES["needle"]
     frame: Any = figure.data(Results.read([Path("run")]))
     assert list(dict.fromkeys(frame["method"])) == ["baseline", "random_drop"]
     rows = frame[frame["method"] == "random_drop"].to_dict("records")
     assert {(row["length"], row["depth"]): row["score"] for row in rows} == {
-        tuple(int(group.partition("=")[2]) for group in record.groups): 100 * record.method.score for record in records
+        tuple(int(group.partition("=")[2]) for group in visit.groups): 100 * visit.answers["random_drop"][0].score
+        for visit in visits
     }
     panels = [axes for axes in figure.plot(frame).axes if axes.get_visible()]
     assert len(panels) == 3  # two methods and the scale

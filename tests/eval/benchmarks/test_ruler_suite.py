@@ -15,9 +15,8 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.ruler import SUITE, TASKS, RulerConfig, sources
 from eval.benchmarks.suite import DataSettings, Example
-from eval.run import resolved
-from eval.run.loop import run
-from eval.store.folder import read_records
+from eval.run.loop import measure
+from eval.store.folder import read_visits
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters
@@ -56,7 +55,6 @@ def settings_of(folder: Path, options: RulerConfig | None = None, **settings) ->
 @NEEDS_SHARED
 @pytest.mark.parametrize("length", [2048, 4096])
 def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys, monkeypatch):
-    monkeypatch.delenv(resolved.TOLD, raising=False)  # another test may have been told
     rows = 1 + (length == 2048)
     shared = [f"model.tokenizer={SHARED / 'tokenizers' / 'llama2'}", f"data.dir={SHARED / 'ruler' / 'official'}"]
     command = ["rows", "dataset=ruler", f"limit={rows}", f"ruler.length={length}", "out=made", *shared]
@@ -71,20 +69,20 @@ def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys,
 
 def test_run_resumes_with_more_rows_but_not_with_other_settings(folder):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "max_new_tokens=2"]
-    arguments += ["timing.warmup=0", "out=run"]
-    run(run_of(*arguments, "limit=1"))
-    first = read_records(Path("run"))
-    run(run_of(*arguments, "limit=2"))
-    both = read_records(Path("run"))
+    arguments += ["warmup=0", "out=run"]
+    measure(run_of(*arguments, "limit=1"))
+    first = read_visits(Path("run"))
+    measure(run_of(*arguments, "limit=2"))
+    both = read_visits(Path("run"))
     assert both[:1] == first
-    assert [record.id for record in both] == ["niah_single_1-1024-42-0000", "niah_single_1-1024-42-0001"]
-    for record in both:
-        assert record.baseline is not None
-        assert record.prompt_end.endswith(" is")  # the answer prefix for one number
-        assert record.prompt_tokens + 128 <= 1024 + 1  # <|begin|> is not counted
+    assert [visit.id for visit in both] == ["niah_single_1-1024-42-0000", "niah_single_1-1024-42-0001"]
+    for visit in both:
+        (turn,) = visit.turns
+        assert turn.end.endswith(" is")  # the answer prefix for one number
+        assert turn.tokens + 128 <= 1024 + 1  # <|begin|> is not counted
     for changed in ("ruler.length=1000", "ruler.seed=7"):
         with pytest.raises(UserError, match="run"):
-            run(run_of(*arguments, "limit=2", changed))
+            measure(run_of(*arguments, "limit=2", changed))
 
 
 def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows(folder):
@@ -157,20 +155,18 @@ def test_answer_prefix_follows_the_chat_template(chat, text):
 
 def test_prompts_are_never_truncated_but_refused_beyond_the_positions(folder):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "limit=1"]
-    from eval.run.prepare import prepare
 
-    plan = prepare(run_of(*arguments, "model.max_prompt_tokens=100"))
-    assert [(case.prompt.truncated, len(case.prompt.token_ids) > 500) for case in plan.cases] == [(False, True)]
+    cases = run_of(*arguments, "model.max_prompt_tokens=100").cases
+    assert [(case.prompt.truncated, len(case.prompt.token_ids) > 500) for case in cases] == [(False, True)]
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give a smaller ruler\.length"):
-        prepare(run_of(*arguments, "ruler.length=6000"))
+        _ = run_of(*arguments, "ruler.length=6000").cases
 
 
 def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(folder):
-    from eval.run.prepare import prepare
 
     def refusal(*datasets):
         try:
-            prepare(run_of(f"dataset=[{','.join(datasets)}]", f"data.dir={folder}", "limit=1", "ruler.length=700"))
+            _ = run_of(f"dataset=[{','.join(datasets)}]", f"data.dir={folder}", "limit=1", "ruler.length=700").cases
         except UserError as error:
             return str(error)
         return ""
@@ -184,11 +180,12 @@ def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(fold
 
 
 def test_target_speedup_is_solved_for_the_length(folder):
-    from eval.run.prepare import prepare
 
     def keep(length):
         run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]
-        return prepare(run_of(*run, f"ruler.length={length}")).identity["parameters"]["niah_single_1"]["keep"]
+        return run_of(*run, f"ruler.length={length}").identity["arms"]["random_drop"]["parameters"]["niah_single_1"][
+            "keep"
+        ]
 
     # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
     assert keep(4000) > keep(1024)

@@ -15,8 +15,8 @@ from eval.benchmarks.datasets import CHOICES, DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.scbench import SUITE, TASKS, prompts_sha256
 from eval.benchmarks.suite import DataSettings
-from eval.run.loop import run
-from eval.store.folder import read_records
+from eval.run.loop import measure
+from eval.store.folder import read_visits
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.hub_server import HubServer
@@ -264,10 +264,10 @@ def test_run_takes_the_tasks_of_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for task in ("scbench_kv", "scbench_mf"):
         folder = write(tmp_path, task, row(task), row(task, 1))
-    settings = [f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2", "timing.warmup=0"]
-    run(run_of("dataset=scbench", "out=one", *settings))
-    records = read_records(Path("one"))
-    assert [record.id for record in records] == [f"{task}-{n}" for task in ("scbench_kv", "scbench_mf") for n in (0, 1)]
-    for record in records:
-        assert [turn.answers for turn in record.by_turn] == [[str(answer)] for answer in ANSWERS[record.dataset]]
-        assert all(turn.baseline is not None for turn in record.by_turn)
+    settings = [f"data.dir={folder}", "model.max_prompt_tokens=101", "max_new_tokens=2", "warmup=0"]
+    measure(run_of("dataset=scbench", "out=one", *settings))
+    visits = read_visits(Path("one"))
+    assert [visit.id for visit in visits] == [f"{task}-{n}" for task in ("scbench_kv", "scbench_mf") for n in (0, 1)]
+    for visit in visits:
+        assert [turn.answers for turn in visit.turns] == [[str(answer)] for answer in ANSWERS[visit.dataset]]
+        assert all(len(answers) == len(visit.turns) for answers in visit.answers.values())

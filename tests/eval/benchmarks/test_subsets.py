@@ -1,4 +1,4 @@
-"""Halves: each dataset has one to tune on and one held out. Shards have about the same number of prompt tokens."""
+"""Splits: each dataset has one to tune on and one to report. Shards have about the same number of prompt tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eval.run.prepare import prepare
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.benchmarks.subsets import HALVES, Shard, in_half, parse_shard, shard_numbers, spread_over
+from eval.benchmarks.subsets import SPLITS, SUBSETS, Shard, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Example
-from eval.run.loop import run
+from eval.run.loop import measure
 from eval.store.results import find_runs
 from lazyllm.errors import UserError
-from tests.runs import run_of, small_run
+from tests.runs import small_run
 
 IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
 
@@ -29,57 +28,56 @@ def examples_of(ids: list[str]) -> list[Example]:
 
 
 def ids_of(dataset: str, examples: list[Example], half: str | None) -> list[str]:
-    return [example.id for example in in_half(dataset, examples, half)]
+    return [example.id for example in in_split(dataset, examples, half)]
 
 
 @given(IDS, st.sampled_from(["lookup", "hops"]))
 def test_each_example_is_in_one_of_two_equal_halves(ids: list[str], dataset: str) -> None:
     examples = examples_of(ids)
-    tuning, held_out = (ids_of(dataset, examples, half) for half in HALVES)
-    assert not set(tuning) & set(held_out)
-    assert sorted(tuning + held_out) == sorted(ids)
-    assert abs(len(tuning) - len(held_out)) <= 1
-    assert tuning == [row_id for row_id in ids if row_id in set(tuning)]  # in the dataset's order
+    dev, test = (ids_of(dataset, examples, half) for half in SPLITS)
+    assert not set(dev) & set(test)
+    assert sorted(dev + test) == sorted(ids)
+    assert abs(len(dev) - len(test)) <= 1
+    assert dev == [row_id for row_id in ids if row_id in set(dev)]  # in the dataset's order
     assert ids_of(dataset, examples, None) == ids
 
 
 @given(IDS, st.integers(0, 40))
 def test_half_of_an_example_does_not_depend_on_the_limit(ids: list[str], limit: int) -> None:
     examples = examples_of(ids)
-    for half in HALVES:
+    for half in SPLITS:
         assert ids_of("lookup", examples[:limit], half) == [
             row_id for row_id in ids_of("lookup", examples, half) if row_id in ids[:limit]
         ]
 
 
 def test_half_depends_on_the_hash_and_not_the_place() -> None:
-    firsts = {in_half("lookup", examples_of([f"row-{number}", "second"]), "tuning")[0].id for number in range(40)}
+    firsts = {in_split("lookup", examples_of([f"row-{number}", "second"]), "dev")[0].id for number in range(40)}
     assert "second" in firsts
     assert len(firsts) > 10
-    halves = [tuple(ids_of(dataset, examples_of(list("abcdefgh")), "tuning")) for dataset in ("lookup", "hops")]
+    halves = [tuple(ids_of(dataset, examples_of(list("abcdefgh")), "dev")) for dataset in ("lookup", "hops")]
     assert halves[0] != halves[1]
 
 
-def test_run_takes_its_half(tmp_path) -> None:
+def test_run_takes_its_split_and_the_limit_counts_in_it(tmp_path: Path) -> None:
     whole = small_run(tmp_path)
-    keys = {half: [case.key for case in prepare(whole.changed(limit=4, half=half)).cases] for half in (None, *HALVES)}
-    assert {key[0] for half in HALVES for key in keys[half]} == {"lookup", "shots"}
-    assert [len(keys[half]) for half in HALVES] == [4, 4]
-    assert set(keys["tuning"]) | set(keys["held-out"]) == set(keys[None])
-    with pytest.raises(UserError, match="leaves no example of lookup: give limit=2 or more"):
-        for half in HALVES:  # a single example is in one half
-            prepare(whole.changed(dataset={"lookup": True}, limit=1, half=half))
+    keys = {split: [case.key for case in whole.changed(limit=2, split=split).cases] for split in SPLITS}
+    assert {key[0] for split in SPLITS for key in keys[split]} == {"lookup", "shots"}
+    assert [len(keys[split]) for split in SPLITS] == [4, 4]
+    assert {*keys["dev"], *keys["test"]} == {case.key for case in whole.changed(limit=4).cases}
+    for split in SPLITS:
+        assert len(whole.changed(dataset={"lookup": True}, limit=1, split=split).cases) == 1
 
 
-def test_halves_have_folders_of_their_own_and_share_no_table(tmp_path, monkeypatch) -> None:
+def test_splits_have_folders_of_their_own_and_share_no_table(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = small_run(tmp_path).changed(dataset={"lookup": True}, limit=2, out=None)
-    folders = {run(config.changed(half=half), show=False).folder for half in HALVES}
+    config = small_run(tmp_path).changed(dataset={"lookup": True}, limit=1, out=None)
+    folders = {measure(config.changed(split=split), show=False).folder for split in SPLITS}
     assert len(folders) == 2
-    assert [len(find_runs([folder])[0].records) for folder in folders] == [1, 1]
+    assert [len(find_runs([folder])[0].visits) for folder in folders] == [1, 1]
     assert len({run.model for run in find_runs([tmp_path])}) == 2
-    with pytest.raises(UserError, match=r"holds a run that differs \(half: "):
-        run(config.changed(half="tuning", out=str(run(config.changed(half="held-out"), show=False).folder)))
+    with pytest.raises(UserError, match=r"holds a run that differs \(split: "):
+        measure(config.changed(split="dev", out=str(config.changed(split="test").folder)))
 
 
 LENGTHS = st.lists(st.integers(1, 4000), max_size=40)
@@ -134,11 +132,17 @@ def test_malformed_shards_are_refused(text: str) -> None:
         parse_shard(text)
 
 
+def by_length(examples: list[Example], count: int) -> list[Example]:
+    return in_subset(examples, count, "by_length", 0)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 50), st.randoms())
-def test_spread_has_the_lengths_of_the_whole_and_depends_on_no_order(lengths: list[int], count: int, rng: Any) -> None:
+def test_subset_by_length_has_the_lengths_of_the_whole_and_depends_on_no_order(
+    lengths: list[int], count: int, rng: Any
+) -> None:
     ids = [str(number) for number in range(len(lengths))]
     whole = [replace(one, length=length) for one, length in zip(examples_of(ids), lengths, strict=True)]
-    chosen = spread_over(whole, count)
+    chosen = by_length(whole, count)
     assert len(chosen) == min(count, len(whole))
     assert [one for one in whole if one in chosen] == chosen  # in the dataset's order
     ranked = sorted(lengths)
@@ -146,14 +150,24 @@ def test_spread_has_the_lengths_of_the_whole_and_depends_on_no_order(lengths: li
         low, high = (len(ranked) * end // len(chosen) for end in (part, part + 1))
         assert ranked[low] <= length <= ranked[min(high, len(ranked) - 1)]
     shuffled = rng.sample(whole, len(whole))
-    assert {one.id for one in spread_over(shuffled, count)} == {one.id for one in chosen}
+    assert {one.id for one in by_length(shuffled, count)} == {one.id for one in chosen}
 
 
-def test_spread_is_the_same_for_everyone_and_a_part_of_identity(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"dataset": {"lookup": True}, "limit": 3, "spread": "length"}
-    one, other = (prepare(small_run(tmp_path / name, seed=seed, **settings)) for name, seed in (("a", 0), ("b", 7)))
+@given(IDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from(SUBSETS[:2]))
+def test_a_larger_subset_adds_to_a_smaller_one(ids: list[str], one: int, other: int, subset: str) -> None:
+    small, large = (in_subset(examples_of(ids), count, subset, 3) for count in sorted((one, other)))
+    assert {example.id for example in small} <= {example.id for example in large}
+    assert [example.id for example in large] == [row_id for row_id in ids if row_id in {one.id for one in large}]
+
+
+def test_random_subset_depends_on_the_seed() -> None:
+    drawn = {tuple(one.id for one in in_subset(examples_of(list("abcdefgh")), 3, "random", seed)) for seed in range(9)}
+    assert len(drawn) > 5
+
+
+def test_subset_by_length_is_the_same_for_everyone_and_a_part_of_identity(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"dataset": {"lookup": True}, "limit": 3, "subset": "by_length"}
+    one, other = (small_run(tmp_path / name, seed=seed, **settings) for name, seed in (("a", 0), ("b", 7)))
     assert [case.key for case in one.cases] == [case.key for case in other.cases]
-    assert one.identity["spread"] == other.identity["spread"]
-    assert prepare(small_run(tmp_path / "c", **settings | {"limit": 2})).identity["spread"] != one.identity["spread"]
-    with pytest.raises(UserError, match="spread=length: expected limit=50"):
-        run_of("model=tiny", "dataset=lookup", "spread=length")
+    assert one.identity["subset"] == other.identity["subset"]
+    assert small_run(tmp_path / "c", **settings | {"limit": 2}).identity["subset"] != one.identity["subset"]

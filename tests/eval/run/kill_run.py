@@ -3,9 +3,9 @@
 python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together; 0: conversations of two
                                                              turns, one by one, in two shards
 
-Three arms answer each example; one of them fails at some. This process imports everything once and forks. Each fork is a
-job that calls `eval.run.loop.measure` and dies by SIGKILL: half of them after a random time, the others after writing a
-random number of bytes (RLIMIT_FSIZE cuts a write at the limit), which leaves incomplete lines. A job is started again
+Three arms answer each example; one of them fails at some. This process imports everything once and forks. Each fork is
+a job that calls `eval.run.loop.measure` and dies by SIGKILL: half of them after a random time, the others after writing
+a random number of bytes (RLIMIT_FSIZE cuts a write at the limit), which leaves incomplete lines. A job is started again
 until its run is done; then the next run begins, until the number of kills is reached. Prints its counts as JSON.
 """
 
@@ -46,7 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "fails": {"name": "static_pruning", "layer": 2, "keep": 0.5},
 }
 # Columns with times, current memory, or values derived from them
-TIMES = re.compile(r"run$|(ttft|total_s|step_s|scoring_s|peak_memory|prefill_mfu)|(generation|step)_speedup")
+TIMES = re.compile(r"run$|(ttft|total_s|step_s|scoring_s|peak_|prefill_mfu)|(generation|step)_speedup")
 HANG_S = 120  # a job that takes longer hangs
 
 

@@ -13,8 +13,8 @@ import yaml
 
 import lazyllm
 from eval.benchmarks.longbench import PUBLISHED
-from eval.run.loop import run
-from eval.run.plan import RATE, as_text, cost, costs, duration, main, rows_of, seconds_on
+from eval.run.loop import measure
+from eval.run.plan import RATE, as_text, costs, costs_of, duration, main, rows_of, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
 from lazyllm.engine.flops import LayerShape
@@ -29,8 +29,8 @@ from tests.runs import run_of
 
 TINY = ModelSpec("tiny", dtype="float32", device="cpu")
 LLAMA2 = ModelSpec("llama2", "dummy")
-PRUNING = ["model=tiny", "method=static_pruning", "method.layer=2", "method.keep=0.3", "timing.warmup=0"]
-PRUNING += ["answers.rows=1"]  # as on a CPU
+PRUNING = ["model=tiny", "method=static_pruning", "method.layer=2", "method.keep=0.3", "warmup=0"]
+PRUNING += ["batch_size=1"]  # as on a CPU
 
 
 def added(works: list[Work]) -> Work:
@@ -40,9 +40,12 @@ def added(works: list[Work]) -> Work:
 @pytest.mark.parametrize("more", [["dataset=complete", "limit=2"], ["dataset=lookup", "limit=2", "turns=3"]], ids=str)
 def test_plan_counts_what_the_run_measures(more: list[str], tmp_path: Path) -> None:
     arguments = [*PRUNING, *more]
-    run(run_of(*arguments, f"out={tmp_path / 'run'}"), show=False)
+    measure(run_of(*arguments, f"out={tmp_path / 'run'}"), show=False)
     (stored,) = stored_runs([tmp_path])
-    examples, (planned,) = stored.examples, costs(arguments, ACCELERATORS["l4"])
+    examples, (baseline, planned) = (
+        stored.rows[stored.rows["arm"] == "static_pruning"],
+        costs(arguments, ACCELERATORS["l4"]),
+    )
     conversations = examples.groupby("id")["prompt_tokens"].sum()
     assert planned.examples == len(conversations)
     assert planned.prompt_tokens == conversations.sum()
@@ -51,7 +54,9 @@ def test_plan_counts_what_the_run_measures(more: list[str], tmp_path: Path) -> N
     model, first = Model.of(TINY), examples[examples["turn"] == 1]
     prefills = [model.prefill(StaticPruning(2, 0.3), n).flops for n in first["prompt_tokens"]]
     assert prefills == first["prefill_flops"].tolist()
-    assert planned.memory["K and V"] == pytest.approx(examples["baseline_kv_bytes"].max(), rel=0.1)
+    assert baseline.memory["K and V"] == pytest.approx(
+        stored.rows.query("arm == 'baseline'")["kv_bytes"].max(), rel=0.1
+    )
 
 
 def test_llama_2_by_hand() -> None:
@@ -198,41 +203,38 @@ def test_work_of_a_later_turn_is_that_of_the_tokens_it_runs(method: Method, tiny
     )
 
 
-def test_plan_adds_the_baseline_and_the_warm_ups() -> None:
-    alone = run_of(*PRUNING, "dataset=lookup", "limit=1", "timing.paired=false")
-    rows = rows_of(alone)
-    one = cost(alone, rows, ACCELERATORS["l4"])
-    paired = cost(alone.changed(timing=replace(alone.config.timing, paired=True)), rows, ACCELERATORS["l4"])
-    warmed = cost(alone.changed(timing=replace(alone.config.timing, warmup=2)), rows, ACCELERATORS["l4"])
-    assert (one.baseline, paired.method) == (Work(0, 0), one.method)
-    assert paired.baseline.flops > paired.method.flops
-    once = cost(alone.changed(timing=replace(alone.config.timing, paired="ttft")), rows, ACCELERATORS["l4"])
-    assert (once.method, once.baseline) == (one.method, Model.of(alone.spec).prefill(Baseline(), rows[0].length))
-    assert one.seconds < once.seconds < paired.seconds
-    control = cost(run_of("dataset=lookup", "limit=1", "method=baseline", "control=true"), rows, None)
-    assert control.baseline == control.method  # two baselines, beside each other
-    swept = costs([*PRUNING, "method.keep=0.3,0.4", "dataset=lookup", "limit=1", "control=true"], None)
-    assert [one.run.split(", ")[1] for one in swept] == ["static_pruning", "static_pruning", "baseline"]
-    ((row, method),) = [(row, StaticPruning(2, 0.3)) for row in rows]
-    twice = added(2 * Model.of(alone.spec).conversation(method, row.messages, 4))
-    assert warmed.method == one.method + twice
+def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
+    run = run_of(*PRUNING, "dataset=lookup", "limit=1")
+    rows = rows_of(run)
+    baseline, pruned = costs_of(run, rows, ACCELERATORS["l4"])
+    assert (baseline.arm, pruned.arm) == ("baseline", "static_pruning")
+    (alone,) = costs_of(run.changed(baseline=False), rows, ACCELERATORS["l4"])
+    assert alone == pruned
+    assert baseline.work.flops > pruned.work.flops
+    _, warmed = costs_of(run.changed(warmup=2), rows, ACCELERATORS["l4"])
+    (row,) = rows
+    assert warmed.work == pruned.work + added(
+        2 * Model.of(run.spec).conversation(StaticPruning(2, 0.3), row.messages, 4)
+    )
+    again = costs_of(run.changed(aa_test=True), rows, None)
+    assert [one.arm for one in again] == ["baseline", "static_pruning", "baseline again"]
+    assert again[0].work == again[2].work
 
 
-def test_sweep_lists_each_run_without_shards_and_logs_those_out_of_reach(caplog: pytest.LogCaptureFixture) -> None:
-    sweep = [
-        "experiment=field",
-        "model=tiny",
-        "dataset=lookup",
-        "limit=1",
-        "speedup=2x",
-        "only=lazy,fastkv",
-        "seed=0,1",
-    ]
+def test_table_1_prefills_the_baseline_once(caplog: pytest.LogCaptureFixture) -> None:
+    planned = costs(["experiment=table1", "model=tiny", "dataset=lookup", "limit=1"], None)
+    assert len(planned) == 9
+    assert [one.arm for one in planned].count("baseline") == 1
+
+
+def test_sweep_lists_each_arm_without_shards_and_logs_those_out_of_reach(caplog: pytest.LogCaptureFixture) -> None:
+    two = "compare={lazy: {name: lazy, schedule: 2x}, fastkv: {name: fastkv, keep: 2x}}"
+    sweep = ["model=tiny", "dataset=lookup", "limit=1", two, "seed=0,1"]
     planned = costs([*sweep, "shard=1/2,2/2"], ACCELERATORS["h100"])
-    assert [one.run.split(", ")[1] for one in planned] == ["lazy", "lazy"]
+    assert [one.arm for one in planned] == ["baseline", "lazy"] * 2
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0" in caplog.text
     assert min(one.seconds for one in planned) > 0
-    assert "2 runs, " in as_text(planned, ACCELERATORS["h100"])
+    assert "4 arms of 1 model: " in as_text(planned, ACCELERATORS["h100"])
     assert "give --gpu" in as_text(planned, None)
 
 
@@ -256,8 +258,8 @@ def nothing_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         (["model=llama2", "dataset=multi_news"], {"multi_news": (3381, 512, 200)}),  # 2,113 words at 1.6 tokens
         (["model=xgen", "dataset=lcc", "limit=7"], {"lcc": (4322, 64, 7)}),  # 1,235 at 3.5
-        (["model=llama2", "dataset=code", "sample=100"], {"lcc": (3500, 64, 50), "repobench-p": (3500, 64, 50)}),
-        (["model=llama2", "dataset=qmsum", "half=tuning", "max_new_tokens=9"], {"qmsum": (3500, 9, 100)}),
+        (["model=llama2", "dataset=code", "limit=50"], {"lcc": (3500, 64, 50), "repobench-p": (3500, 64, 50)}),
+        (["model=llama2", "dataset=qmsum", "split=dev", "max_new_tokens=9"], {"qmsum": (3500, 9, 100)}),
     ],
     ids=str,
 )
@@ -266,23 +268,26 @@ def test_plan_before_anything_was_fetched(arguments: list[str], rows: dict[str, 
     run = run_of("method=lazy", *arguments)
     estimated = rows_of(run)
     assert {row.dataset: (*row.messages, row.new_tokens, row.count) for row in estimated} == rows
-    (planned,) = costs(["method=lazy", *arguments], ACCELERATORS["a100"])
-    assert planned == cost(run, estimated, ACCELERATORS["a100"])
-    assert "an estimate: " in as_text([planned], None)
-    counted = cost(run, [replace(row, is_estimate=False) for row in estimated], ACCELERATORS["a100"])
-    assert counted == replace(planned, is_estimate=False)
-    assert "estimate" not in as_text([counted], None)
+    planned = costs(["method=lazy", *arguments], ACCELERATORS["a100"])
+    assert [one.arm for one in planned] == ["baseline", "lazy"]
+    assert planned == costs_of(run, estimated, ACCELERATORS["a100"])
+    assert "an estimate: " in as_text(planned, None)
+    counted = costs_of(run, [replace(row, is_estimate=False) for row in estimated], ACCELERATORS["a100"])
+    assert counted == [replace(one, is_estimate=False) for one in planned]
+    assert "estimate" not in as_text(counted, None)
 
 
 @pytest.mark.usefixtures("nothing_fetched")
-def test_readme_s_plan_and_each_row_s_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_s_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["model=llama2", "method=lazy", "--gpu", "a100"]) == 0
     shown = capsys.readouterr().out
-    assert "| 3,750 | 13,101,200 |" in shown  # 19 of 20 examples are cut at 3,500 tokens, 200 have 3,381 and 150 more
-    main(["model=llama2", "method=random_drop", "dataset=lcc", "seed=0,1"])
+    assert (
+        shown.count("| 3750 | 13,101,200 |") == 2
+    )  # both arms  # 19 of 20 examples are cut at 3,500 tokens, 200 have 3,381 and 150 more
+    main(["model=llama2", "compare={drop: {name: random_drop, keep: 0.8, seeds: 2}}", "dataset=lcc"])
     shown = capsys.readouterr().out
-    assert "random_drop, keep=0.8, seed 0 |" in shown
-    assert "random_drop, keep=0.8, seed 1 |" in shown
+    assert "drop seed 0 |" in shown
+    assert "drop seed 1 |" in shown
 
 
 def test_published_sizes() -> None:
@@ -315,7 +320,7 @@ def test_duration(seconds: float, text: str) -> None:
     ("arguments", "named"),
     [
         ([*PRUNING, "dataset=lookup", "method.layer=99"], "only 8 layers"),
-        (["experiment=field", "model=tiny", "dataset=lookup", "speedup=2x", "only=fastkv"], "give a lower one"),
+        (["model=tiny", "dataset=lookup", "method=fastkv", "method.keep=2x"], "give a lower one"),
         (["model=llama2", "dataset=lookup"], "lazyllm-bench fetch"),
     ],
     ids=["as the run", "out of reach", "not fetched"],

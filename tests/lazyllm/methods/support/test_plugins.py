@@ -12,14 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from eval.run.prepare import prepare
-from eval.run.resolved import canonical, resolve
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 
 import lazyllm
-from eval.run.config import check_arguments, register_schema, to_run_config
+from eval.run.arms import canonical
+from eval.run.config import register_schema, to_run_config
+from eval.run.run import Run
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Prune, by_name, code_of, known, make
@@ -112,7 +112,9 @@ def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def run_of(*overrides: str):
     register_schema()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return resolve(to_run_config(compose("config", overrides=list(overrides))))
+        run = Run(to_run_config(compose("config", overrides=list(overrides))))
+    _ = run.asked
+    return run
 
 
 def test_worked_example_does_what_it_says() -> None:
@@ -140,16 +142,16 @@ def test_name_is_unknown_without_the_package() -> None:
 
 def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
-    assert run_of("method=keep_last", "method.layer=3").method == given | {"turns": "continue"}
-    assert canonical(given | {"turns": "continue"}) == canonical(given) == given
-    assert canonical(given | {"turns": "again"}) == given | {"turns": "again"}
+    assert run_of("method=keep_last", "method.layer=3").asked["keep_last"] == given | {"turns": "continue"}
+    assert canonical(given | {"turns": "continue"}, 8) == canonical(given, 8) == given
+    assert canonical(given | {"turns": "again"}, 8) == given | {"turns": "again"}
     with pytest.raises(UserError, match="turns=never: give continue or again"):
         run_of("method=keep_last", "method.layer=3", "method.turns=never")
-    lots = run_of("method=draws_lots", "seed=3").method
+    lots = run_of("method=draws_lots", "seed=3").asked["draws_lots"]
     # the run's seed, as for lazyllm's own
     assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3, "turns": "continue"}
-    assert run_of("method=draws_lots", "seed=3", "method.seed=5").method["seed"] == 5
-    assert canonical(lots) == {"name": "draws_lots", "seed": 3}
+    assert run_of("method=draws_lots", "seed=3", "method.seed=5").asked["draws_lots"]["seed"] == 5
+    assert canonical(lots, 8) == {"name": "draws_lots", "seed": 3}
     with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
         run_of("method=keep_last")
     with pytest.raises(Exception, match="kep"):  # Hydra's own error
@@ -164,19 +166,14 @@ def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
         ("breaks_at_import", "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has"),
         ("is_no_method", r"own_methods.others:IsNoMethod\) is not a method: expected a dataclass derived from"),
         ("lazy", "'lazy' is lazyllm's own, and the package own-methods adds one of the same name"),
-        ("odd_default", "of 'folder': expected a number"),
     ],
 )
 def test_unusable_plugin_is_refused_only_by_name(installed: Path, name: str, message: str) -> None:
-    assert run_of("method=static_pruning").method["name"] == "static_pruning"
-    check_arguments(["method=keep_last", "method.layer=3"])
+    assert list(run_of("method=static_pruning").asked) == ["baseline", "static_pruning"]
     with pytest.raises(UserError, match=message):
-        check_arguments([f"method={name}", "method.anything=1"])
+        run_of(f"method={name}")
     with pytest.raises(UserError, match=message):
-        check_arguments([f"method=baseline,{name}", "-m"])
-    if name != "odd_default":  # which only a config cannot hold
-        with pytest.raises(UserError, match=message):
-            make(name)
+        make(name)
     assert isinstance(Lazy(), METHODS["lazy"])  # in Python the name is unambiguous
 
 
@@ -213,7 +210,7 @@ def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     assert changed != first
     assert code_of("keep_last") == first
     run = run_of("model=tiny", "dataset=lookup", "limit=1", "method=keep_last", "method.layer=2")
-    assert prepare(run).identity["method_code"] == first  # so two versions share no folder and no table
+    assert run.identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
 
 
 def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) -> None:
@@ -223,7 +220,7 @@ def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) ->
 
     def identity() -> dict:
         overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={draft}")
-        return prepare(run_of(*overrides)).identity
+        return run_of(*overrides).identity
 
     first = identity()
     assert identity() == first
@@ -233,7 +230,7 @@ def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) ->
     weights.write_bytes(content)
     second = identity()
     assert fingerprint(second) != fingerprint(first)
-    assert {key for key in first if first[key] != second[key]} == {"method_weights"}
+    assert {key for key in first if first[key] != second[key]} == {"arms"}
 
 
 def test_importing_lazyllm_looks_for_no_package() -> None:
