@@ -230,7 +230,7 @@ def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) ->
     weights.write_bytes(content)
     second = identity()
     assert fingerprint(second) != fingerprint(first)
-    assert {key for key in first if first[key] != second[key]} == {"method_weights"}
+    assert {key for key in first if first[key] != second[key]} == {"arms"}
 
 
 def test_importing_lazyllm_looks_for_no_package() -> None:
