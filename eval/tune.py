@@ -34,7 +34,6 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import setting
 from eval.run.config import RunConfig, TrackerConfig, model_arguments, to_run_config
-from eval.run.identity import code_sha256
 from eval.run.job import job, start
 from eval.run.run import Run
 from eval.run.targets import FILE, as_yaml
@@ -169,7 +168,8 @@ def tune(config: TuneConfig) -> Path:
     plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
     quiet: Any = {"baseline": False, "warmup": 0, "tracker": TrackerConfig(), "fidelity": None, "evidence": False}
     trials = Run(replace(plain, split="dev", out=None, **quiet)).check()  # compared by score only
-    from eval.run.loop import loaded_once, measure  # not at the top, as all heavy imports: arguments are checked first
+    from eval.run.identity import code_sha256  # not at the top, as all heavy imports: arguments are checked first
+    from eval.run.loop import loaded_once, measure
     from eval.store.aggregate import rows_of
 
     lengths = dict[str, Counter[int]]()

@@ -20,7 +20,8 @@ from eval.analysis.table import COMPUTED, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
 from eval.store.folder import read_planned
-from eval.store.results import Results, beside
+from eval.store.join import beside
+from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
 from lazyllm.machine import accelerator
 
@@ -110,29 +111,29 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
             for dataset, example, arm in run.failed
             if arm in labels and (planned is None or (dataset, example) in planned)
         )
-        for row in _with_failures(rows_of(rows, frame), failures, len(labels)) + _by_length(rows, frame):
+        for row in _with_failures(rows_of(rows, frame), rows, failures) + _by_length(rows, frame):
             row |= {"run": run.folder.name, "method": name}
             by_name.setdefault((row["kind"], row["name"]), []).append(row)
     one_task = sum(kind == "task" for kind, _ in by_name) == 1
-    lone = {
-        row["task"] for (kind, _), rows in by_name.items() for row in rows if kind == "task" and row["datasets"] == 1
-    }
+    datasets = Counter(DATASETS[name].task for kind, name in by_name if kind == "dataset")
     return [
         row
         for (kind, name), rows in by_name.items()
         for row in rows
         # a task's only dataset has the task's numbers, and one task those of the mean
-        if not (kind == "all" and one_task) and not (kind == "dataset" and DATASETS[name].task in lone)
+        if not (kind == "all" and one_task) and not (kind == "dataset" and datasets[DATASETS[name].task] == 1)
     ]
 
 
-def _with_failures(rows: list[dict[str, Any]], failures: Counter[str], seeds: int) -> list[dict[str, Any]]:
-    """The rows of an arm with `kind`, and how many of its answers failed. failures: by dataset, of all its seeds."""
+def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[str]) -> list[dict[str, Any]]:
+    """The rows of an arm with `kind`, and how many of its answers failed.
+
+    answers: rows of the frame, of all its seeds. failures: by dataset, of all its seeds.
+    """
     zeroed: dict[str, float] = dict.fromkeys(failures, 0.0)
-    for row in rows:
-        if row["level"] == "dataset":
-            whole = seeds * row["examples"]
-            zeroed[row["name"]] = row["score"] * whole / (whole + failures[row["name"]])
+    of_turns: Any = answers.groupby(["dataset", "id", "arm"])["score"].mean()
+    for name, scores in of_turns.groupby(level="dataset"):
+        zeroed[name] = round(scores.sum() / (len(scores) + failures[name]), 2)
     by_task: dict[str, list[float]] = {}
     for name, score in zeroed.items():
         by_task.setdefault(DATASETS[name].task, []).append(score)

@@ -85,7 +85,7 @@ def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple
     kind = by_name(name) if name in known() else None  # a server has no class; others are refused by `build_method`
     seeds, own = settings.get("seeds"), {key: value for key, value in settings.items() if key != "seeds"}
     has_seed = kind is not None and "seed" in settings_of(kind)
-    lists = {field.name for field in fields(kind) if str(field.type).startswith(("list", "tuple"))} if kind else set()  # type: ignore[arg-type]  # a method is a dataclass
+    lists = _list_fields(kind) if kind is not None else set()
     choices = {key: value for key, value in own.items() if isinstance(value, list) and key not in lists}
     if seeds is not None:
         require(has_seed, f"{label}.seeds", seeds, f"no seeds, as method {name} has no seed")
@@ -102,6 +102,12 @@ def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple
             elif has_seed:
                 chosen.setdefault("seed", own.get("seed", seed))
             yield named if number is None else f"{named} seed {number}", own | chosen
+
+
+def _list_fields(kind: type[Method]) -> set[str]:
+    """The hyperparameters of a method that are lists themselves."""
+    annotated = {field.name for field in fields(kind) if str(field.type).startswith(("list", "tuple", "Sequence"))}  # type: ignore[arg-type]  # a method is a dataclass
+    return annotated | {name for name, default in settings_of(kind).items() if isinstance(default, list | tuple)}
 
 
 def format_value(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -354,9 +354,17 @@ def one_line(error: Exception) -> UserError:
         key, hint = unknown[1], "--help lists all keys"
         if key.startswith("method."):
             hint = "lazyllm-bench methods lists the settings of each method"
-        elif near := difflib.get_close_matches(key, [known for known, _, _ in documented(RunConfig())], 1):
-            hint = f"did you mean {near[0]}? {hint}"
+        else:
+            keys = [known for known, _, _ in documented(RunConfig())]
+            near = difflib.get_close_matches(
+                key, dict.fromkeys([*keys, *(known.partition(".")[0] for known in keys)]), 1
+            )
+            hint = f"did you mean {near[0]}? {hint}" if near else hint
         message += f" ({hint})"
+    if isinstance(error, OverrideParseException):
+        message += (
+            " (a value with special signs takes quotes, for the shell too: KEY='\"VALUE\"'; a mapping's key none)"
+        )
     return UserError(message)
 
 

@@ -137,7 +137,7 @@ class Bench:
     parks: bool = False
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
-        """Run each arm `runs` times on the first prompt; the first run, of the baseline if there is one, is profiled.
+        """Run each arm `runs` times on the first prompt, after a prefill of the first arm that is profiled.
 
         So the first visit is no slower than the others. If that prompt does not fit into memory, the shortest one
         takes its place; measuring the first records the failure.
@@ -159,7 +159,7 @@ class Bench:
         options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
         methods = [arm.method(case.dataset.name) for arm in self.arms]
         calls = [partial(generate, self.model, case.prompt.as_input(), method, **options) for method in methods] * runs
-        if calls:  # of a prefill: decoding may run on another kernel
+        if calls:  # of a prefill alone, as decoding runs other kernels
             self.attention_kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
         for call in calls:
             call()

@@ -17,7 +17,7 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
-from eval.store.results import beside
+from eval.store.join import beside
 from eval.store.visit import MEASURED
 
 RESAMPLES = 2000
@@ -30,6 +30,11 @@ _SPEEDUPS = {
 VALUES = (
     *MEASURED, "cache_bytes", *_SPEEDUPS,
     "cache_ratio", "peak_ratio", "score_difference", "relative_score", "answered_score",
+)  # fmt: skip
+# Means over the answers that have a baseline in their visit: each was measured beside its answer
+_OF_PAIRS = (
+    "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl", "answer_log_likelihood",
+    "gold_kl", "gold_log_likelihood",
 )  # fmt: skip
 # Means whose ratio or difference to the baseline's is a value
 _COMPARED = ("score", "cache_bytes", "peak_memory_bytes")
@@ -98,7 +103,8 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     """One row per example, in order of appearance: dataset, turns, means over its answers, and for what compares with
-    the baseline: `pairs`, the number of answers with one, and sums over these, `own_<value>` and `reference_<value>`.
+    the baseline: `pairs`, the number of answers with one, and sums over these, `own_<value>` and `reference_<value>`;
+    those of `_OF_PAIRS` are means over these too.
 
     references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
     of appearance.
@@ -115,6 +121,8 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     means = {name: np.bincount(codes, weights=values_of(rows, name)) / times for name in (*MEASURED, "cache_bytes")}
     is_pair = references["folder"].notna().to_numpy()
     sums = {"pairs": np.bincount(codes, weights=is_pair)}
+    for name in _OF_PAIRS:
+        means[name] = np.bincount(codes, weights=np.where(is_pair, rows[name], 0)) / np.maximum(sums["pairs"], 1)
     for name in (*_SPEEDUPS.values(), *_COMPARED):
         for side, frame in (("own", rows), ("reference", references)):
             sums[f"{side}_{name}"] = np.bincount(codes, weights=np.where(is_pair, values_of(frame, name), 0))
@@ -153,7 +161,7 @@ def _dataset(name: str, examples: Any) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):  # no pair: NaN
         for speedup, cost in _SPEEDUPS.items():
             drawn[:, _COLUMN[speedup]] = sums[f"reference_{cost}"] / sums[f"own_{cost}"]
-        for column in compared:
+        for column in (*compared, *_OF_PAIRS):  # an example without a pair adds 0
             drawn[:, _COLUMN[column]] = sums[column] / sums["has_pair"]
     # the official score is rounded before it is averaged over datasets
     drawn[0, _COLUMN["score"]] = dataset_score((examples["score"] / 100).to_list())

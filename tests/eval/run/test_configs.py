@@ -195,6 +195,8 @@ def test_published_experiments_have_their_arms() -> None:
         (["++limits=1"], "unknown key limits: --help lists all keys"),
         (["++model.nam=1"], "unknown key model.nam: --help lists all keys"),
         (["limt=1"], "Could not override 'limt': Key 'limt' not in 'RunConfig' (did you mean limit? --help lists"),
+        (["modl=tiny"], "(did you mean model?"),
+        (["server.url=http://[::1]:9/v1"], "a value with special signs takes quotes, for the shell too"),
         (["~limt"], "Could not delete from config. 'limt' does not exist"),
         (["model.nam=tiny"], "Key 'nam' not in 'ModelConfig' (did you mean model.name?"),
         (["timing.warmup=0"], "Key 'timing' not in 'RunConfig' (did you mean warmup?"),
