@@ -162,8 +162,8 @@ def parameters_of(
 def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A method's settings in a run's identity: equal for all ways to write the same method.
 
-    Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and `shown_parameters`. Raises
-    UserError.
+    Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and
+    `shown_parameters`. Raises UserError.
     """
     with about_the_method():
         settings = targets.at_depth(settings, num_layers)

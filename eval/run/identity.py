@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.benchmarks.rows import sha256_of
 from eval.run import targets
 from eval.run.arms import Arm, build_method, canonical, plain
 from lazyllm.machine import device_name, git_commit
@@ -113,12 +114,10 @@ def _meaning(node: Any) -> Any:
 
 def identity_of(run: Run) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. Raises UserError."""
-    from eval.run.run import data_identity
-
     config = run.config
     return {
         **(_served_identity(run) if run.is_served else _model_identity(run)),
-        **data_identity(run),
+        **_data_identity(run),
         **_chat_identity(run),
         "suite_code": suite_code(run.suite.load.__module__),
         "tokenizer": tokenizer_sha256(run.tokenizer)[:16],
@@ -132,6 +131,22 @@ def identity_of(run: Run) -> dict[str, Any]:
         "arms": {arm.label: _arm_identity(run, arm) for arm in run.arms},
         "baseline": run.baseline,
     }
+
+
+def _data_identity(run: Run) -> dict[str, Any]:
+    """The facts of rows and answers. `limit` is not one of them and may be raised."""
+    config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
+    facts: dict[str, Any] = {
+        "data": {
+            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
+            for data in run.loaded
+        },
+        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
+    }
+    if config.subset == "by_length":  # equal for all who chose the same rows
+        ids = {name: [one.id for one in examples] for name, examples in run.examples.items()}
+        facts["subset"] = sha256_of(ids)[:16]
+    return facts
 
 
 def _arm_identity(run: Run, arm: Arm) -> dict[str, Any]:

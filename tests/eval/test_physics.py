@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from eval.store.record import Record
 
-from eval.analysis.run_table import compared_table, run_table
+from eval.analysis.run_table import run_table
 from eval.board import read_board
 from eval.report.overview import warnings
 from eval.run import doctor
-from eval.run.config import TimingConfig
-from eval.run.loop import run
+from eval.run.loop import measure
 from eval.store.results import Results
 from eval.store.runs import StoredRun, stored_runs
+from eval.store.visit import Visit
 from lazyllm import measuring
 from lazyllm.engine.generation import generate
 from lazyllm.errors import UserError
@@ -29,7 +28,8 @@ from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
-from tests.eval.store.made import PROVENANCE, measurement, record, write_run
+from tests.eval.store.made import PROVENANCE, write_run
+from tests.eval.store.visits import measurement, visit
 from tests.eval.test_board import submit
 from tests.helpers import prompt_of
 from tests.reference import random_model
@@ -161,31 +161,34 @@ def test_kernel_that_ran_is_told_by_a_profile(attention: str, kernel: str) -> No
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_cpu_rate", lambda *_: 1e9)
-    result = run(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, timing=TimingConfig(warmup=1)))
+    result = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
     assert result.results is not None
     [stored] = result.results.runs
-    [one] = stored.records
-    assert one.baseline is not None
+    [one] = stored.visits
+    [baseline], [turn] = one.answers["baseline"], one.turns
     config: Any = load_config(ModelSpec("tiny"))
-    n, w, d = one.prompt_tokens, config.hidden_size, config.head_dim
+    n, w, d = turn.tokens, config.hidden_size, config.head_dim
     linear = 2 * (
         w * d * 2 * (config.num_attention_heads + config.num_key_value_heads) + 3 * w * config.intermediate_size
     )
     pairs = 4 * config.num_attention_heads * d * n * (n + 1) // 2
     flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
-    assert one.baseline.prefill_mfu == pytest.approx(flops / one.baseline.ttft_s / 1e9)
+    assert baseline.prefill_mfu == pytest.approx(flops / baseline.ttft_s / 1e9)
     assert one.attention_kernel == "SDPA's flash for CPUs"
     text = run_table(result.results, "a run").to_markdown()
-    assert "baseline MFU, %" in text
+    assert "MFU, %" in text
     assert "Attention kernel of the baseline, by profiler: SDPA's flash for CPUs." in text
 
 
-def at(mfu: float | None, tokens: int, kernel: str | None = None) -> Record:
-    made = replace(record(1), prompt_tokens=tokens, attention_kernel=kernel)
-    return replace(made, baseline=measurement(prefill_mfu=mfu))
+def at(mfu: float | None, tokens: int, kernel: str | None = None) -> Visit:
+    """A visit whose baseline has this MFU on a prompt of so many tokens."""
+    made = visit(1)
+    asked = [replace(made.turns[0], tokens=tokens)]
+    answers = made.answers | {"baseline": [measurement(prefill_mfu=mfu)]}
+    return replace(made, turns=asked, answers=answers, attention_kernel=kernel)
 
 
-def stored_on(device: str, made: Record, folder: Path) -> StoredRun:
+def stored_on(device: str, made: Visit, folder: Path) -> StoredRun:
     about = PROVENANCE | {"machine": {"device": device}, "started": "2026-11-22T00:00:00Z"}
     write_run(folder / "run", [made], provenance=about, warmup=1)
     [stored] = stored_runs([folder])
@@ -204,7 +207,7 @@ def stored_on(device: str, made: Record, folder: Path) -> StoredRun:
         ("AMD EPYC 7742", at(0.1, 9000), []),  # its peak was measured, not promised
     ],
 )
-def test_baseline_that_flatters_speedups_is_named(device: str, made: Record, signs: list[str], tmp_path: Path) -> None:
+def test_baseline_that_flatters_speedups_is_named(device: str, made: Visit, signs: list[str], tmp_path: Path) -> None:
     stored = stored_on(device, made, tmp_path)
     assert len(stored.handicaps) == len(signs)
     table, page = run_table(Results([stored]), "a run").to_markdown(), " ".join(warnings([stored], None))
@@ -215,9 +218,9 @@ def test_baseline_that_flatters_speedups_is_named(device: str, made: Record, sig
     assert ("Caution" in table) == bool(signs)
 
 
-def test_comparison_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
+def test_table_of_runs_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
     one, other = (stored_on(H100, at(0.1, 9000, kernel), tmp_path / str(kernel)) for kernel in (None, FLASH_2))
-    caption = compared_table({"one": Results([one]), "other": Results([other])}, "two").caption
+    caption = run_table(Results([one, other]), "two").caption
     assert len(one.handicaps) == 1  # the other one has two
     assert [caption.count(f"Caution: {sentence}.") for sentence in other.handicaps] == [1, 1]
     assert f"by profiler: {FLASH_2}." in caption
@@ -225,7 +228,7 @@ def test_comparison_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
 
 def test_board_refuses_an_impossible_clock_with_its_number(tmp_path: Path) -> None:
     machine = PROVENANCE | {"machine": {"device": H100}}
-    fast = replace(record(1), method=measurement(prefill_flops=int(2 * 989e12 * 0.2)))  # in 0.2 s
+    fast = visit(1, prefill_flops=int(2 * 989e12 * 0.2))  # in 0.2 s
     submit(tmp_path / "board" / "fast", [fast], provenance=machine)
     [submission] = read_board(tmp_path / "board")
     assert any("impossible clock: 1978 TFLOP/s are 200% of the peak of H100" in line for line in submission.problems)
