@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ class Oracle(Select):
         check_count_or_ratio("keep", self.keep)
         check_pool(self.pool)
         if self.answer is not None:
-            check_whole("answer", self.answer, 1)
+            check_int("answer", self.answer, 1)
 
     def kept(self, n: int) -> int:
         return count_of(self.keep, n)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
+from lazyllm.methods.support.schedule import check_int, check_ratio, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,10 +63,10 @@ class UniPrefill(Prune):
         if self.layers is not None:
             if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
                 raise ValueError(f"layers={self.layers!r}: give a list of layers such as [8, 12], or null")
-            object.__setattr__(self, "layers", tuple(sorted({check_whole("layers", of, 1) for of in self.layers})))
+            object.__setattr__(self, "layers", tuple(sorted({check_int("layers", of, 1) for of in self.layers})))
         check_ratio("p", self.p)
         for what, least in (("window", 1), ("block", 1), ("first", 0), ("last", 1)):
-            check_whole(what, getattr(self, what), least)
+            check_int(what, getattr(self, what), least)
 
     def pruning_layers(self, num_layers: int) -> list[int]:
         if self.layers is None:
