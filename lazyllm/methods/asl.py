@@ -38,7 +38,7 @@ class ASL(Prune):
     cut can be waits once for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
-    Ours: all of the code; a variance of 0 cuts; ties go to the lower position.
+    Written from scratch; differs from the release in: a variance of 0 cuts; ties go to the lower position.
     """
 
     label = "ASL"

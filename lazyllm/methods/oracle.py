@@ -27,8 +27,8 @@ class Oracle(Select):
     Scores: `lazyllm.methods.support.look_ahead`, with the model as its own draft. The selection costs more than a
     prefill, and is left out of TTFT, of all counts and of the ideal speedup: an upper bound for methods, not a method.
 
-    Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Ours: all of the code; the last
-    token always stays; ties go to the lower position.
+    Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Written from scratch.
+    Differs in: the last token always stays; ties go to the lower position.
     """
 
     label = "oracle (diagnostic)"
