@@ -15,7 +15,7 @@ import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
@@ -31,8 +31,8 @@ from lazyllm.errors import UserError
 class Pruner(Protocol):
     """What a session calls of a method (`lazyllm.engine.method.Method`) at the boundaries of a prefill."""
 
-    label: Any
-    adaptive: Any
+    label: ClassVar[str]
+    adaptive: ClassVar[bool]
 
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept: ...
 

@@ -212,7 +212,7 @@ def _check_helpers(call: Mapping[str, Any]) -> None:
 def _check_dropped(frame: FrameType | None) -> None:
     """Refuse arguments that `model.generate` got and does not pass on. frame: of the callable that it called."""
     caller = None if frame is None else frame.f_back
-    if caller is None or caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
+    if caller is None or caller.f_code is not inspect.unwrap(vars(GenerationMixin)["generate"]).__code__:
         return
     given = caller.f_locals
     _check_helpers(given)

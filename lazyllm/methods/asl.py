@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class ASL(Prune):
     cut can be waits once for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
-    Ours: all of the code; a variance of 0 cuts; ties go to the lower position.
+    Written from scratch; differs from the release in: a variance of 0 cuts; ties go to the lower position.
     """
 
     label = "ASL"
@@ -60,11 +60,11 @@ class ASL(Prune):
     def __post_init__(self) -> None:
         for what in ("first", "layers"):
             if getattr(self, what) is not None:
-                check_whole(what, getattr(self, what), 1)
+                check_int(what, getattr(self, what), 1)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or not self.threshold > 0:
             raise ValueError(f"threshold={self.threshold!r}: give a number above 0")
         check_count_or_ratio("keep", self.keep)
-        check_whole("window", self.window, 1)
+        check_int("window", self.window, 1)
         check_pool(self.pool)
         if self.retain is not None:
             check_count_or_ratio("retain", self.retain)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group
 from lazyllm.methods.fastkv import HalfwayCut
 from lazyllm.methods.support.ranking import best_and_window, window_scores
-from lazyllm.methods.support.schedule import check_whole
+from lazyllm.methods.support.schedule import check_int
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class CLAA(HalfwayCut):
     Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Tokens keep their positions.
 
     Source: the paper and a description of the code (BradMcDanel/kv-exps, commit 90e13b1, which has no licence).
-    Ours: all of the code; ties go to the lower position; no prompt is too short.
+    Written from scratch; differs from the release in: ties go to the lower position; no prompt is too short.
     """
 
     label = "CLAA"
@@ -40,7 +40,7 @@ class CLAA(HalfwayCut):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("layers", self.layers, 1)
+        check_int("layers", self.layers, 1)
         if self.retain is not None and self.retain != 1:
             raise ValueError(f"retain={self.retain!r}: give null (each key head stores the share `keep`) or 1 (all)")
 

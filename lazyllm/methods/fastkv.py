@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, share_of
+from lazyllm.methods.support.schedule import check_int, check_pool, check_ratio, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,9 +37,9 @@ class HalfwayCut(Prune):
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            check_whole("layer", self.layer, 1)
+            check_int("layer", self.layer, 1)
         check_ratio("keep", self.keep)
-        check_whole("window", self.window, 1)
+        check_int("window", self.window, 1)
         check_pool(self.pool)
 
     def cut_after(self, num_layers: int) -> int:

@@ -10,7 +10,7 @@ from lazyllm.engine.flops import LayerShape, first_layers_flops
 from lazyllm.engine.inputs import Group, Prompt
 from lazyllm.methods.support.bases import Select, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,10 +49,10 @@ class GemFilter(Select):
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            check_whole("layer", self.layer, 1)
+            check_int("layer", self.layer, 1)
         check_count_or_ratio("keep", self.keep)
         check_pool(self.pool)
-        check_whole("window", self.window, 1)
+        check_int("window", self.window, 1)
 
     def selected_at(self, num_layers: int) -> int:
         if self.layer is None and num_layers == 40:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
+from lazyllm.methods.support.schedule import check_int, check_ratio, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,8 @@ class PyramidInfer(Prune):
     Each layer stores all tokens that entered it.
 
     Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has no licence).
-    Ours: all of the code; scores in blocks of queries instead of whole attention matrices; the cosine schedule only.
-    Scoring is extra work here, and `scoring_flops` counts it.
+    Written from scratch; differs from the release in: scores in blocks of queries instead of whole attention matrices;
+    the cosine schedule only. Scoring is extra work here, and `scoring_flops` counts it.
     """
 
     label = "PyramidInfer"
@@ -51,7 +51,7 @@ class PyramidInfer(Prune):
     def __post_init__(self) -> None:
         check_ratio("recent", self.recent)
         check_ratio("decay", self.decay)
-        check_whole("first", self.first, 0)
+        check_int("first", self.first, 0)
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < 1e6:
             raise ValueError(f"weight={self.weight!r}: give a number above 0")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
@@ -38,7 +38,7 @@ class RandomDrop(Select):
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
-        check_whole("seed", self.seed, 0)
+        check_int("seed", self.seed, 0)
 
     def kept(self, n: int) -> int:
         return keep_count(self.keep, n)

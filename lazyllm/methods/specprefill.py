@@ -11,7 +11,7 @@ from lazyllm.engine.inputs import Group, Prompt
 from lazyllm.errors import require
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_pool, check_ratio, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class SpecPrefill(Select):
         if self.draft is not None and not isinstance(self.draft, str):
             raise TypeError(f"draft={self.draft!r}: give the name of a model (folder, hub id or preset)")
         check_ratio("keep", self.keep)
-        check_whole("lookahead", self.lookahead, 1)
-        check_whole("chunk", self.chunk, 1)
+        check_int("lookahead", self.lookahead, 1)
+        check_int("chunk", self.chunk, 1)
         check_pool(self.pool)
         if self.text and self.draft is None:
             raise ValueError("text=true is for a draft with another tokenizer: give draft=FOLDER_OR_HUB_ID")
@@ -184,7 +184,7 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
     import torch
 
     from lazyllm.engine.session import Scoring
-    from lazyllm.methods.support.select_session import Selection, SelectSession, whole
+    from lazyllm.methods.support.select_session import Selection, SelectSession, ceil_tokens
 
     began, run_before = time.perf_counter(), decoder.tokens_run
     pieces = kept_pieces(method, decoder, prompt.text)
@@ -198,7 +198,7 @@ def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, ma
         ranges = [range(start, stop) for start, stop in prompt.spans]  # tokens without characters stay
         kept = [token for token, own in enumerate(ranges) if not own or not letters.isdisjoint(own)]
         selected = torch.tensor(kept, dtype=torch.long)
-        scoring = Scoring(time.perf_counter() - began, tokens=whole(decoder.tokens_run - run_before))
+        scoring = Scoring(time.perf_counter() - began, tokens=ceil_tokens(decoder.tokens_run - run_before))
     length = len(token_ids)
     groups = [Group(range(len(decoder.layers)), length)]
     selection = Selection(selected, renumber=True, token_ids=token_ids)

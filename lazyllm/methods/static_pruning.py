@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lazyllm.engine.inputs import ScoreSpec
 from lazyllm.methods.support.bases import Prune
-from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StaticPruning(Prune):
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
-        check_whole("layer", self.layer, 1)
+        check_int("layer", self.layer, 1)
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         return {self.layer: keep_count(self.keep, n)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
+from lazyllm.methods.support.schedule import check_int, check_ratio, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,10 +36,10 @@ class UniPrefill(Prune):
 
     Source: a description of the operator that the authors' vLLM serves (qhfan/UniPrefill, commit 0d3ba98, Apache-2.0 by
     its README). As there, ties go to the later block.
-    Ours: all of the code. The cut is after the layer, the release's between its attention and its MLP: results are the
-    same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here: all cuts together, at most
-    one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are the prompt's last tokens
-    also if it runs in chunks, in which the release takes each chunk's own.
+    Written from scratch; differs from the release in: the cut is after the layer, the release's between its attention
+    and its MLP: results are the same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here:
+    all cuts together, at most one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are
+    the prompt's last tokens also if it runs in chunks, in which the release takes each chunk's own.
     """
 
     label = "UniPrefill"
@@ -63,10 +63,10 @@ class UniPrefill(Prune):
         if self.layers is not None:
             if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
                 raise ValueError(f"layers={self.layers!r}: give a list of layers such as [8, 12], or null")
-            object.__setattr__(self, "layers", tuple(sorted({check_whole("layers", of, 1) for of in self.layers})))
+            object.__setattr__(self, "layers", tuple(sorted({check_int("layers", of, 1) for of in self.layers})))
         check_ratio("p", self.p)
         for what, least in (("window", 1), ("block", 1), ("first", 0), ("last", 1)):
-            check_whole(what, getattr(self, what), least)
+            check_int(what, getattr(self, what), least)
 
     def pruning_layers(self, num_layers: int) -> list[int]:
         if self.layers is None:

@@ -24,7 +24,7 @@ from lazyllm.methods.prompt_compression.scoring import (
 )
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class PromptCompression(Select):
         if self.scorer is not None and not isinstance(self.scorer, str):
             raise TypeError(f"scorer={self.scorer!r}: give the name of a model (folder, hub id or preset)")
         if self.window is not None:
-            check_whole("window", self.window, 2)
+            check_int("window", self.window, 2)
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.scorer is None else (ModelSpec(self.scorer),)

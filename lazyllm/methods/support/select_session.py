@@ -27,11 +27,11 @@ def timed_selection(
     tokens = decoder.tokens_run - run_before
     busy = decoder.devices if torch.is_tensor(selected) else ()  # a selection on the host has waited already
     seconds = read_clock(*busy) - began if tokens else 0.0
-    scoring = Scoring(uncounted_s=seconds) if is_diagnostic else Scoring(seconds, tokens=whole(tokens))
+    scoring = Scoring(uncounted_s=seconds) if is_diagnostic else Scoring(seconds, tokens=ceil_tokens(tokens))
     return torch.as_tensor(selected).to(decoder.device), scoring
 
 
-def whole(tokens: float) -> int:
+def ceil_tokens(tokens: float) -> int:
     """A sum of tokens' shares as a whole number, rounded up but for the sum's rounding errors."""
     return ceil(round(tokens, 6))
 
