@@ -1,4 +1,7 @@
-"""The identity of a run, and the provenance of its numbers: code, weights, versions, machine."""
+"""The identity of a run, and the provenance of its numbers: code, weights, versions, machine.
+
+Functions take an `eval.run.run.Run`, whose properties call them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import platform
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,9 +27,6 @@ from lazyllm.methods import by_name, code_of
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS
-
-if TYPE_CHECKING:
-    from eval.run.run import Run
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
 # The code that can change a number, besides that of the suite and of the chosen methods
@@ -112,7 +112,7 @@ def _meaning(node: Any) -> Any:
     return repr(node)
 
 
-def identity_of(run: Run) -> dict[str, Any]:
+def identity_of(run: Any) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. Raises UserError."""
     config = run.config
     return {
@@ -133,7 +133,7 @@ def identity_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _data_identity(run: Run) -> dict[str, Any]:
+def _data_identity(run: Any) -> dict[str, Any]:
     """The facts of rows and answers. `limit` is not one of them and may be raised."""
     config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
     facts: dict[str, Any] = {
@@ -149,7 +149,7 @@ def _data_identity(run: Run) -> dict[str, Any]:
     return facts
 
 
-def _arm_identity(run: Run, arm: Arm) -> dict[str, Any]:
+def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
     if run.is_served:
         server = run.servers[arm.label]
         told = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
@@ -168,7 +168,7 @@ def _arm_identity(run: Run, arm: Arm) -> dict[str, Any]:
     }
 
 
-def _model_identity(run: Run) -> dict[str, Any]:
+def _model_identity(run: Any) -> dict[str, Any]:
     """The facts of a model in this process."""
     config, model, devices = run.config, run.config.model, devices_in_use(run.spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
@@ -191,7 +191,7 @@ def _model_identity(run: Run) -> dict[str, Any]:
     }
 
 
-def _served_identity(run: Run) -> dict[str, Any]:
+def _served_identity(run: Any) -> dict[str, Any]:
     """The facts of how all servers are asked."""
     config = run.config
     asked = {key: plain(getattr(config.server, key)) for key in ("api", "cache", "extra_body")}
@@ -204,7 +204,7 @@ def _served_identity(run: Run) -> dict[str, Any]:
     }
 
 
-def _chat_identity(run: Run) -> dict[str, Any]:
+def _chat_identity(run: Any) -> dict[str, Any]:
     """The facts of the chat format that can change a number."""
     chat, tokenizer = run.chat, run.tokenizer
     about: dict[str, Any] = {"chat": run.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
@@ -218,7 +218,7 @@ def _chat_identity(run: Run) -> dict[str, Any]:
     return {key: value for key, value in about.items() if value}
 
 
-def provenance_of(run: Run) -> dict[str, Any]:
+def provenance_of(run: Any) -> dict[str, Any]:
     """Where and when the run's first job ran, with which code. It decides nothing."""
     device = None if run.is_served else devices_in_use(run.spec)[0]
     return {"git_commit": git_commit(), "versions": versions(), "machine": machine(device), "started": now()}
