@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
@@ -128,8 +129,9 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     configs: list[RunConfig] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
     register_schema()
-    quiet = ["hydra/hydra_logging=none", "hydra.sweep.dir=."]
-    _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])
+    with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
+        quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
+        _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])
     return configs
 
 

@@ -1,0 +1,291 @@
+"""Every number of a run's table from its visits, by dictionaries and loops: slow, and written from the definitions.
+
+It shares with the code under test only the list of datasets, the official mean of a dataset's scores and numpy's random
+numbers and percentiles.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.benchmarks.metrics import dataset_score
+from eval.store.runs import StoredRun
+from eval.store.visit import Measurement
+
+NAN = float("nan")
+RESAMPLES = 2000
+PERCENT = {
+    "score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer", "evidence_recall",
+}  # fmt: skip
+SPEEDUPS = {
+    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
+    "ideal_ttft_speedup": "prefill_flops",
+}  # fmt: skip
+OF_PAIRS = (  # measured beside the baseline's answer
+    "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl", "answer_log_likelihood",
+    "gold_kl", "gold_log_likelihood",
+)  # fmt: skip
+COMPARED = ("score", "kv_bytes", "aux_bytes", "peak_memory_bytes")  # values that stand beside the baseline's
+BESIDE = ("cache_ratio", "peak_ratio", "score_difference", "relative_score")
+PLAIN = (
+    "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s", "generated_tokens",
+    "pct_answered", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
+    "prefill_mfu", "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl",
+    "answer_log_likelihood", "gold_kl", "gold_log_likelihood", "evidence_tokens", "evidence_recall", "tokens_computed",
+    "revived_tokens", "tokens_computed_so_far", "total_s_so_far",
+)  # fmt: skip
+VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE, "answered_score")
+
+Picks = Sequence[int]  # places of examples, those drawn twice two times
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An arm's answer to one turn that counts, and the baseline's of the same visit."""
+
+    model: str
+    method: str
+    settings: str
+    seed: int
+    run: str
+    arm: str
+    dataset: str
+    id: str
+    turn: int
+    own: Measurement
+    baseline: Measurement | None
+
+    @property
+    def setting(self) -> tuple[str, str, str, str]:
+        return self.model, self.method, self.settings, DATASETS[self.dataset].suite
+
+
+def number(one: Measurement, name: str) -> float:
+    """A value as tables show it; NaN if it was not measured."""
+    value: Any
+    if name == "step_s":
+        steps = one.decode_step_s
+        value = sum(steps) / len(steps) if steps else None if one.request is None else one.request.tpot_s
+    elif name == "generated_tokens":
+        if one.token_ids is not None:
+            value = len(one.token_ids)
+        else:
+            value = None if one.request is None else one.request.completion_tokens
+    elif name == "pct_answered":
+        value = 100 if one.text != "" else 0
+    else:
+        value = getattr(one, name)
+    return NAN if value is None else float(value) * (100 if name in PERCENT else 1)
+
+
+def answers_of(run: StoredRun) -> list[Answer]:
+    """Every arm's answers of the first visit that holds any, with the baseline's of that visit; arm by arm.
+
+    The order decides which examples the bootstrap's random numbers draw.
+    """
+    identity = run.about["identity"]
+    baseline = identity["baseline"]
+    found = []
+    seen: set[tuple[str, str, str]] = set()
+    for visit in run.visits:
+        for arm, answers in visit.answers.items():
+            if (visit.dataset, visit.id, arm) in seen:
+                continue
+            seen.add((visit.dataset, visit.id, arm))
+            settings = {**identity["arms"][arm]["method"]}
+            method, seed = settings.pop("name"), settings.pop("seed", identity["seed"])
+            if arm != baseline and baseline is not None and identity["arms"][arm] == identity["arms"][baseline]:
+                settings["label"] = arm  # the baseline once more is no answer of the baseline
+            for turn, own in enumerate(answers):
+                theirs = visit.answers[baseline][turn] if baseline in visit.answers else None
+                found.append(
+                    Answer(run.model, method, json.dumps(settings, sort_keys=True), seed, str(run.folder), arm,
+                           visit.dataset, visit.id, turn + 1, own, theirs)
+                )  # fmt: skip
+    return sorted(found, key=lambda answer: [*identity["arms"]].index(answer.arm))
+
+
+def answers_that_count(runs: Sequence[StoredRun]) -> list[Answer]:
+    """The answers of all runs; of several runs of a setting and seed, a dataset's are those of one: the run with most
+    examples, then the newest."""
+    found = [answer for run in runs for answer in answers_of(run)]
+    started = {str(run.folder): run.started for run in runs}
+    candidates: dict[Any, dict[str, set[str]]] = {}
+    for answer in found:
+        key = (*answer.setting, answer.seed, answer.dataset)
+        candidates.setdefault(key, {}).setdefault(answer.run, set()).add(answer.id)
+    best = {
+        key: max(by_run, key=lambda folder: (len(by_run[folder]), started[folder]))
+        for key, by_run in candidates.items()
+    }
+    return [answer for answer in found if answer.run == best[*answer.setting, answer.seed, answer.dataset]]
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else NAN
+
+
+def ratio(above: float, below: float) -> float:
+    return NAN if below == 0 or math.isnan(below) else above / below
+
+
+class Example:
+    """The answers to one example: seeds and turns count as one."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        pairs = [(answer.own, answer.baseline) for answer in answers if answer.baseline is not None]
+        self.is_paired = bool(pairs)
+        self.means = {name: mean(number(answer.own, name) for answer in answers) for name in PLAIN}
+        self.own = {name: mean(number(own, name) for own, _ in pairs) for name in COMPARED}
+        self.theirs = {name: mean(number(theirs, name) for _, theirs in pairs) for name in COMPARED}
+        self.of_pairs = {name: mean(number(own, name) for own, _ in pairs) for name in OF_PAIRS}
+        self.own_time = {name: sum(number(own, name) for own, _ in pairs) for name in SPEEDUPS.values()}
+        self.their_time = {name: sum(number(theirs, name) for _, theirs in pairs) for name in SPEEDUPS.values()}
+
+
+def of_dataset(examples: list[Example], picks: Picks, official: bool) -> dict[str, float]:
+    """The values of a dataset, and the score and memory of both sides of the answers beside a baseline."""
+    drawn = [examples[pick] for pick in picks]
+    pairs = [example for example in drawn if example.is_paired]
+    values = {name: mean(example.means[name] for example in drawn) for name in PLAIN}
+    values |= {name: mean(example.of_pairs[name] for example in pairs) for name in OF_PAIRS}
+    for speedup, clock in SPEEDUPS.items():
+        values[speedup] = ratio(
+            sum(example.their_time[clock] for example in pairs), sum(example.own_time[clock] for example in pairs)
+        )
+    for name in COMPARED:
+        values[f"own {name}"] = mean(example.own[name] for example in pairs)
+        values[f"their {name}"] = mean(example.theirs[name] for example in pairs)
+    if official:
+        values["score"] = dataset_score([example.means["score"] / 100 for example in drawn])
+        if pairs:
+            values["own score"] = dataset_score([example.own["score"] / 100 for example in pairs])
+            values["their score"] = dataset_score([example.theirs["score"] / 100 for example in pairs])
+    return with_ratios(values)
+
+
+def with_ratios(values: dict[str, float]) -> dict[str, float]:
+    """The values, with those that are made of others of the same row."""
+    own_cache = values["own kv_bytes"] + values["own aux_bytes"]
+    their_cache = values["their kv_bytes"] + values["their aux_bytes"]
+    return values | {
+        "cache_bytes": values["kv_bytes"] + values["aux_bytes"],
+        "cache_ratio": ratio(own_cache, their_cache),
+        "peak_ratio": ratio(values["own peak_memory_bytes"], values["their peak_memory_bytes"]),
+        "score_difference": values["own score"] - values["their score"],
+        "relative_score": ratio(100 * values["own score"], values["their score"]),
+        "answered_score": ratio(100 * values["score"], values["pct_answered"]),
+    }
+
+
+def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
+    return with_ratios({name: mean(part[name] for part in parts) for name in parts[0]})
+
+
+def picks_of(dataset: str, n: int) -> list[Picks]:
+    """All examples, then the documented draws of the bootstrap."""
+    draws = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n))
+    return [range(n), *draws.tolist()]
+
+
+def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict[str, Any]]:
+    """{"dataset NAME", "task NAME" or "all": its values} of one setting on one suite.
+
+    Each has examples, turns, datasets, seeds, score_seed_std, and `VALUES` as (value, low, high).
+    """
+    by_dataset: dict[str, dict[str, list[Answer]]] = {}
+    for answer in answers:
+        by_dataset.setdefault(answer.dataset, {}).setdefault(answer.id, []).append(answer)
+    drawn, seeds = {}, {}
+    for name, by_example in by_dataset.items():
+        examples = [Example(found) for found in by_example.values()]
+        picks = picks_of(name, len(examples))[: None if intervals else 1]
+        drawn[name] = [of_dataset(examples, pick, place == 0) for place, pick in enumerate(picks)]
+        seeds[name] = seed_scores(by_example)
+    levels: dict[str, tuple[list[str], list[dict[str, float]], dict[int, float]]] = {}
+    for name in drawn:
+        levels[f"dataset {name}"] = [name], drawn[name], seeds[name]
+    tasks = [task for task in TASKS if any(DATASETS[name].task == task for name in drawn)]
+    for task in tasks:
+        names = [name for name in drawn if DATASETS[name].task == task]
+        values = [mean_of(list(parts)) for parts in zip(*(drawn[name] for name in names), strict=True)]
+        levels[f"task {task}"] = names, values, mean_by_seed([seeds[name] for name in names])
+    of_tasks = [levels[f"task {task}"] for task in tasks]
+    values = [mean_of(list(parts)) for parts in zip(*(values for _, values, _ in of_tasks), strict=True)]
+    levels["all"] = list(drawn), values, mean_by_seed([scores for _, _, scores in of_tasks])
+    return {
+        level: {
+            "examples": sum(len(by_dataset[name]) for name in names),
+            "turns": sum(
+                len({answer.turn for answer in found}) for name in names for found in by_dataset[name].values()
+            ),
+            "datasets": len(names),
+            "seeds": len({answer.seed for answer in answers}),
+            "score_seed_std": deviation(list(by_seed.values())),
+            **{name: with_interval(name, values, min(len(by_dataset[one]) for one in names)) for name in VALUES},
+        }
+        for level, (names, values, by_seed) in levels.items()
+    }
+
+
+def with_interval(name: str, values: list[dict[str, float]], fewest: int) -> tuple[float, float, float]:
+    if fewest < 2 or len(values) == 1:
+        return values[0][name], NAN, NAN
+    low, high = np.percentile([one[name] for one in values[1:]], [2.5, 97.5])
+    return values[0][name], float(low), float(high)
+
+
+def seed_scores(by_example: dict[str, list[Answer]]) -> dict[int, float]:
+    """{seed: a dataset's score}, of the seeds that answered every example."""
+    found = {}
+    for seed in {answer.seed for answers in by_example.values() for answer in answers}:
+        by_seed = [[answer for answer in answers if answer.seed == seed] for answers in by_example.values()]
+        if all(by_seed):
+            found[seed] = dataset_score([mean(answer.own.score for answer in answers) for answers in by_seed])
+    return found
+
+
+def mean_by_seed(parts: list[dict[int, float]]) -> dict[int, float]:
+    return {seed: mean(part[seed] for part in parts) for seed in parts[0] if all(seed in part for part in parts)}
+
+
+def deviation(values: list[float]) -> float:
+    if len(values) < 2:
+        return NAN
+    return math.sqrt(sum((value - mean(values)) ** 2 for value in values) / (len(values) - 1))
+
+
+def table_of(runs: Sequence[StoredRun], intervals: bool = True) -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
+    """{(model, method, settings, suite, level): its values} of all runs together."""
+    settings: dict[Any, list[Answer]] = {}
+    for answer in answers_that_count(runs):
+        settings.setdefault(answer.setting, []).append(answer)
+    return {
+        (*setting, level): values
+        for setting, answers in settings.items()
+        for level, values in rows_of(answers, intervals).items()
+    }
+
+
+def failed_of(run: StoredRun, arms: Sequence[str], dataset: str) -> int:
+    """How many answers of these arms a dataset lacks because they failed in every visit."""
+    answered = {(visit.id, arm) for visit in run.visits if visit.dataset == dataset for arm in visit.answers}
+    failed = {(visit.id, arm) for visit in run.visits if visit.dataset == dataset for arm in visit.failures}
+    return len([1 for key in failed - answered if key[1] in arms])
+
+
+def score_failed_as_zero(run: StoredRun, arms: Sequence[str], dataset: str) -> float:
+    """The mean of a dataset's scores, 0 for those that failed."""
+    answered: dict[tuple[str, str], list[float]] = {}
+    for answer in answers_of(run):
+        if answer.dataset == dataset and answer.arm in arms:
+            answered.setdefault((answer.id, answer.arm), []).append(100 * answer.own.score)
+    return mean([*map(mean, answered.values()), *[0] * failed_of(run, arms, dataset)])
