@@ -398,9 +398,9 @@ class Conversation:
 
 def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
     """The prompt with more tokens after it. They are outside its text, so methods that read text keep them."""
-    end, later = (len(prompt.text), len(prompt.text)), len(token_ids) - len(prompt)
-    spans = (*prompt.spans, *[end] * later) if prompt.spans else ()
-    return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans, later=later)
+    end = len(prompt.text), len(prompt.text)
+    spans = (*prompt.spans, *[end] * (len(token_ids) - len(prompt))) if prompt.spans else ()
+    return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans)
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:

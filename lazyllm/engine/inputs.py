@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,12 @@ class Prompt:
     spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
     context: ascending, disjoint ranges of `text` that a method may shorten. The rest (instruction, question, an
         example's answer) is never shortened.
-    encode: tokenises another text in the same way, special tokens included; None if unknown.
-    later: number of last tokens that are outside `text`: those of a conversation's later turns.
     """
 
     token_ids: Tensor
     text: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     context: tuple[tuple[int, int], ...] = ()
-    encode: Callable[[str], Sequence[int]] | None = None
-    later: int = 0
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

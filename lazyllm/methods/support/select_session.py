@@ -43,13 +43,11 @@ class Selection:
     positions: [k] ascending, in the prompt.
     layer: whose attention selected them, the key in `Generation.selected`; 0 for none.
     renumber: as of `Select`.
-    token_ids: [k'] to run in place of the selected tokens, such as these in another tokenizer's words.
     """
 
     positions: Tensor
     layer: int = 0
     renumber: bool = False
-    token_ids: Tensor | None = None
 
 
 class SelectSession(Session):
@@ -69,9 +67,7 @@ class SelectSession(Session):
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         selection, text = self._selection, self._all_positions[: self.prompt_tokens]
-        if selection.token_ids is not None:
-            tokens = self.decoder.embed(selection.token_ids.to(self.decoder.device), text)
-        elif selection.renumber:
+        if selection.renumber:
             tokens = self.decoder.embed(token_ids[selection.positions], text)
         else:  # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
             tokens = self.decoder.embed(token_ids, text)[selection.positions]
