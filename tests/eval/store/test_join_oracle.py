@@ -11,7 +11,8 @@ import pytest
 from eval.analysis.run_table import arm_groups, comparisons, run_table
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES as TABLE_VALUES
-from eval.store.results import Results, beside, tell_apart
+from eval.store.join import beside
+from eval.store.results import Results, tell_apart
 from eval.store.runs import StoredRun
 from eval.store.visit import SCALES, Failure, Measurement, Request, Visit
 from tests.eval.store import join_oracle as oracle
