@@ -60,7 +60,7 @@ def test_config_file_opens_with_its_command_and_composes(file: Path) -> None:
 
 
 def test_names_of_datasets_and_tasks_choose_them() -> None:
-    assert {file.stem for file in FILES if file.parts[0] == "method"} == set(METHODS)
+    assert {file.stem for file in FILES if file.parts[0] == "method"} == {*METHODS, "selective_context"}
     assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
     tiny, llama2 = run_of("dataset=hops"), run_of("model=llama2", "dataset=hotpotqa")
     for name in (name for name, dataset in DATASETS.items() if SUITES[dataset.suite].missing is None):
