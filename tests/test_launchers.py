@@ -26,7 +26,7 @@ import pytest
 from eval.run.config import LAUNCHERS, check_arguments
 from eval.run.loop import measure
 from eval.store.folder import read_visits
-from eval.store.results import as_frame, find_runs
+from eval.store.results import find_runs
 from lazyllm.errors import UserError
 from tests.runs import run_of
 
