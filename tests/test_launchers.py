@@ -20,13 +20,14 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eval.run.config import LAUNCHERS, check_arguments
 from eval.run.loop import measure
 from eval.store.folder import read_visits
-from eval.store.results import find_runs
+from eval.store.results import Results, find_runs
 from lazyllm.errors import UserError
 from tests.runs import run_of
 
@@ -81,7 +82,8 @@ def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[st
     assert done.returncode == 2, output
     assert "after layer 9, but the model has only 8 layers" in done.stderr, output
     assert "job failed (method=static_pruning method.layer=9" in output
-    table = as_frame(find_runs([folder / "runs"]))
+    frame: Any = Results(find_runs([folder / "runs"])).frame
+    table = frame[~frame["is_baseline"]]
     assert sorted(json.loads(settings)["layer"] for settings in table["settings"].unique()) == [2, 3, 4], output
     assert set(table.groupby("run").size()) == {4}  # two examples of each dataset
     for jobs in (folder / "runs").glob("tiny-*/jobs.jsonl"):
