@@ -14,7 +14,7 @@ from eval.cli import main
 from eval.report.wandb_report import made, report_id
 from eval.store.results import Results
 from tests.eval.analysis.made import ARM, PRESETS, over
-from tests.eval.store.made import write_run
+from tests.eval.store.made import PROVENANCE, write_run
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
 
@@ -75,6 +75,14 @@ def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
         f"Config('report') = '{report_id(results)}'",
     }
     assert written("--title", "A title") == report
+
+
+def test_runs_on_servers_have_no_device_of_their_own() -> None:
+    write_run(Path("runs", "served"), over(("lcc",), ttft_s=0.1), model="a server's", arm=ARM,
+              provenance=PROVENANCE | {"machine": {"device": "server"}})  # fmt: skip
+    about = of_kind(written(), "P")[0]["text"]
+    assert "Runs: 3" in about
+    assert "device: a device, server" in about
 
 
 def test_report_is_made_of_public_classes() -> None:
