@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from lazyllm.engine.pack import generate_many
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
@@ -31,6 +30,7 @@ from transformers import AutoConfig
 from lazyllm.bench import HEADINGS, case_of, cells_of, row, run_alone
 from lazyllm.bench import main as bench
 from lazyllm.bench import parser as bench_parser
+from lazyllm.engine.batch import generate_many
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.flops import LayerShape, prefill_flops
@@ -210,7 +210,7 @@ def together(device: torch.device) -> Cases:
         began = read_clock(device)
         alone = [generate(model, prompt, method, new_tokens, ()).token_ids for prompt in prompts]
         between = read_clock(device)
-        packed = dict(generate_many(model, prompts, method, new_tokens, (), rows=rows))
+        packed = dict(generate_many(model, prompts, method, new_tokens, (), batch_size=rows))
         done = read_clock(device)
         same = sum(packed[row].token_ids == alone[row] for row in range(rows))
         return {"same_answers": same, "one_by_one_s": between - began, "packed_s": done - between}
@@ -281,7 +281,9 @@ def seconds_of(part: str, card: Accelerator) -> float:
     config = AutoConfig.for_model(**fields_of(options.shape))
     layers, total = config.num_hidden_layers, 60.0  # a minute to load and to warm up
     weights = 2 * (layers * LayerShape.of(config).linear_flops // 2 + 2 * config.vocab_size * config.hidden_size)
-    methods = sum(len(options.speedups) if kind.dial else 1 for kind in METHODS.values()) if options.field else 1
+    methods = (
+        sum(len(options.speedups) if kind.target_parameter else 1 for kind in METHODS.values()) if options.field else 1
+    )
     times = options.repeats + options.warmup
     passes = 1 + methods * (1 + 2 * times) + (3 * times if options.against else 0)
     for tokens in options.tokens:

@@ -229,7 +229,7 @@ class Bench:
         """
         batch, inside = Batch(self.model, size), dict[Request, tuple[Todo, Arm]]()
         while waiting or inside:
-            failure, freed = None, False
+            failure, lacks_memory, freed = None, False, False
             done: list[tuple[Request, Generation]] = []
             try:
                 if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
@@ -268,7 +268,7 @@ class Bench:
         failures = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, Failure)}
         answers = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, _Answers)}
         baseline = answers.get(self.baseline or "")
-        forced_baseline = cache(partial(self._forced_baseline, one.case, baseline))
+        forced_baseline = cache(lambda: self._forced_baseline(one.case, baseline.outs[0].token_ids) if baseline else {})
         measured: dict[str, list[Measurement]] = {}
         for label, own in answers.items():
             try:
@@ -292,10 +292,10 @@ class Bench:
             one, {label: measured[label] for label in labels}, failures, attention_kernel=self.attention_kernel
         )
 
-    def _forced_baseline(self, case: Case, baseline: _Answers) -> dict[str, tuple[list[int], Tensor]]:
+    def _forced_baseline(self, case: Case, answer: list[int]) -> dict[str, tuple[list[int], Tensor]]:
         """{"answer" and "gold": (its tokens, the baseline's logits before each)}."""
         gold = gold_token_ids(self.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
-        answers = {"answer": baseline.outs[0].token_ids, "gold": gold}
+        answers = {"answer": answer, "gold": gold}
         prompt = case.prompt.as_input()
         return {name: (ids, forced_logits(self.model, prompt, Baseline(), ids)) for name, ids in answers.items()}
 

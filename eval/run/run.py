@@ -207,7 +207,7 @@ class Run:
 
         server, servers, described = self.config.server, dict[str, Server](), list[tuple[Server, Server]]()
         for label, settings in self.asked.items():
-            url = settings.get("url") or server.url
+            url: Any = settings.get("url") or server.url
             kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
             extra = {**server.extra_body, **(settings.get("extra_body") or {})}
             name = settings.get("model") or self.config.model.name
@@ -393,7 +393,9 @@ def _check_model(run: Run) -> None:
     if "max_position_embeddings" in config:
         limit_of_prompts(run, config["max_position_embeddings"])
     layers: int | None = config.get("num_hidden_layers")  # None in a nested config, which transformers reads
-    for settings in run.asked.values() if layers is not None else ():
+    if layers is None:
+        return
+    for settings in run.asked.values():
         with about_the_method():
             build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
 

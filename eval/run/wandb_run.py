@@ -128,7 +128,7 @@ class Tracker:
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
         """Show the arm's part of the finished run: its rows of the table, and every turn in another."""
         names = [name for name, labels in arm_groups(self.run).items() if self.arm.name in labels]
-        rows = table.frame[table.frame["method"].isin(names)]
+        rows: Any = table.frame[table.frame["method"].isin(names)]
         named = rows.assign(name=rows["name"].where(rows["kind"] != "all", "all"))
         values = named.drop(columns=["run", "kind", "task", "method"]).astype(object).melt("name").dropna()
         self._run.summary.update({f"{name}/{column}": value for name, column, value in values.itertuples(index=False)})

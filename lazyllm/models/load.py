@@ -73,7 +73,7 @@ def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
     config = check_loading(spec)
     model = random_weights(config, spec) if spec.is_dummy else _checkpoint(spec, config)
     model.eval()
-    model.sdpa_backend = spec.sdpa_backend  # read by `lazyllm.engine.sdpa`
+    model.sdpa_backend = spec.sdpa_backend  # pyright: ignore[reportArgumentType]  # read by `lazyllm.engine.sdpa`
     if plain:
         return model
     try:
