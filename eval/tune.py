@@ -73,7 +73,10 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     expected = {
         **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in refused},
         "baseline": (plain.baseline, "true, as the finalists of a search are compared with it"),
-        "method.name": (by_name(plain.method["name"]).dial == "schedule", "method=lazy, or one with a schedule"),
+        "method.name": (
+            by_name(plain.method["name"]).target_parameter == "schedule",
+            "method=lazy, or one with a schedule",
+        ),
         "method.schedule": (plain.method.get("schedule", "paper") == "paper", "no such key: the search finds it"),
         "timeout_s": (plain.timeout_s is None or plain.timeout_s > 0, "more than 0 seconds, or null"),
         **{key: (getattr(plain, key) >= 1, "1 or more") for key in ("trials", "layers")},

@@ -17,8 +17,8 @@ from lazyllm.errors import UserError
 from lazyllm.methods.support.schedule import Schedule
 
 if TYPE_CHECKING:
+    from lazyllm.engine.batch import generate_many
     from lazyllm.engine.generation import Generation, generate, start
-    from lazyllm.engine.pack import generate_many
     from lazyllm.integrations.transformers_generate import generate_with, using
     from lazyllm.models.load import load_model
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HEAVY = {
     "Generation": "lazyllm.engine.generation",
     "generate": "lazyllm.engine.generation",
-    "generate_many": "lazyllm.engine.pack",
+    "generate_many": "lazyllm.engine.batch",
     "start": "lazyllm.engine.generation",
     "generate_with": "lazyllm.integrations.transformers_generate",
     "load_model": "lazyllm.models.load",

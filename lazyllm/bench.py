@@ -31,7 +31,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import pairwise, product
@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError, parser_of
+from lazyllm.files import write_whole
 from lazyllm.machine import LONG, device_name, git_commit, handicaps
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, make
 from lazyllm.methods.support.schedule import Schedule
@@ -156,7 +157,7 @@ def cells_of(case: BenchCase) -> list[str]:
 
 def main(arguments: Sequence[str]) -> None:
     """The command. Raises UserError, for bad arguments before torch is imported."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     spec = ModelSpec(
         options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed
     )
@@ -177,7 +178,7 @@ def main(arguments: Sequence[str]) -> None:
     from transformers import AutoConfig
 
     from lazyllm.engine.checks import check_same_as_model
-    from lazyllm.engine.devices import attention_events, attention_kernel
+    from lazyllm.measuring import attention_events, attention_kernel
     from lazyllm.models.load import as_device, random_weights
 
     device = as_device(options.device)
@@ -191,7 +192,7 @@ def main(arguments: Sequence[str]) -> None:
         "commit": git_commit(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
     }
-    cases: list[BenchCase] = []
+    cases = measured_before(options.json, about)
     with TemporaryDirectory() as draft:
         if options.field:
             save_draft(config, spec, draft)
@@ -205,27 +206,53 @@ def main(arguments: Sequence[str]) -> None:
         about["attention_kernel"] = attention_kernel(events)
         print(f"the baseline's attention kernel, by profiler: {about['attention_kernel']}")
         print("", row(HEADINGS), row(f"{'-' * (width - 1)}:" for width in WIDTHS), sep="\n")
-        for case in measure(options, model, contenders):
+        print(*(row(cells_of(case)) for case in cases), sep="\n", end="\n" if cases else "")
+        for case in measure(options, model, contenders, tuple(cases)):
             cases.append(case)
             print(row(cells_of(case)), flush=True)
             if options.json:
-                options.json.write_text(json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
+                write_whole(options.json, json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
     long = [pair.baseline.mfu for case in cases if case.tokens >= LONG for pair in case.pairs]
     least = min((100 * mfu for mfu in long if mfu is not None), default=math.nan)
-    print(*(f"Caution: {sign}." for sign in handicaps(about["device"], [about["attention_kernel"]], least)), sep="\n")
+    signs = handicaps(about["device"], [about["attention_kernel"]], least, options.dtype)
+    print(*(f"Caution: {sign}." for sign in signs), sep="\n")
 
 
-def measure(options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]]) -> Iterator[BenchCase]:
-    """Every method, and transformers, against the baseline. contenders: {prompt tokens: {name: method}}."""
+def measured_before(file: Path | None, about: Mapping[str, Any]) -> list[BenchCase]:
+    """The cases in the file of an interrupted call; none if its settings, device or versions were others."""
+    if file is None or not file.is_file():
+        return []
+    held = json.loads(file.read_text(encoding="utf-8"))
+    if {key: held.get(key) for key in about} != json.loads(json.dumps(about)):
+        return []
+    return [case_of(case) for case in held["cases"]]
+
+
+def case_of(fields: Mapping[str, Any]) -> BenchCase:
+    """A case as it stands in the file."""
+    pairs = [Pair(Run(**pair["baseline"]), Run(**pair["other"])) for pair in fields["pairs"]]
+    return BenchCase(**{**fields, "pairs": pairs})
+
+
+def measure(
+    options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]], before: Sequence[BenchCase] = ()
+) -> Iterator[BenchCase]:
+    """Every method, and transformers, against the baseline, but for the cases measured `before`.
+
+    contenders: {prompt tokens: {name: method}}.
+    """
     import torch
 
     draw = torch.Generator().manual_seed(options.seed)
+    done = {(case.name, case.tokens, case.turn, case.new_tokens) for case in before}
     for tokens, turn, new_tokens in _sizes(options):
         text = torch.randint(0, model.config.vocab_size, (tokens + turn,), generator=draw)
         prompt, later = text[:tokens], text[tokens:]
         alone, peak = (None, None) if turn else run_alone(model, Baseline(), prompt, new_tokens)
         named: dict[str, Method | None] = {**contenders[tokens], **({"hf": None} if options.against else {})}
         for name, method in named.items():
+            if (name, tokens, turn, new_tokens) in done:
+                continue
             own, own_peak = run_alone(model, method, prompt, new_tokens) if alone and method else (None, None)
             pairs = [Pair(alone, own)] if alone and own and not options.repeats else []
             for number in range(options.warmup + options.repeats if options.repeats else 0):
@@ -250,29 +277,25 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
     import torch
 
     from lazyllm.engine.decoder import open_decoder
-    from lazyllm.engine.devices import read_work_clock, utilisation
-    from lazyllm.engine.generation import Greedy
-
-    device, config, choose = model.device, model.config, Greedy()
+    from lazyllm.engine.generation import Greedy, Request, advance, begin
+    from lazyllm.measuring import utilisation
 
     def token_by_token(method: Method) -> Iterator[Run | None]:
         """The generation of `lazyllm.generate`: each `next` generates a token; the last one gives the run."""
-        began = read_work_clock(device)
-        session = method.start(decoder, Prompt(prompt), new_tokens)
-        token_id, _ = choose(session.prefill(prompt.to(device)))
-        token_ids, seconds = [token_id], [read_work_clock(device) - began - session.scoring.uncounted_s]
+        request = Request(Prompt(prompt), method, new_tokens, Greedy())
+        ttft_s, generation = timed(model, lambda: begin(decoder, request))
+        session, step_s = generation.session, list[float]()
+        ttft_s -= session.scoring.uncounted_s
         held = session.kv_bytes, session.aux_bytes
-        for _ in range(new_tokens - 1):
+        while not generation.is_done:
             yield None
-            began = read_work_clock(device)
-            token_id, _ = choose(session.step(token_id))
-            seconds.append(read_work_clock(device) - began)
-            token_ids.append(token_id)
+            seconds, _ = timed(model, lambda: advance([generation]))
+            step_s.append(seconds)
         computed = [[int(count) for count in step] for step in session.computed]
         revived = [after - before for before, after in pairwise(map(statistics.fmean, computed))]
-        flops = method.first_token_flops(config, len(prompt), computed[0])
-        mfu = utilisation(model, flops, seconds[0])
-        yield Run(token_ids, seconds[0], seconds[1:], sum(seconds), flops, revived, *held, mfu)
+        flops = method.first_token_flops(model.config, len(prompt), computed[0])
+        mfu = utilisation(model, flops, ttft_s)
+        yield Run(generation.token_ids, ttft_s, step_s, ttft_s + sum(step_s), flops, revived, *held, mfu)
 
     first = [_transformers(model, prompt, new_tokens) for method in methods if method is None]
     for method in filter(None, methods):
@@ -286,7 +309,7 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
 
 def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> tuple[Run, int | None]:
     """A generation, and the peak of its memory in bytes beyond what was held before; None if it is unknown."""
-    from lazyllm.engine.devices import read_peak, release_memory, reset_peak
+    from lazyllm.measuring import read_peak, release_memory, reset_peak
 
     release_memory(model.device)
     reset_peak(model.device)
@@ -298,7 +321,7 @@ def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens
 
 def timed(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result) of a call."""
-    from lazyllm.engine.devices import read_work_clock
+    from lazyllm.measuring import read_work_clock
 
     began = read_work_clock(model.device)
     result = call()
@@ -372,8 +395,8 @@ def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
 
 
 def field(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[str, Method]:
-    """Every method at each ideal TTFT speedup that its dial reaches on n prompt tokens; once if it has no dial."""
-    needed: dict[str, dict[str, Any]] = {  # besides the dial; all else is the authors' default
+    """Every method at each ideal TTFT speedup that it reaches on n prompt tokens; once if it is not solved for one."""
+    needed: dict[str, dict[str, Any]] = {  # besides `target_parameter`; all else is the authors' default
         "asl": {"threshold": 1e9},  # on random weights ranks never settle: cut at the earliest layer
         "prompt_compression": {"keep": 0.5, "unit": "token"},
         "specprefill": {"draft": draft},
@@ -381,15 +404,15 @@ def field(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[st
     }
     methods: dict[str, Method] = {}
     for name, kind in METHODS.items():
-        settings, dial = needed.get(name, {}), kind.dial
+        settings, parameter = needed.get(name, {}), kind.target_parameter
         if kind is Baseline or kind.diagnostic:
             continue
-        if dial is None:
+        if parameter is None:
             methods[name] = make(name, settings)
             continue
         for target in speedups:
             if (value := kind.solve(settings, config, n, target)) is not None:
-                methods[f"{name} {target:g}x"] = make(name, settings | {dial: value})
+                methods[f"{name} {target:g}x"] = make(name, settings | {parameter: value})
     return methods
 
 
@@ -408,7 +431,7 @@ def _sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
     return product(options.tokens, options.turn or [0], [1] if options.turn else options.new_tokens)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = parser_of("bench", __doc__)
     add = parser.add_argument
     add("--shape", default="llama-1b", help="a preset, or sizes: layers=16,width=1024,...")

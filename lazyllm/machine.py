@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Accelerator:
     """A kind of GPU, by its maker's data sheet, without sparsity.
 
-    name: words of the driver's name for it. flops_per_s: in 16 bits. float32_flops_per_s: without TF32. gigabytes: its
-    memory.
+    name: words of the driver's name for it. flops_per_s: in 16 bits, in tensor cores. float32_flops_per_s: outside
+    them. gigabytes: its memory. has_bfloat16: whether its tensor cores take bfloat16 and TF32; else float16 alone.
     """
 
     name: str
@@ -31,48 +31,80 @@ class Accelerator:
     float32_flops_per_s: float
     bytes_per_s: float
     gigabytes: float
+    has_bfloat16: bool = True
 
-    def share(self, flops_per_s: float, is_float32: bool = False) -> float:
-        """The share of the peak at a rate, from 0 to 1. Raises UserError for more."""
-        peak = self.float32_flops_per_s if is_float32 else self.flops_per_s
-        if flops_per_s > peak:
+    def peak(self, dtype: str, tf32: bool = False) -> float | None:
+        """FLOP/s in a dtype by its name, such as "bfloat16"; None if the data sheet names none.
+
+        tf32: whether products in float32 may use TF32, at half of the rate of 16 bits.
+        """
+        if dtype == "float32":
+            return self.flops_per_s / 2 if tf32 and self.has_bfloat16 else self.float32_flops_per_s
+        if dtype == "float16" or (dtype == "bfloat16" and self.has_bfloat16):
+            return self.flops_per_s
+        return None
+
+    def share(self, flops_per_s: float, dtype: str = "bfloat16", tf32: bool = False) -> float | None:
+        """The share of the `peak` at a rate; None without a peak. Raises UserError for more than any clock reaches."""
+        peak = self.peak(dtype, tf32)
+        if peak is None:
+            return None
+        if flops_per_s > ABOVE_RATED * peak:
             raise UserError(
                 f"impossible clock: {flops_per_s / 1e12:.4g} TFLOP/s are {flops_per_s / peak:.0%} of the peak of "
-                f"{self.name}, {peak / 1e12:.4g} TFLOP/s; expected at most 100 %: wait for the device before each "
+                f"{self.name}, {peak / 1e12:.4g} TFLOP/s; expected at most 105 %: wait for the device before each "
                 "reading (torch.cuda.synchronize), and give the device and dtype that ran"
             )
         return flops_per_s / peak
 
 
 LONG, LEAST_MFU = 8000, 40  # tokens; per cent of its peak that a good baseline reaches from there on
-FLASH_2 = "FlashAttention 2"  # as `lazyllm.engine.devices.attention_kernel` names it
+FLASH_2 = "FlashAttention 2"  # as `lazyllm.measuring.attention_kernel` names it
+ABOVE_RATED = 1.05  # of the peak: cards boost a little above the clock of their data sheet
 # Names that contain another one come first
 ACCELERATORS = {
+    "b200": Accelerator("B200", 2250e12, 75e12, 8e12, 180),
+    "gh200": Accelerator("GH200", 989e12, 67e12, 4e12, 96),
+    "h200_nvl": Accelerator("H200 NVL", 836e12, 60e12, 4.8e12, 141),
     "h200": Accelerator("H200", 989e12, 67e12, 4.8e12, 141),
     "h100_nvl": Accelerator("H100 NVL", 835e12, 60e12, 3.9e12, 94),
     "h100_pcie": Accelerator("H100 PCIe", 756e12, 51e12, 2e12, 80),
     "h100": Accelerator("H100", 989e12, 67e12, 3.35e12, 80),
+    "h800_pcie": Accelerator("H800 PCIe", 756e12, 51e12, 2e12, 80),
+    "h800": Accelerator("H800", 989e12, 67e12, 3.35e12, 80),
+    "a100_40gb": Accelerator("A100 40GB", 312e12, 19.5e12, 1.555e12, 40),
     "a100": Accelerator("A100", 312e12, 19.5e12, 2.04e12, 80),
     "l40s": Accelerator("L40S", 362e12, 91.6e12, 0.864e12, 48),
     "rtx4090": Accelerator("RTX 4090", 165e12, 82.6e12, 1.01e12, 24),
     "l4": Accelerator("L4", 121e12, 30.3e12, 0.3e12, 24),
+    "v100_32gb": Accelerator("V100 32GB", 125e12, 15.7e12, 0.9e12, 32, has_bfloat16=False),
+    "v100": Accelerator("V100", 125e12, 15.7e12, 0.9e12, 16, has_bfloat16=False),
+    "t4": Accelerator("T4", 65e12, 8.1e12, 0.32e12, 16, has_bfloat16=False),
 }
+# Words of names of parts (MIG) and of smaller cards with a larger one's number, such as the RTX 4090 D
+_SMALLER = {"MIG", "D", "Laptop"}
 
 
 def accelerator(device: str) -> Accelerator | None:
-    """The data sheet of a device, by the driver's name; None if it is unknown or a part of a GPU (MIG)."""
-    whole = "MIG" not in device.split()
-    return next((kind for kind in ACCELERATORS.values() if whole and re.search(rf"\b{kind.name}\b", device)), None)
+    """The data sheet of a device, by the driver's name; None if it is unknown, a part of a GPU or a smaller one."""
+    words = {*re.split(r"[\s-]+", device)}
+    if words & _SMALLER:
+        return None
+    return next((kind for kind in ACCELERATORS.values() if words >= {*kind.name.split()}), None)
 
 
-def handicaps(device: str, kernels: Collection[str], least_mfu: float) -> list[str]:
+def handicaps(device: str, kernels: Collection[str], least_mfu: float, dtype: str | None = None) -> list[str]:
     """A sentence for each sign that a baseline is slower than it could be, which flatters every speedup.
 
     device: the driver's name. kernels: of its attention. least_mfu: in per cent, of its prefills of `LONG` prompts; NaN
-    if there are none.
+    if there are none. dtype: the model's, if known.
     """
     kind = accelerator(device)
     sentences = []
+    if kind is not None and dtype == "bfloat16" and not kind.has_bfloat16:
+        sentences.append(
+            f"{device} has no units for bfloat16, which it emulates, far slower than float16: give model.dtype=float16"
+        )
     if kind is not None and least_mfu < LEAST_MFU:
         sentences.append(
             f"At {LONG:,} prompt tokens and more, the baseline's prefill reaches {least_mfu:.0f} % of the peak of "

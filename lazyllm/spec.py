@@ -14,6 +14,7 @@ from lazyllm.presets import PRESETS
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+SDPA_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 # Name -> the package that quantises
 QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
 
@@ -32,6 +33,8 @@ class ModelSpec:
     revision: branch, tag or commit of a hub id.
     tokenizer: folder or hub id of a tokenizer, if not the model's.
     attn_implementation: "sdpa", "eager" or "flash_attention_2".
+    sdpa_backend: the first choice of SDPA on a GPU: "flash", "cudnn" (in prefill only), "efficient" or "math"; "auto"
+        takes cuDNN on Hopper and flash elsewhere. A backend that cannot run an input leaves it to the next one.
     quantise: quantise the weights while they are read: "int8" or "int4" by torchao, "bnb_int8" (LLM.int8) or "bnb_nf4"
         by bitsandbytes. None leaves them as they are, quantised or not.
     device_map: "auto" spreads the layers over all accelerators, then over the host's memory; a mapping
@@ -46,6 +49,7 @@ class ModelSpec:
     revision: str | None = None
     tokenizer: str | None = None
     attn_implementation: str = "sdpa"
+    sdpa_backend: str = "auto"
     quantise: str | None = None
     device_map: DeviceMap | None = field(default=None, hash=False)
     seed: int = 0
@@ -65,9 +69,19 @@ class ModelSpec:
 
         `lazyllm.models.load.check_loading` checks what depends on the machine or the checkpoint.
         """
-        for key, choices in (("load_format", LOAD_FORMATS), ("dtype", DTYPES), ("attn_implementation", ATTENTION)):
+        for key, choices in (
+            ("load_format", LOAD_FORMATS),
+            ("dtype", DTYPES),
+            ("attn_implementation", ATTENTION),
+            ("sdpa_backend", SDPA_BACKENDS),
+        ):
             if (value := getattr(self, key)) not in choices:
                 raise UserError(f"unknown {key} {value!r}: give one of {', '.join(choices)}")
+        if self.sdpa_backend != "auto" and self.attn_implementation != "sdpa":
+            raise UserError(
+                f"sdpa_backend={self.sdpa_backend} chooses among the backends of attn_implementation=sdpa, but this is "
+                f"{self.attn_implementation}: leave one of them out"
+            )
         if self.quantise is not None and self.quantise not in QUANTISATIONS:
             raise UserError(
                 f"unknown quantise {self.quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none"

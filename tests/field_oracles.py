@@ -1,10 +1,10 @@
 """Obvious, slow, independent versions of the field's other methods that shorten prefill, for the tests only.
 
-GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789; across tokenizers 2603.02631), CLAA
-(2602.16054), ASL (2601.07667), PyramidInfer (2405.12532), UniPrefill (2605.06221) and the diagnostic oracle. Written
-from descriptions of the algorithms, not from the authors' code and not from the ``lazyllm`` package. Tokens live in
-dictionaries keyed by their position, attention is computed for one query token at a time
-(:class:`tests.reference.HandModel`), everything is float64.
+GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789), CLAA (2602.16054), ASL (2601.07667),
+PyramidInfer (2405.12532), UniPrefill (2605.06221) and the diagnostic oracle. Written from descriptions of the
+algorithms, not from the authors' code and not from the ``lazyllm`` package. Tokens live in dictionaries keyed by their
+position, attention is computed for one query token at a time (:class:`tests.reference.HandModel`), everything is
+float64.
 
 Notation as in :mod:`tests.reference`: layers are counted from 1; positions, heads and chunks from 0; ``n`` prompt
 tokens. A boundary's key in ``selected`` is the layer whose attention selected; 0: before layer 1.
@@ -97,22 +97,13 @@ Oracle
     an end token excluded. Scores as SpecPrefill's (19) with the model as its own draft, for single tokens.
 35. The last prompt token always stays and counts in ``keep``: an upper reference has to see what it continues.
 
-SpecPrefill across tokenizers
-36. The draft reads the text in its own tokens, special ones included, and scores them as with one tokenizer. Chunks are
-    of its tokens that stand for at least one character: special tokens belong to none.
-37. A chunk's text goes from the first character of its first token to the last of its last token. Neighbouring kept
-    chunks are one piece, with what may lie between them. Pieces are joined by ``[...]``, without any at the ends.
-38. The model's tokenizer reads the joined text as it read the prompt; the model runs that from position 0. If all
-    chunks stay, nothing is scored, and the prompt's own tokens run.
-39. ``selected`` names the prompt's tokens that share a character with a piece, and those that stand for none.
-
 UniPrefill
-40. The release cuts between a layer's attention and its MLP. An MLP sees one token at a time, so a cut after the layer
+36. The release cuts between a layer's attention and its MLP. An MLP sees one token at a time, so a cut after the layer
     has the same results; ``passes`` counts the tokens that enter the layer.
-41. Layers are those given, also the last one. A layer that at most ``first + last`` tokens enter cuts nothing.
-42. Ties of blocks go to the later block, as in the release: the one exception from 1. The mass before a block is exact
+37. Layers are those given, also the last one. A layer that at most ``first + last`` tokens enter cuts nothing.
+38. Ties of blocks go to the later block, as in the release: the one exception from 1. The mass before a block is exact
     (fractions of the float64 sums), so ``p=1`` keeps everything.
-43. With fewer than ``window`` tokens, all their queries count. The last block may be short; its mass is not scaled.
+39. With fewer than ``window`` tokens, all their queries count. The last block may be short; its mass is not scaled.
 """
 
 from __future__ import annotations
@@ -131,7 +122,6 @@ from tests.reference import HandModel, Pair
 Ids = Sequence[int]
 Scores = dict[int, float]  # {position: score}
 Attention = dict[int, list[Scores]]  # {position of the query: for each query head, {position of the key: probability}}
-Token = tuple[int, int, int]  # a token's id, its first character, and the first character after it
 Cache = dict[int, list[dict[int, Pair]]]  # {layer: for each KV head, {position: key and value}}
 
 
@@ -379,59 +369,6 @@ def specprefill(
     best = out.best(means, share_of(keep, len(chunks), ceil), forced)
     out.selected[0] = [p for c in best for p in chunks[c]]
     return finish_alone(hand, {p: prompt_ids[p] for p in out.selected[0]}, n, steps, out)
-
-
-def specprefill_across(
-    model: Model,
-    draft: Model,
-    text: str,
-    read: Callable[[str], Sequence[Token]],
-    read_by_draft: Callable[[str], Sequence[Token]],
-    keep: float,
-    lookahead: int = 8,
-    chunk: int = 32,
-    pool: int = 13,
-    sound: bool = False,
-    steps: int = 4,
-    eos_token_ids: Collection[int] = (),
-    later: Ids = (),
-) -> FieldOutput:
-    """SpecPrefill with a draft that has another tokenizer (36 to 39): ``[...]`` replaces omitted text.
-
-    ``later``: tokens of later turns. They have no text, so they follow what is kept.
-    """
-    hand, out = HandModel(model), FieldOutput()
-    prompt, tokens = read(text), read_by_draft(text)
-    places = [place for place, (_, start, stop) in enumerate(tokens) if start < stop]
-    chunks = [places[first : first + chunk] for first in range(0, len(places), chunk)]
-    count, token_ids, letters = (
-        share_of(keep, len(chunks), ceil),
-        [token for token, _, _ in prompt],
-        set(range(len(text))),
-    )
-    forced = {number for number, members in enumerate(chunks) if {places[0], *places[-chunk:]} & {*members}}
-    if max(count, len(forced) if sound else 0) < len(chunks):
-        draft_ids = [token for token, _, _ in tokens]
-        out.scores[0], out.lookahead = look_ahead(HandModel(draft), draft_ids, lookahead, eos_token_ids, pool)
-        means = {c: sum(out.scores[0][p] for p in members) / len(members) for c, members in enumerate(chunks)}
-        best = out.best(means, count, forced if sound else ())
-        pieces = ""
-        letters = set()
-        for c in best:
-            start, stop = tokens[chunks[c][0]][1], tokens[chunks[c][-1]][2]
-            if c - 1 in best:
-                start = tokens[chunks[c - 1][-1]][2]
-            elif pieces:
-                pieces += "[...]"
-            pieces += text[start:stop]
-            letters |= {*range(start, stop)}
-        token_ids = [token for token, _, _ in read(pieces)]
-    out.selected[0] = [
-        p for p, (_, start, stop) in enumerate(prompt) if start == stop or letters & {*range(start, stop)}
-    ]
-    out.selected[0] += range(len(prompt), len(prompt) + len(later))
-    token_ids += later
-    return finish_alone(hand, dict(enumerate(token_ids)), len(token_ids), steps, out)
 
 
 def oracle(

@@ -18,7 +18,7 @@ FLOORS = [
     ["lazyllm.files", "lazyllm.machine", "lazyllm.presets"],
     ["lazyllm.spec"],
     ["lazyllm.engine"],
-    ["lazyllm.models"],
+    ["lazyllm.measuring", "lazyllm.models"],
     ["lazyllm.methods"],
     ["lazyllm.integrations"],
     ["lazyllm"],

@@ -13,7 +13,8 @@ from eval.analysis.columns import BASELINE, SECTION, in_order, range_of, ranges_
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
 from eval.benchmarks.datasets import TASKS
 from eval.store.aggregate import drawn_means, on_common_examples
-from eval.store.results import Results, beside, first_turns
+from eval.store.join import beside
+from eval.store.results import Results, first_turns
 
 LEAST = 0.9  # of its target: a setting whose prefills' measured ideal speedup is lower is not ranked
 _VALUES = {"kl": 5, "score": 2}  # digits shown

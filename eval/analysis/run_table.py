@@ -20,7 +20,8 @@ from eval.analysis.table import COMPUTED, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
 from eval.store.folder import read_planned
-from eval.store.results import Results, beside
+from eval.store.join import beside
+from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
 from lazyllm.machine import accelerator
 

@@ -23,7 +23,8 @@ from eval.analysis.run_table import FEWEST
 from eval.analysis.style import as_published, studied, usual
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
 from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
-from eval.store.results import Results, beside, first_turns
+from eval.store.join import beside
+from eval.store.results import Results, first_turns
 from eval.store.visit import read_trace
 
 AGREES, HIGHER, LOWER = "agrees", "differs (higher)", "differs (lower)"

@@ -88,7 +88,7 @@ class BuiltPrompt:
         import lazyllm
 
         spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
-        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context, self.encode)
+        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
 
 
 def build_prompt(

@@ -109,6 +109,20 @@ class Example:
     official: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
+@dataclass(frozen=True)
+class Published:
+    """The published size of a dataset, for plans before its rows are here.
+
+    examples: their number. words: mean of an example. max_new_tokens: of an answer. tokens_per_word: by Llama 2's
+    tokenizer.
+    """
+
+    examples: int
+    words: int
+    max_new_tokens: int
+    tokens_per_word: float
+
+
 class DoesNotFitError(UserError):
     """The rows of one dataset cannot be made with these settings; those of others may."""
 
@@ -194,6 +208,7 @@ class Suite:
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
     cached: whether all its files are in the caches; None if it needs no download.
+    published: sizes by the name of the dataset, if they are published.
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
     shorter: advice if a prompt is longer than the model's positions.
     """
@@ -215,6 +230,7 @@ class Suite:
     check: Callable[[Dataset, DataSettings], None] = lambda dataset, settings: None
     missing: Callable[[Dataset, DataSettings], str | None] | None = None
     cached: Callable[[], bool] | None = None
+    published: Mapping[str, Published] = field(default_factory=dict)
     length: Callable[[DataSettings], int | None] = lambda settings: None
     shorter: str = "set a lower model.max_prompt_tokens"
 

@@ -162,8 +162,8 @@ def parameters_of(
 def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A method's settings in a run's identity: equal for all ways to write the same method.
 
-    Hyperparameters at their default are left out, except a seed and the method's `dial` and `named` ones. Raises
-    UserError.
+    Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and
+    `shown_parameters`. Raises UserError.
     """
     with about_the_method():
         settings = targets.at_depth(settings, num_layers)
@@ -171,7 +171,7 @@ def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     written = {"name": settings["name"]}
     for key, default in settings_of(kind).items():
         value = settings.get(key, default)
-        if key in (kind.dial, "seed", *kind.named) or value != default:
+        if key in (kind.target_parameter, "seed", *kind.shown_parameters) or value != default:
             written[key] = value
     turns = later_turns(settings)
     return written if turns == "continue" else written | {"turns": turns}

@@ -1,22 +1,22 @@
-"""A run's examples with their prompts, ready to be measured. No weights are needed."""
+"""A run's examples with their prompts, ready to be measured. No weights are needed.
+
+Functions take an `eval.run.run.Run`, whose properties call them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset
 from eval.run.work import rows_of_answers
-from lazyllm.engine.devices import memory_of
 from lazyllm.errors import UserError
+from lazyllm.measuring import memory_of
 from lazyllm.methods import Method
 from lazyllm.models.load import devices_in_use, load_end_ids
-
-if TYPE_CHECKING:
-    from eval.run.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Case:
         return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
 
 
-def make_cases(run: Run) -> list[Case]:
+def make_cases(run: Any) -> list[Case]:
     """The cases of a run, in order. Raises UserError for a prompt that the model or an arm's method cannot take."""
     model, longest = run.config.model, run.positions
     if None in (model.max_prompt_tokens, model.chat):
@@ -66,7 +66,7 @@ def make_cases(run: Run) -> list[Case]:
     return [case for data in run.loaded for case in _cases(run, data)]
 
 
-def _cases(run: Run, data: LoadedDataset) -> Iterator[Case]:
+def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
     dataset, limit, longest = data.dataset, run.max_prompt_tokens, run.positions
     methods = _methods(run, dataset.name)
     end_ids = end_token_ids(run.tokenizer, () if run.is_served else load_end_ids(run.spec), dataset)
@@ -102,7 +102,7 @@ def _cases(run: Run, data: LoadedDataset) -> Iterator[Case]:
         yield Case(dataset, example, prompt, max_new_tokens, end_ids)
 
 
-def choose_batch_size(run: Run) -> int:
+def choose_batch_size(run: Any) -> int:
     """The number of answers that decode together. Raises UserError if an arm's answers cannot."""
     methods = [method for dataset in run.datasets for method in _methods(run, dataset.name)]
     new_tokens = max(data.max_new_tokens for data in run.loaded)
@@ -110,6 +110,6 @@ def choose_batch_size(run: Run) -> int:
     return rows_of_answers(run.config.batch_size, run.spec, methods, run.max_prompt_tokens, new_tokens, memory)
 
 
-def _methods(run: Run, dataset: str) -> list[Method]:
+def _methods(run: Any, dataset: str) -> list[Method]:
     """The arms' methods for a dataset; none behind servers."""
     return [] if run.is_served else [arm.method(dataset) for arm in run.arms]

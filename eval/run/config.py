@@ -69,6 +69,9 @@ class ModelConfig:
     revision: str | None = setting(None, "branch, tag or commit of a hub id; `null`: the newest")
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer; `null`: the model's")
     attn_implementation: str = setting("sdpa", "`sdpa`, `eager`, `flash_attention_2`")
+    sdpa_backend: str = setting(
+        "auto", "of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's fastest"
+    )
     quantise: str | None = setting(
         None, "`int8`, `int4`, `bnb_int8`, `bnb_nf4` round linear weights while loading (extra `[quantised]`)"
     )

@@ -10,6 +10,7 @@ Nothing is downloaded, and no network is needed. torch is imported only on a GPU
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from lazyllm.models.convert import is_converted
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import source_of
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 OK, MISSING, NOT_NEEDED = "ok", "missing", "not needed"
 # Major version of CUDA -> (its oldest driver by NVIDIA's release notes, the torch for it and its index), ascending
 CUDA = {11: (450, "torch==2.7.1", "cu118"), 12: (525, "torch", "cu126"), 13: (580, "torch", "cu130")}
@@ -54,7 +56,10 @@ def check_torch(gpu: list[str] | None) -> State:
 
 def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
     if gpu is None:
-        return NOT_NEEDED, "no NVIDIA GPU: runs use the CPU, which is enough for model=tiny"
+        hidden = "" if os.environ.get(VISIBLE) is None else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
+        return NOT_NEEDED, f"no NVIDIA GPU{hidden}: runs use the CPU, which is enough for model=tiny"
+    if not gpu[2].split()[0].isdecimal():  # "[N/A]" where the GPU shares the host's memory
+        return OK, f"{gpu[0]}, its memory is not told"
     has = int(gpu[2].split()[0]) * 2**20 / 1e9
     if has < weights_gb:
         return MISSING, f"{gpu[0]}, {has:.0f} GB: less than {weights_gb:.0f}: try model.quantise=int8"
@@ -62,7 +67,7 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
 
 
 def check_attention(gpu: list[str] | None, fits: bool) -> State:
-    """The kernel that attention runs with the default `model.attn_implementation`. fits: torch fits the driver."""
+    """The kernel that attention runs with the default settings of `model`. fits: torch fits the driver."""
     if gpu is None:
         return OK, "sdpa runs PyTorch's flash attention for CPUs"
     if not fits:
@@ -70,11 +75,11 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
     import torch
     from torch.nn.functional import scaled_dot_product_attention as attend
 
-    from lazyllm.engine.devices import attention_events, attention_kernel
+    from lazyllm.measuring import attention_events, attention_kernel
 
     part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
     kernel = attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True)))
-    return OK, ". ".join([f"sdpa runs {kernel}", *handicaps(gpu[0], [kernel], float("nan"))])
+    return OK, ". ".join([f"sdpa runs {kernel}", *handicaps(gpu[0], [kernel], float("nan"), "bfloat16")])
 
 
 def check_model(model: str) -> dict[str, State]:
@@ -118,10 +123,22 @@ def gigabytes_of(model: str) -> float:
     return 2 * (shape.linear_flops // 2 * config["num_hidden_layers"] + embeddings) / 1e9
 
 
+def first_gpu() -> list[str] | None:
+    """Name, driver, memory and id of the GPU that a run takes, as nvidia-smi says; None if there is none."""
+    listed = nvidia_smi("--query-gpu=name,driver_version,memory.total,uuid") or []
+    gpus = [[field.strip() for field in line.split(",")] for line in listed]
+    visible = os.environ.get(VISIBLE)
+    if visible is None or visible.startswith("MIG"):  # a part of a GPU, which this list lacks
+        return next(iter(gpus), None)
+    first = visible.split(",")[0].strip()
+    if first.isdecimal():
+        return gpus[int(first)] if int(first) < len(gpus) else None
+    return next((gpu for gpu in gpus if first and gpu[-1].startswith(first)), None)
+
+
 def examine(model: str) -> dict[str, State]:
     """The state of each thing. Raises UserError for an unknown model."""
-    listed = nvidia_smi("--query-gpu=name,driver_version,memory.total")
-    gpu = [field.strip() for field in listed[0].split(",")] if listed else None
+    gpu = first_gpu()
     checks: dict[str, Callable[[], State]] = {
         "torch": lambda: check_torch(gpu),
         "GPU": lambda: check_gpu(gpu, gigabytes_of(model)),

@@ -1,4 +1,7 @@
-"""The identity of a run, and the provenance of its numbers: code, weights, versions, machine."""
+"""The identity of a run, and the provenance of its numbers: code, weights, versions, machine.
+
+Functions take an `eval.run.run.Run`, whose properties call them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import platform
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.benchmarks.rows import sha256_of
 from eval.run import targets
 from eval.run.arms import Arm, build_method, canonical, plain
 from lazyllm.machine import device_name, git_commit
@@ -23,9 +27,6 @@ from lazyllm.methods import by_name, code_of
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS
-
-if TYPE_CHECKING:
-    from eval.run.run import Run
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
 # The code that can change a number, besides that of the suite and of the chosen methods
@@ -111,14 +112,12 @@ def _meaning(node: Any) -> Any:
     return repr(node)
 
 
-def identity_of(run: Run) -> dict[str, Any]:
+def identity_of(run: Any) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. Raises UserError."""
-    from eval.run.run import data_identity
-
     config = run.config
     return {
         **(_served_identity(run) if run.is_served else _model_identity(run)),
-        **data_identity(run),
+        **_data_identity(run),
         **_chat_identity(run),
         "suite_code": suite_code(run.suite.load.__module__),
         "tokenizer": tokenizer_sha256(run.tokenizer)[:16],
@@ -134,7 +133,23 @@ def identity_of(run: Run) -> dict[str, Any]:
     }
 
 
-def _arm_identity(run: Run, arm: Arm) -> dict[str, Any]:
+def _data_identity(run: Any) -> dict[str, Any]:
+    """The facts of rows and answers. `limit` is not one of them and may be raised."""
+    config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
+    facts: dict[str, Any] = {
+        "data": {
+            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
+            for data in run.loaded
+        },
+        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
+    }
+    if config.subset == "by_length":  # equal for all who chose the same rows
+        ids = {name: [one.id for one in examples] for name, examples in run.examples.items()}
+        facts["subset"] = sha256_of(ids)[:16]
+    return facts
+
+
+def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
     if run.is_served:
         server = run.servers[arm.label]
         told = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
@@ -153,7 +168,7 @@ def _arm_identity(run: Run, arm: Arm) -> dict[str, Any]:
     }
 
 
-def _model_identity(run: Run) -> dict[str, Any]:
+def _model_identity(run: Any) -> dict[str, Any]:
     """The facts of a model in this process."""
     config, model, devices = run.config, run.config.model, devices_in_use(run.spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
@@ -163,6 +178,7 @@ def _model_identity(run: Run) -> dict[str, Any]:
         "load_format": model.load_format,
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
+        "sdpa_backend": model.sdpa_backend,
         "quantise": model.quantise,
         "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
         "revision": model.revision or getattr(run.model_config, "_commit_hash", None),
@@ -175,7 +191,7 @@ def _model_identity(run: Run) -> dict[str, Any]:
     }
 
 
-def _served_identity(run: Run) -> dict[str, Any]:
+def _served_identity(run: Any) -> dict[str, Any]:
     """The facts of how all servers are asked."""
     config = run.config
     asked = {key: plain(getattr(config.server, key)) for key in ("api", "cache", "extra_body")}
@@ -188,7 +204,7 @@ def _served_identity(run: Run) -> dict[str, Any]:
     }
 
 
-def _chat_identity(run: Run) -> dict[str, Any]:
+def _chat_identity(run: Any) -> dict[str, Any]:
     """The facts of the chat format that can change a number."""
     chat, tokenizer = run.chat, run.tokenizer
     about: dict[str, Any] = {"chat": run.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
@@ -202,7 +218,7 @@ def _chat_identity(run: Run) -> dict[str, Any]:
     return {key: value for key, value in about.items() if value}
 
 
-def provenance_of(run: Run) -> dict[str, Any]:
+def provenance_of(run: Any) -> dict[str, Any]:
     """Where and when the run's first job ran, with which code. It decides nothing."""
     device = None if run.is_served else devices_in_use(run.spec)[0]
     return {"git_commit": git_commit(), "versions": versions(), "machine": machine(device), "started": now()}

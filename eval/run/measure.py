@@ -28,21 +28,20 @@ from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.store.visit import PROMPT_END, Failure, Measurement, Trace, Turn, Visit, compact_counts
 from lazyllm import Generation, Prompt, generate, start
+from lazyllm.engine.batch import Batch
 from lazyllm.engine.decoder import importance_of_layers
-from lazyllm.engine.devices import (
+from lazyllm.engine.devices import devices_of, read_clock
+from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.generation import Forced, Greedy, Request, make_request
+from lazyllm.errors import UserError, reason_of
+from lazyllm.measuring import (
     attention_events,
     attention_kernel,
-    devices_of,
-    read_clock,
     read_peak,
     release_memory,
     reset_peak,
     utilisation,
 )
-from lazyllm.engine.flops import prefill_flops
-from lazyllm.engine.generation import Greedy
-from lazyllm.engine.pack import Pack, Row, row_of
-from lazyllm.errors import UserError, reason_of
 from lazyllm.methods import Baseline, Method
 from lazyllm.methods.support.other_models import bytes_beside, park, unload
 from lazyllm.spec import ModelSpec
@@ -223,34 +222,34 @@ class Bench:
 
     def _decode(self, waiting: deque[tuple[Todo, Arm]], size: int) -> Iterator[tuple[Todo, Arm, _Answers | Failure]]:
         """The arms' answers as they end, at most `size` at once. First tokens are made alone and in order; a visit's
-        begin when the pack has room for all of them, if it ever has.
+        begin when the batch has room for all of them, if it ever has.
 
-        After an error, the answers in the pack start again, half as many at once until all of them have ended; a lone
+        After an error, the answers in the batch start again, half as many at once until all of them have ended; a lone
         one's is its failure.
         """
-        pack, inside = Pack(self.model, size), dict[Row, tuple[Todo, Arm]]()
+        batch, inside = Batch(self.model, size), dict[Request, tuple[Todo, Arm]]()
         while waiting or inside:
             failure, freed = None, False
-            done: list[tuple[Row, Generation]] = []
+            done: list[tuple[Request, Generation]] = []
             try:
                 if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
                     one, arm = waiting.popleft()
                     case, method = one.case, arm.method(one.case.dataset.name)
-                    choose = Greedy(case.end_ids, case.answering["min_new_tokens"])
-                    row = row_of(self.model, case.prompt.as_input(), method, case.max_new_tokens, choose)
-                    inside[row] = one, arm
+                    sampler = Greedy(case.end_ids, case.answering["min_new_tokens"])
+                    request = make_request(self.model, case.prompt.as_input(), method, case.max_new_tokens, sampler)
+                    inside[request] = one, arm
                     if self.parks:
                         park(method.models())
-                    pack.join(row)
+                    batch.add(request)
                 else:
-                    done = pack.run()
+                    done = batch.run()
             except UserError:
                 raise
             except Exception as error:
                 failure, lacks_memory = _failure(next(iter(inside.values()))[0].case, error), is_out_of_memory(error)
             if failure is not None:  # not in the handler, as the error's frames hold memory
                 lost = [*inside.values()]
-                pack, inside = Pack(self.model, size), {}
+                batch, inside = Batch(self.model, size), {}
                 free(*devices_of(self.model))
                 freed = lacks_memory and self._make_room()
                 if len(lost) == 1 and not freed:
@@ -260,9 +259,9 @@ class Bench:
                 reason = failure.reason.partition(";")[0]
                 log.warning("%d answers at once until %d have ended: %s", fewer, len(lost), reason)
                 yield from self._decode(deque(lost), fewer)
-            for row, out in done:
-                one, arm = inside.pop(row)
-                yield one, arm, _Answers(row.method, "continue", [out], [None], packed=True)
+            for request, out in done:
+                one, arm = inside.pop(request)
+                yield one, arm, _Answers(request.method, "continue", [out], [None], packed=True)
 
     def _visit(self, one: Todo, outcomes: Mapping[str, _Answers | Failure]) -> Visit:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
@@ -356,7 +355,7 @@ class Bench:
         )
 
 
-def _arms_to_begin(waiting: deque[tuple[Todo, Arm]], inside: Mapping[Row, tuple[Todo, Arm]]) -> int:
+def _arms_to_begin(waiting: deque[tuple[Todo, Arm]], inside: Mapping[Request, tuple[Todo, Arm]]) -> int:
     """How many answers the next visit in line begins together: 1 if it has begun."""
     newest = waiting[0][0]
     return 1 if any(one is newest for one, _ in inside.values()) else sum(one is newest for one, _ in waiting)
@@ -440,15 +439,10 @@ def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_
 
     Each token but the last is run as a decoding step of the method. The logits are on the host.
     """
-    waiting, seen = iter(token_ids), []
-
-    def choose(logits: Tensor) -> tuple[int, bool]:
-        seen.append(logits.cpu())
-        return next(waiting), False
-
+    forced = Forced(token_ids)
     with start(model, prompt, method) as conversation:
-        conversation.answer_by(choose, None, len(token_ids))
-    return torch.stack(seen)
+        conversation.answer_with(forced, None, len(token_ids))
+    return torch.stack(forced.logits).cpu()
 
 
 def mean_kl(p: Tensor, q: Tensor) -> float:

@@ -1,14 +1,15 @@
-"""The cost of a run or a sweep before it starts: arms, tokens, FLOPs, bytes, memory, hours.
+"""The cost of a run or a sweep before it starts: arms, tokens, FLOPs, bytes, memory, time.
 
     lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
     lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
-    lazyllm-bench plan experiment=demo             # without hours
+    lazyllm-bench plan experiment=demo             # without times
 
-The arguments are those of a run or a sweep. Nothing is downloaded and no model runs: data and tokenizers are in the
-caches (lazyllm-bench fetch). Prompts, FLOPs and bytes are counted for each arm, with warm-ups, later turns and other
-models. Answers have their maximum length; as many decode together as `batch_size` says, or as fit into the GPU's
-memory; nothing is revived. Without --gpu, memory is that of a run on this machine. Hours follow from one rate: half of
-the FLOP/s and of the bytes per second in the GPU's data sheet.
+The arguments are those of a run or a sweep. Nothing is downloaded and no model runs. Prompts, FLOPs and bytes are
+counted for each arm, with warm-ups, later turns and other models. Answers have their maximum length; as many decode
+together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Without --gpu, memory is that of a
+run on this machine. Times follow from one rate: half of the FLOP/s and of the bytes per second in the GPU's data
+sheet. Until LongBench and the tokenizer are in the caches (lazyllm-bench fetch), prompts have LongBench's published
+mean lengths, and the plan is an estimate.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from pathlib import Path
 
 from eval.run.arms import Arm
 from eval.run.job import jobs_of
-from eval.run.run import Run
+from eval.run.run import Run, limit_of_prompts
 from eval.run.work import Model, Work, rows_of_answers
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
+from lazyllm.models.tokenizers import has_chat_template
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
+ESTIMATE = (
+    "an estimate: each prompt has its dataset's published mean number of words, at 1.6 tokens a word (3.5 in code), "
+    "cut at model.max_prompt_tokens; after lazyllm-bench fetch, with the same arguments, plan counts the prompts"
+)
 
 
 def seconds_on(device: Accelerator, work: Work) -> float:
@@ -37,12 +43,16 @@ def seconds_on(device: Accelerator, work: Work) -> float:
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers."""
+    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers.
+
+    is_estimate: whether these are published means, as nothing was there to count.
+    """
 
     dataset: str
     messages: tuple[int, ...]
     new_tokens: int
     count: int
+    is_estimate: bool = False
 
     @property
     def length(self) -> int:
@@ -55,7 +65,7 @@ class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
     run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without
-    a device.
+    a device. is_estimate: as of `Rows`.
     """
 
     run: str
@@ -67,6 +77,7 @@ class Cost:
     work: Work
     memory: dict[str, int]
     seconds: float
+    is_estimate: bool
 
     @property
     def peak(self) -> int:
@@ -74,12 +85,43 @@ class Cost:
 
 
 def rows_of(run: Run) -> list[Rows]:
-    """The run's rows, the first example's first. Raises UserError if data or tokenizer are not in the caches."""
+    """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
+    if is_estimated(run):
+        return estimated_rows(run)
     here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
     cases = run.changed(model=here, method={"name": "baseline"}, compare=None, shard=None).cases
     messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Rows(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
+
+
+def is_estimated(run: Run) -> bool:
+    """Whether the run's data or tokenizer are not in the caches, and its suite publishes sizes."""
+    suite, spec = run.suite, run.spec
+    if not suite.published:
+        return False
+    if run.data.dir is None and suite.cached is not None and not suite.cached():
+        return True
+    try:
+        read_config(spec)
+        has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
+    except HubError:
+        return True
+    return False
+
+
+def estimated_rows(run: Run) -> list[Rows]:
+    """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
+    config, limit = run.config, limit_of_prompts(run, run.shape.max_position_embeddings)
+    rows = list[Rows]()
+    for dataset in run.datasets:
+        size = run.suite.published[dataset.name]
+        tokens = min(limit, round(size.words * size.tokens_per_word))
+        thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
+        new_tokens = min(size.max_new_tokens, config.max_new_tokens or size.max_new_tokens) + thinking
+        whole = size.examples if config.split is None else -(-size.examples // 2)
+        rows.append(Rows(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole), is_estimate=True))
+    return rows
 
 
 def costs_of(run: Run, rows: Sequence[Rows], device: Accelerator | None) -> list[Cost]:
@@ -114,6 +156,7 @@ def _cost(run: Run, arm: Arm, rows: Sequence[Rows], model: Model, device: Accele
         work=total,
         memory=max(peaks, key=lambda parts: sum(parts.values())),
         seconds=seconds,
+        is_estimate=first.is_estimate,
     )
 
 
@@ -129,10 +172,18 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     try:
         for run in runs:
             _ = run.asked, run.datasets
-            read_config(run.spec)  # what is not in the caches is told before torch is imported
+            # what is not in the caches is told before torch is imported; an estimate needs only the model's shape
+            read_config(replace(run.spec, load_format="dummy") if is_estimated(run) else run.spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
     return [cost for run in runs for cost in costs_of(run, rows_of(run), device)]
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `12 min`, `3.4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
 def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
@@ -145,14 +196,14 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
         [
             *(one.run, one.arm, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}"),
             *(f"{one.answer_tokens:,}", f"{one.work.flops / 1e15:.4g}", f"{one.work.read / 1e12:.4g}"),
-            *(f"{one.peak / 1e9:.3g}", "?" if device is None else f"{one.seconds / 3600:.2g}"),
+            *(f"{one.peak / 1e9:.3g}", "?" if device is None else duration(one.seconds)),
         ]
         for one in planned
     ]
     largest = max(planned, key=lambda one: one.peak)
     parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
     total = sum((one.work for one in planned), Work(0, 0))
-    lines = [*markdown_lines([*headings, "hours"], rows, 2), ""]
+    lines = [*markdown_lines([*headings, "time"], rows, 2), ""]
     lines.append(
         f"{counted(len(planned), 'arm')} of {counted(len({one.run for one in planned}), 'model')}: "
         f"{total.flops / 1e15:.4g} PFLOP, {total.read / 1e12:.4g} TB read"
@@ -160,11 +211,13 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"
     )
+    if any(one.is_estimate for one in planned):
+        lines.append(ESTIMATE)
     if device is None:
-        return "\n".join([*lines, f"for hours, give --gpu {', '.join(ACCELERATORS)}"])
+        return "\n".join([*lines, f"for times, give --gpu {', '.join(ACCELERATORS)}"])
     rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
-    hours = sum(one.seconds for one in planned) / 3600
-    lines.append(f"{hours:.2g} hours one after the other at {RATE:.0%} of {device.name}'s {rates}")
+    total_s = sum(one.seconds for one in planned)
+    lines.append(f"{duration(total_s)} one after the other at {RATE:.0%} of {device.name}'s {rates}")
     if largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
             f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
@@ -177,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The verb `plan`. Returns the exit code. Raises UserError."""
     parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
-    parser.add_argument("--gpu", choices=ACCELERATORS, help="for hours on this GPU")
+    parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU")
     parser.add_argument("-m", action="store_true", help="no effect: all jobs of a sweep are planned anyway")
     options = parser.parse_intermixed_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: planning downloads nothing

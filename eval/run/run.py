@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
 from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
-from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, Example, LoadedDataset, Suite
 from eval.run import targets
@@ -397,22 +396,6 @@ def _check_model(run: Run) -> None:
     for settings in run.asked.values() if layers is not None else ():
         with about_the_method():
             build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
-
-
-def data_identity(run: Run) -> dict[str, Any]:
-    """The facts of rows and answers. `limit` is not one of them and may be raised."""
-    config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
-    facts: dict[str, Any] = {
-        "data": {
-            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
-            for data in run.loaded
-        },
-        "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
-    }
-    if config.subset == "by_length":  # equal for all who chose the same rows
-        ids = {name: [one.id for one in examples] for name, examples in run.examples.items()}
-        facts["subset"] = sha256_of(ids)[:16]
-    return facts
 
 
 def limit_of_prompts(run: Run, longest: int | None) -> int:

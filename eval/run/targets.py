@@ -1,8 +1,9 @@
 """Hyperparameters given as a target speedup: `2.0x`, or `table1` for the paper's speedup.
 
-The paper does not publish the parameters behind its Table 1. Ours are solved for (`Method.solve`): a method's `dial` is
-set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is the one that the paper
-measured for the task and the model. `Method.table1` holds the values of parameters that are not solved for.
+The paper does not publish the parameters behind its Table 1. Ours are solved for (`Method.solve`): a method's
+`target_parameter` is set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is
+the one that the paper measured for the task and the model. `Method.table1` holds the values of parameters that are not
+solved for.
 
 eval/analysis/published/table1_parameters.csv lists all of table1's parameters.
 """
@@ -58,9 +59,9 @@ def check(settings: dict[str, Any]) -> dict[str, Any]:
     for key, value in presets.items():
         if key in kind.table1 and value != "table1":
             raise UserError(f"method {name!r} cannot be solved for {key}={value}: give a number")
-        if key != kind.dial and key not in kind.table1:
+        if key != kind.target_parameter and key not in kind.table1:
             raise UserError(f"method {name!r} takes no preset as {key}={value}; give a number")
-    # a dial without a default is a keep ratio
+    # a target_parameter without a default is a keep ratio
     return settings | {key: 0.5 if (default := settings_of(kind)[key]) is MISSING else default for key in presets}
 
 
@@ -92,7 +93,7 @@ def solved(
     kind = by_name(settings["name"])
     fixed = {key: value for key, value in kind.table1.items() if settings.get(key) == "table1"}
     settings = settings | fixed
-    value = settings.get(kind.dial or "")
+    value = settings.get(kind.target_parameter or "")
     if not is_preset(value):
         return settings
     column = column or "llama2"
@@ -106,7 +107,7 @@ def solved(
         raise OutOfReachError(
             f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; {instead}"
         )
-    return settings | {str(kind.dial): solution}
+    return settings | {str(kind.target_parameter): solution}
 
 
 def table1_speedup(task: str, method: str, column: str) -> float:

@@ -26,7 +26,8 @@ from typing import Any
 from eval.analysis.run_table import arm_groups
 from eval.analysis.table import Table
 from eval.run.config import QUIET, TrackerConfig
-from eval.store.results import Results, beside
+from eval.store.join import beside
+from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun
 from eval.store.visit import Visit
 from lazyllm.errors import reason_of

@@ -61,18 +61,30 @@ class Model:
         """The work on n prompt tokens up to the first new token, that of other models included."""
         return Work(method.first_token_flops(self.config, n), self.weights)
 
-    def more(self, method: Method, n: int, since: int, m: int, passes: int = 1, rows: int = 1) -> Work:
-        """The work on m more tokens over the stored ones, in one pass (a later turn) or one at a time (decoding).
+    def held(self, method: Method, n: int, later: int = 0, generated: int = 0) -> list[int]:
+        """The tokens in each layer's K and V: of the prompt's n and of `later` of later prompts those that the method
+        stores, and all generated ones."""
+        return method.stored_after_decode(self.config.num_hidden_layers, n, generated, later)
 
-        n: prompt tokens. since: tokens that ran since the prompt. rows: answers that read the weights together.
+    def decoding(self, held: Sequence[int], steps: int, rows: int = 1) -> Work:
+        """The work of decoding steps that attend to the tokens `held` in each layer, and to those generated since.
+
+        rows: answers that decode together, which read the weights once.
         """
-        layers, shape = self.config.num_hidden_layers, LayerShape.of(self.config)
-        before, after = (method.stored_per_layer(layers, n, later) for later in (since, since + m))
-        flops = prefill_flops(self.config, after, passes) - prefill_flops(self.config, before, 0)
-        linear = layers * m * shape.linear_flops + passes * 2 * shape.width * self.config.vocab_size
-        # tokens whose K and V are read, in all layers: for each decoding step, or once for all tokens of a pass
-        attended = (flops - linear) // shape.pair_flops if passes == m else sum(after)
-        return Work(flops, passes * self.weights // rows + attended * self.kv_bytes)
+        shape = LayerShape.of(self.config)
+        after = [tokens + steps for tokens in held]
+        flops = self._between(held, after, steps)
+        linear = len(held) * steps * shape.linear_flops + steps * 2 * shape.width * self.config.vocab_size
+        attended = (flops - linear) // shape.pair_flops  # each step reads K and V of every token that it attends to
+        return Work(flops, steps * self.weights // rows + attended * self.kv_bytes)
+
+    def turn(self, before: Sequence[int], after: Sequence[int]) -> Work:
+        """The work of a later turn's prompt, in one pass: tokens held in each layer before and after it."""
+        return Work(self._between(before, after, 1), self.weights + sum(after) * self.kv_bytes)
+
+    def _between(self, before: Sequence[int], after: Sequence[int], logits: int) -> int:
+        """FLOPs of the tokens that each layer holds after and not before, each attending to all before it."""
+        return prefill_flops(self.config, after, logits) - prefill_flops(self.config, before, 0)
 
     def conversation(
         self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue", rows: int = 1
@@ -82,17 +94,18 @@ class Model:
         turns: as in `lazyllm.start`. rows: answers that decode together, if there is one turn.
         """
         together = rows if len(messages) == 1 else 1
-        n, since, works = 0, 0, list[Work]()
+        n, later, generated, works = 0, 0, 0, list[Work]()
         for turn, message in enumerate(messages):
-            m = message + (turn > 0)  # the last token of the answer before runs with the message
+            last = int(turn > 0)  # the last token of the answer before runs with the message
             if turn > 0 and turns == "continue":
-                works.append(self.more(method, n, since, m))
-                since += m
+                before = self.held(method, n, later, generated)
+                later, generated = later + message, generated + last
+                works.append(self.turn(before, self.held(method, n, later, generated)))
             else:
-                n, since = n + since + m, 0
+                n, later, generated = n + later + generated + last + message, 0, 0
                 works.append(self.prefill(method, n))
-            works.append(self.more(method, n, since, new_tokens - 1, new_tokens - 1, together))
-            since += new_tokens - 1
+            works.append(self.decoding(self.held(method, n, later, generated), new_tokens - 1, together))
+            generated += new_tokens - 1
         return works
 
     def memory(self, method: Method, n: int, new_tokens: int, rows: int = 1) -> dict[str, int]:
@@ -113,12 +126,12 @@ class Model:
 def rows_of_answers(
     asked: int | None, spec: ModelSpec, methods: Collection[Method], n: int, new_tokens: int, memory: float | None
 ) -> int:
-    """The number of answers that decode together, those of a paired baseline included.
+    """The number of answers that decode together, those of all arms.
 
     asked: the setting `batch_size`. methods: all that answer. n: tokens of the longest prompt. memory: bytes of the
     accelerators; None for a CPU, or if it is not known. Raises UserError if a method's answers cannot be packed.
     """
-    alone = [method.label for method in methods if not method.packs]
+    alone = [method.label for method in methods if not method.can_batch]
     if alone and (asked or 1) > 1:
         raise UserError(f"batch_size={asked}: {alone[0]} decodes in a way of its own: give batch_size=1")
     if asked is not None:

@@ -17,7 +17,7 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
-from eval.store.results import beside
+from eval.store.join import beside
 from eval.store.visit import MEASURED
 
 RESAMPLES = 2000

@@ -31,7 +31,6 @@ COLUMNS = ["model", "paper_model", "run", "folder", *ROW_COLUMNS]
 # Facts that may differ between runs that share a table
 _FREE = {"arms", "baseline", "data", "seed", "warmup", "fidelity", "batch_size", "suite_code"}
 _ROWS = "rows of "  # a dataset's fact: the hashes of its rows and templates
-_VISIT = ["folder", "dataset", "id", "turn", "visit"]  # what two answers share that may be compared
 _MEASURED_ONCE = ["model", "method", "settings", "seed", "dataset"]
 
 
@@ -141,23 +140,6 @@ class Results:
             part = self._parts[runs] = Results(runs)
             part._parts = self._parts
         return self._parts[runs]
-
-
-def beside(rows: Any, among: Any, arm: str | None = None) -> Any:
-    """For each of these rows of `Results.frame`, the row of another arm of the same visit and turn.
-
-    It is the only way from one arm to another: two answers may be compared only if they were measured within seconds of
-    each other, on the same prompt.
-
-    among: the whole frame. arm: the other one's label; None for each run's baseline.
-    Returns a frame with the index of `rows`; a row is missing (NaN) if the other arm has no answer in that visit.
-    """
-    import pandas as pd
-
-    others = among[among["is_baseline"] if arm is None else among["arm"] == arm]
-    wanted = pd.MultiIndex.from_frame(rows[_VISIT])
-    found = others.set_index(_VISIT, drop=False).reindex(wanted)
-    return found.set_axis(rows.index)
 
 
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:

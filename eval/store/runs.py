@@ -152,7 +152,7 @@ class StoredRun:
         """`lazyllm.machine.handicaps` of its baseline."""
         of_baseline = self.rows[self.rows["arm"] == self.identity["baseline"]]
         long: Any = of_baseline[of_baseline["prompt_tokens"] >= LONG]
-        return handicaps(self.device, self.kernels, float(long["prefill_mfu"].min()))
+        return handicaps(self.device, self.kernels, float(long["prefill_mfu"].min()), self.identity.get("dtype"))
 
     @property
     def visits_sha256(self) -> dict[str, str]:

@@ -25,11 +25,11 @@ _STEPS = 5
 
 
 def keeping_everything(method: Method) -> Method:
-    """The method with hyperparameters that keep every token: `Method.everything`, or the dial at 1.0.
+    """The method with hyperparameters that keep every token: `Method.keep_all`, or `target_parameter` at 1.0.
 
     Raises ValueError or TypeError if the method refuses them.
     """
-    return replace(method, **(method.everything or ({method.dial: 1.0} if method.dial else {})))  # type: ignore[type-var]
+    return replace(method, **(method.keep_all or ({method.target_parameter: 1.0} if method.target_parameter else {})))  # type: ignore[type-var]
 
 
 def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int]) -> None:
@@ -38,8 +38,8 @@ def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int])
     kept = min(keeping.tokens_per_layer(model.config.num_hidden_layers, n))
     _holds(
         kept == n,
-        f"{keeping} declares {kept} of {n} tokens: declare what keeps all: dial = KEY, a hyperparameter that does at "
-        "1.0, or everything = {KEY: VALUE, ...}",
+        f"{keeping} declares {kept} of {n} tokens: declare what keeps all: target_parameter = KEY, a "
+        "hyperparameter that does at 1.0, or keep_all = {KEY: VALUE, ...}",
     )
     with torch.inference_mode():
         expected: Any = model.generate(  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""What a model does around its layers, found by running the model's own code once without its layers.
+"""What a model does around its layers: its own code, run without its layers.
 
 Nothing here depends on a model's name. A model that the loop over layers (`lazyllm.engine.decoder`) cannot reproduce
 is refused.
@@ -7,10 +7,10 @@ is refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +18,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from lazyllm.engine.attention import implementation
-from lazyllm.engine.devices import home_of
+from lazyllm.engine.devices import main_device
 from lazyllm.engine.flops import windows_of
 from lazyllm.errors import UserError
-
-
-@dataclass(frozen=True)
-class RopeCall:
-    """A call that makes cos and sin: the module, and its arguments besides hidden states and positions."""
-
-    module: str
-    extras: tuple[tuple[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What surrounds a model's layers.
-
-    windows: per layer, the number of positions that a token attends to, its own included; None for all before it.
-    ropes: the different ways to make cos and sin. rope_of: per layer, an index into `ropes`.
-    plain_embeddings: the output of `embed_tokens` enters layer 1 unchanged.
-    plain_logits: the output of `lm_head` is the logits.
-    """
-
-    windows: tuple[int | None, ...]
-    ropes: tuple[RopeCall, ...]
-    rope_of: tuple[int, ...]
-    plain_embeddings: bool
-    plain_logits: bool
 
 
 def check_structure(model: PreTrainedModel) -> None:
@@ -78,103 +53,103 @@ _GIVEN = frozenset(
 )
 
 
-@torch.inference_mode()
-def find_layout(model: PreTrainedModel) -> Layout:
-    """Run one token through the model's own code without its layers, after more tokens than any window has.
+_CHECKED: WeakSet[PreTrainedModel] = WeakSet()
 
-    No weight matrix is used. Raises UserError as `check_structure`, and if the loop over layers cannot reproduce the
-    run.
+
+@torch.inference_mode()
+def check_surroundings(model: PreTrainedModel) -> None:
+    """Refuse a model that does more around its layers than the loop over layers reproduces; checked once a model.
+
+    Runs one token through the model's own code without its layers, after more tokens than any window has. No weight
+    matrix is used. Raises UserError as `check_structure`, and if the loop cannot reproduce the run.
     """
     check_structure(model)
-    name = type(model).__name__
-    windows = windows_of(model.config)
+    if model in _CHECKED:
+        return
+    name, windows = type(model).__name__, windows_of(model.config)
     past = max((window for window in windows if window is not None), default=8) + 1
+    token = torch.zeros(1, dtype=torch.long, device=main_device(model))
     try:
-        layout, masks = _trace(model, windows, past)
+        cache = DynamicCache()
+        filler = torch.zeros(1, 1, past, 1, device=main_device(model), dtype=model.dtype)
+        cache.update(filler, filler, 0)
+        with implementation(model, "eager"):  # whose masks are complete
+            # position 0: a RoPE that grows with the length (dynamic NTK) resets itself
+            hidden, calls = Surroundings(model).before_layers(token, token, cache)
     except torch.OutOfMemoryError:  # not the model's fault
         raise
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
         raise UserError(f"{name} cannot be run without its layers: {error}") from error
-    distances = torch.arange(past, -1, -1)
-    for layer, (mask, window) in enumerate(zip(masks, windows, strict=True)):
-        expected = distances < (past + 1 if window is None else window)
-        if mask is None or not torch.equal(mask.reshape(-1).cpu() == 0, expected):
-            reach = "all tokens" if window is None else f"the last {window} tokens"
-            raise UserError(
-                f"layer {layer + 1} of {name} should attend to {reach} by its config, but the model's mask differs; "
-                "only causal attention and sliding windows are supported"
-            )
-    return layout
-
-
-def _trace(model: PreTrainedModel, windows: Sequence[int | None], past: int) -> tuple[Layout, Sequence[Tensor | None]]:
-    """The layout, and the attention mask that each layer gets for a token with `past` tokens before it."""
-    inner: Any = model.model
-    name = type(model).__name__
-    calls: list[dict[str, Any]] = []
-    made: list[tuple[RopeCall, Any]] = []
-    embedded: list[Tensor] = []
-
-    def note_embedded(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        # not the table's row: that of a padding token is zero, which hides a scale
-        embedded.append(torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device).view_as(output))
-        return embedded[-1]
-
-    cache = DynamicCache()
-    filler = torch.zeros(1, 1, past, 1, device=home_of(model), dtype=model.dtype)
-    cache.update(filler, filler, 0)
-    # position 0: a RoPE that grows with the length (dynamic NTK) resets itself
-    token = torch.zeros(1, 1, dtype=torch.long, device=home_of(model))
-    stand_ins = nn.ModuleList(_StandIn(index, layer, calls) for index, layer in enumerate(inner.layers))
-    hooks = [inner.embed_tokens.register_forward_hook(note_embedded)]
-    for child_name, child in inner.named_children():
-        if child_name not in ("embed_tokens", "layers", "norm"):
-            hooks.append(child.register_forward_hook(_note_rope(child_name, made), with_kwargs=True))
-    try:
-        with (
-            implementation(model, "eager"),  # whose masks are complete
-            _in_place_of(inner, "layers", stand_ins),
-            _in_place_of(inner, "norm", nn.Identity()),
-        ):
-            out = inner(
-                input_ids=token, position_ids=token, past_key_values=cache, use_cache=True, return_dict=True
-            ).last_hidden_state
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    if [call["index"] for call in calls] != list(range(len(inner.layers))):
+    if [call["layer"] for call in calls] != [*range(len(windows))]:
         raise UserError(f"{name} does not run each of its layers once, in their order")
-    entered = calls[0]["hidden_states"]
-    if any(call["hidden_states"] is not entered for call in calls) or out is not entered:
+    if any(call["hidden_states"] is not hidden for call in calls):
         raise UserError(f"{name} changes the hidden states between its layers: not supported")
     others = {key for call in calls for key, value in call.items() if torch.is_tensor(value)} - _GIVEN
     if others:
         raise UserError(
             f"{name} gives its layers {', '.join(sorted(others))} beside hidden states, masks and positions"
         )
-    ropes: list[RopeCall] = []
-    rope_of: list[int] = []
-    for call in calls:
-        rope = next((rope for rope, output in made if output is call.get("position_embeddings")), None)
-        if rope is None or len(call["position_embeddings"]) != 2:
-            raise UserError(f"{name} gives its layers no cos and sin made by one of its modules: not supported")
-        if rope not in ropes:
-            ropes.append(rope)
-        rope_of.append(ropes.index(rope))
-    plain = len(embedded) == 1 and torch.equal(embedded[0], entered)
-    layout = Layout(tuple(windows), tuple(ropes), tuple(rope_of), plain, _has_plain_logits(model))
-    return layout, [call["attention_mask"] for call in calls]
+    if any(len(call.get("position_embeddings") or ()) != 2 for call in calls):
+        raise UserError(f"{name} gives its layers no cos and sin: not supported")
+    distances = torch.arange(past, -1, -1)
+    for number, (call, window) in enumerate(zip(calls, windows, strict=True), start=1):
+        mask, expected = call["attention_mask"], distances < (past + 1 if window is None else window)
+        if mask is None or not torch.equal(mask.reshape(-1).cpu() == 0, expected):
+            reach = "all tokens" if window is None else f"the last {window} tokens"
+            raise UserError(
+                f"layer {number} of {name} should attend to {reach} by its config, but the model's mask differs; "
+                "only causal attention and sliding windows are supported"
+            )
+    _CHECKED.add(model)
+
+
+class Surroundings:
+    """What a model does before its layers and after its last norm, by the model's own `forward`.
+
+    `forward` and not a call: a user's hooks on the model are for the model's own runs.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model: Any = model
+        self._calls: list[dict[str, Any]] = []
+        layers = enumerate(self._model.model.layers)
+        self._stand_ins = nn.ModuleList(_StandIn(index, layer, self._calls) for index, layer in layers)
+
+    def before_layers(
+        self, token_ids: Tensor, positions: Tensor, cache: DynamicCache | None = None
+    ) -> tuple[Tensor, list[dict[str, Any]]]:
+        """[1, m, w] hidden states that enter layer 1, and the arguments of each layer's call.
+
+        token_ids, positions: [m]. cache: what the masks are made for; without one there may be no masks.
+        """
+        inner = self._model.model
+        with _in_place_of(inner, "layers", self._stand_ins), _in_place_of(inner, "norm", nn.Identity()):
+            hidden = inner.forward(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                past_key_values=cache,
+                use_cache=cache is not None,
+                return_dict=True,
+            ).last_hidden_state
+        calls = [*self._calls]
+        self._calls.clear()
+        return hidden, calls
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[1, m, v] logits of hidden states [1, m, w] after the last norm."""
+        # this output type also serves models without experts
+        with _in_place_of(self._model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
+            return self._model.forward(use_cache=False, return_dict=True).logits
 
 
 class _StandIn(nn.Module):
-    """Stands in for a layer: records its arguments, and returns the hidden states as they are."""
+    """Stands in for a layer: records the arguments of a call, and returns the hidden states as they are."""
 
     def __init__(self, index: int, layer: nn.Module, calls: list[dict[str, Any]]) -> None:
         super().__init__()
         self._index = index
         self._calls = calls
-        self._parameters_of_layer = inspect.signature(layer.forward)
+        self._names = list(inspect.signature(layer.forward).parameters)
         self.__dict__["_layer"] = layer  # not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
@@ -182,21 +157,9 @@ class _StandIn(nn.Module):
         return getattr(self.__dict__["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        bound = self._parameters_of_layer.bind(*args, **kwargs).arguments
-        self._calls.append({"index": self._index} | bound | bound.get("kwargs", {}))
-        return bound["hidden_states"]
-
-
-def _note_rope(name: str, made: list[tuple[RopeCall, Any]]) -> Callable[..., None]:
-    """A forward hook that records a module's arguments and output."""
-
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        extras = {key: value for key, value in bound.items() if not torch.is_tensor(value)}
-        if isinstance(output, tuple) and "position_ids" in bound:
-            made.append((RopeCall(name, tuple(extras.items())), output))
-
-    return hook
+        call = {"layer": self._index, **dict(zip(self._names, args, strict=False)), **kwargs}
+        self._calls.append(call)
+        return call["hidden_states"]
 
 
 class _Gives(nn.Module):
@@ -208,32 +171,6 @@ class _Gives(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._value
-
-
-def _has_plain_logits(model: Any) -> bool:
-    """Whether the output of `lm_head` reaches the caller unchanged."""
-    # large and small values: a cap or a factor changes some of them in any dtype
-    ramp = torch.linspace(-100, 100, 64, dtype=model.dtype, device=home_of(model))[None, None]
-    hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype, device=home_of(model))
-    with _in_place_of(model, "lm_head", _Gives(ramp)):
-        return torch.equal(logits_of_normed(model, hidden), ramp)
-
-
-def logits_of_normed(model: Any, normed: Tensor) -> Tensor:
-    """[1, m, v] logits, by the model's own code after its last norm. normed: [1, m, w]."""
-    # this output type also serves models without experts
-    with _in_place_of(model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
-        # `forward`, as a user's hooks on the model are for the model's own runs
-        return model.forward(inputs_embeds=normed, use_cache=False, return_dict=True).logits
-
-
-def hidden_before_layers(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """[1, m, w] hidden states before layer 1, by the model's own code. token_ids, positions: [m]."""
-    inner = model.model
-    with _in_place_of(inner, "layers", nn.ModuleList()), _in_place_of(inner, "norm", nn.Identity()):
-        return inner(
-            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True
-        ).last_hidden_state
 
 
 @contextmanager

@@ -21,97 +21,92 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.devices import moved
-from lazyllm.engine.inputs import NOTHING, Look
-from lazyllm.engine.masks import Reach, SortedReach
+from lazyllm.engine.devices import to_device
+from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
+from lazyllm.engine.masks import AttentionMask, PositionSortedMask
+from lazyllm.engine.sdpa import shares_heads
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
 BLOCK_ON_CPU, BLOCK = 2**22, 2**25
 
 # (queries, keys) -> [b, k] bool: which of the last k keys each query attends to; it attends to all keys before these.
-# None: each attends to all keys (`Reach.seen_last`)
-Seen = Callable[[slice, slice], Tensor | None]
+# None: each attends to all keys (`AttentionMask.visible_last`)
+Visible = Callable[[slice, slice], Tensor | None]
 
 
-class Probe:
+class AttentionContext:
     """What one generation's tokens attend to while they run, which of their scores to record, and those recorded.
 
-    cache: stores the K and V of the tokens that run. decodes: whether they attend to tokens stored by earlier runs.
-    reach: which stored tokens the running layer attends to.
+    cache: stores the K and V of the tokens that run.
+    decodes: whether they attend to tokens stored by earlier runs.
+    mask: which stored tokens the running layer attends to.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
-    home: the device that all scores are moved to.
+    device: that all scores are moved to.
     """
 
     cache: GroupCache
-    reach: Reach
+    mask: AttentionMask
 
-    def __init__(self, home: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.decodes = False
         self.stop_at: int | None = None
-        self._home = home
-        self.watch(NOTHING)
+        self._device = device
+        self._wanted, self._recorded = NO_SCORES, list[Tensor]()
 
     def begin(
         self,
         cache: GroupCache,
         positions: Tensor,
         length: int,
-        look: Look = NOTHING,
+        scores: ScoreSpec = NO_SCORES,
         chosen: Tensor | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Prepare for a run of tokens at `positions` [m] through a group's layers; `cache` has slots for them.
+        """Prepare for a run of tokens through a group's layers; scores recorded before are forgotten.
 
-        length: tokens of the whole text; all positions are below it. look: the scores to record.
+        cache: of the group, with slots for the tokens.
+        positions: [m] of the tokens.
+        length: tokens of the whole text; all positions are below it.
+        scores: to record.
         chosen: [s] bool, which stored tokens the run attends to, up to their own positions; None for all. A layer with
             a sliding window attends to those in the window.
         ranks: [m] for each token, the number of chosen tokens up to itself; None if the host does not know them.
         """
         self.cache, self.decodes, self._length = cache, cache.added < cache.length, length
-        self.watch(look)
-        kind = Reach if ranks is None else functools.partial(SortedReach, ranks=ranks)
+        self._wanted, self._recorded = scores, []
+        kind = AttentionMask if ranks is None else functools.partial(PositionSortedMask, ranks=ranks)
         # one for all layers of the same window, as it holds their mask
-        self._reach_of = functools.cache(functools.partial(kind, cache, positions, chosen))
+        self._mask_of = functools.cache(functools.partial(kind, cache, positions, chosen))
 
     def enter_layer(self, window: int | None) -> None:
         """Prepare for a layer of the group, with its sliding window."""
-        self.reach = self._reach_of(None if window is None or self._length <= window else window)
+        self.mask = self._mask_of(None if window is None or self._length <= window else window)
 
-    def watch(self, look: Look) -> None:
-        """Ask for the scores of these layers, and forget what was found before."""
-        self._look, self._found = look, list[Tensor]()
-
-    def look(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
-        """Record `attention_scores` of a layer, if they are asked for."""
-        if layer not in self._look.layers:
-            return
-        scores = attention_scores(query, key, self.reach.seen_last, scaling, softcap, self._look)
-        self._found.append(scores.to(self._home))
-
-    def take(self) -> Tensor:
-        """The scores that `Look` describes, mean over the layers. Raises RuntimeError as `take_each`."""
-        found = self.take_each()
-        return found[0] if len(found) == 1 else torch.stack(found).mean(dim=0)
+    def record(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
+        """Record `attention_scores` of a layer, if they are wanted."""
+        if layer in self._wanted.layers:
+            scores = attention_scores(query, key, self.mask.visible_last, scaling, softcap, self._wanted)
+            self._recorded.append(scores.to(self._device))
 
     def take_each(self) -> list[Tensor]:
         """The scores of each layer, in order; they are then forgotten.
 
         Raises RuntimeError if a layer did not run its attention through the installed function.
         """
-        found, wanted = self._found, len(self._look.layers)
-        self.watch(NOTHING)
-        if not found or len(found) != wanted:
-            raise RuntimeError(f"{len(found)} of {wanted} watched layers called the installed attention function")
-        return found
+        recorded, wanted = self._recorded, len(self._wanted.layers)
+        self._wanted, self._recorded = NO_SCORES, []
+        if not recorded or len(recorded) != wanted:
+            raise RuntimeError(f"{len(recorded)} of {wanted} watched layers called the installed attention function")
+        return recorded
 
 
 class KeysReached(Exception):  # noqa: N818 - not an error
-    """Ends a run at `Probe.stop_at`. args: the layer's query [1, h, m, d] and key [1, g, s, d], after RoPE."""
+    """Ends a run at `AttentionContext.stop_at`. args: the query [1, h, m, d] and key [1, g, s, d], after RoPE."""
 
 
-class ObservedAttention:
-    """An attention function for transformers: the model's own, with masks of its own, watched by probes.
+class RecordingAttention:
+    """An attention function for transformers: the model's own, with masks of its own, which records scores.
 
     The model's own attention (SDPA, FlashAttention, eager) does the work, with three exceptions:
     - queries that need a mask run in blocks (`in_blocks`): in prefill those of a layer with a window, and all of eager
@@ -120,14 +115,14 @@ class ObservedAttention:
     - it also runs all decoding in place of SDPA, by the same kernels: they then read K and V once, not once for every
       query head that shares them
 
-    rows: for each generation whose tokens are in the run, its probe and the number of its tokens, in order. Each
+    running: for each generation whose tokens are in the run, its context and the number of its tokens, in order. Each
         stores its K and V, and attends to them, apart from the others.
     """
 
-    _probe: Probe  # of the row that runs
+    _context: AttentionContext  # of the generation whose attention runs
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.rows: Sequence[tuple[Probe, int]] = ()
+        self.running: Sequence[tuple[AttentionContext, int]] = ()
         self._model = model
         own = self._own = model.config._attn_implementation
         self._is_sdpa = own == "sdpa"
@@ -139,47 +134,49 @@ class ObservedAttention:
     ) -> tuple[Tensor, None]:
         """Attention of query [1, h, m, d], after storing key and value [1, g, m, d]: [1, m, h, d], and no weights."""
         _check_terms(module, kwargs)
-        if len(self.rows) == 1:
-            self._probe = self.rows[0][0]
-            return self.of_row(module, query, key, value, kwargs), None
-        out, sizes = [], [size for _, size in self.rows]
+        if len(self.running) == 1:
+            self._context = self.running[0][0]
+            return self.of_one(module, query, key, value, kwargs), None
+        out, sizes = [], [size for _, size in self.running]
         queries, keys, values = (part.split(sizes, dim=2) for part in (query, key, value))
-        for (probe, _), q, k, v in zip(self.rows, queries, keys, values, strict=True):
-            self._probe = probe
-            out.append(self.of_row(module, q, k, v, kwargs))
+        for (context, _), q, k, v in zip(self.running, queries, keys, values, strict=True):
+            self._context = context
+            out.append(self.of_one(module, q, k, v, kwargs))
         return torch.cat(out, dim=1), None
 
-    def of_row(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """`__call__` for the tokens of one generation, that of `self._probe`."""
-        probe, layer = self._probe, cast(int, module.layer_idx)
-        key, value = probe.cache.update(key, value, layer)
-        if layer == probe.stop_at:
+    def of_one(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """`__call__` for the tokens of one generation, that of `self._context`."""
+        context, layer = self._context, cast(int, module.layer_idx)
+        key, value = context.cache.update(key, value, layer)
+        if layer == context.stop_at:
             raise KeysReached(query, key)
-        probe.look(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
-        reach, in_prefill = probe.reach, not probe.decodes
+        context.record(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
+        mask, in_prefill = context.mask, not context.decodes
         # without a mask, prefill is causal; FlashAttention's also has windows, which count slots: there may be no gaps
-        needs_none = (self._is_flash and probe.cache.is_whole) or (not self._is_eager and reach.window is None)
-        if (in_prefill and needs_none) or reach.is_everything:
+        needs_none = (self._is_flash and context.cache.is_contiguous) or (not self._is_eager and mask.window is None)
+        if (in_prefill and needs_none) or mask.is_everything:
             return self.attend(module, query, key, value, None, kwargs)
         return self.in_blocks(module, query, key, value, kwargs)
 
     def in_blocks(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """[1, m, h, d] attention of blocks of queries, each with its mask."""
-        reach, decodes = self._probe.reach, self._probe.decodes
+        blocks, decodes = self._context.mask, self._context.decodes
         heads, share = query.shape[1], query.shape[1] // key.shape[1]
         if self._masks_are_ours:
             form = functools.partial(part_mask, share=share, dtype=query.dtype)
         else:
             form = (
-                functools.partial(_eager_mask, dtype=query.dtype) if self._is_eager else lambda seen: seen[None, None]
+                functools.partial(_eager_mask, dtype=query.dtype)
+                if self._is_eager
+                else lambda visible: visible[None, None]
             )
         # a pair costs one product per head if products are held in memory, else only its cell of the mask
         held = heads if kwargs.get("softcap") is not None or (self._is_eager and not decodes) else share
-        if reach.order is not None:
-            order = moved(reach.order, key.device)
+        if blocks.order is not None:
+            order = to_device(blocks.order, key.device)
             key, value = key[:, :, order], value[:, :, order]
         out: Tensor | None = None
-        for rows, keys, mask in reach.blocks(form, held * query.dtype.itemsize, query.device):
+        for rows, keys, mask in blocks.blocks(form, held * query.dtype.itemsize, query.device):
             part = self.attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, kwargs)
             if part.shape[1] == query.shape[2]:
                 return part
@@ -192,19 +189,22 @@ class ObservedAttention:
     @property
     def _masks_are_ours(self) -> bool:
         """Whether `attend_to_chosen` runs masked blocks, by `part_mask`; else the model's own attention does."""
-        return self._probe.decodes or not (self._is_eager or self._is_sdpa)
+        return self._context.decodes or not (self._is_eager or self._is_sdpa)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
         """[1, m, h, d] attention with one mask, in the form that `in_blocks` chose; None as in the model's own."""
-        if (self._probe.decodes and self._is_sdpa) or (mask is not None and self._masks_are_ours):
+        if (self._context.decodes and self._is_sdpa) or (mask is not None and self._masks_are_ours):
             return attend_to_chosen(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
         if self._is_eager:  # every modelling file of transformers defines its own
             own = sys.modules[type(module).__module__].eager_attention_forward
         else:
             own = ALL_ATTENTION_FUNCTIONS[self._own]
         if not self._is_flash:
+            if self._is_sdpa and mask is None and not shares_heads(self._model, query):
+                share = query.shape[1] // key.shape[1]
+                key, value = (part.repeat_interleave(share, dim=1) for part in (key, value))
             return own(module, query, key, value, mask, **kwargs)[0]
         # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
         # position_ids for borders between packed sequences
@@ -225,9 +225,9 @@ def implementation(model: PreTrainedModel, name: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def installed_attention(model: PreTrainedModel) -> Iterator[ObservedAttention]:
-    """Install an `ObservedAttention` in `model`; it is removed on exit."""
-    attention = ObservedAttention(model)
+def installed_attention(model: PreTrainedModel) -> Iterator[RecordingAttention]:
+    """Install an `RecordingAttention` in `model`; it is removed on exit."""
+    attention = RecordingAttention(model)
     name = f"lazyllm_{id(attention)}"  # two models may generate at the same time
     ALL_ATTENTION_FUNCTIONS[name] = attention
     try:
@@ -257,52 +257,54 @@ def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def part_mask(seen: Tensor, share: int, dtype: torch.dtype) -> Tensor:
+def part_mask(visible: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     """The additive mask of `attend_to_chosen`.
 
-    seen [m, s] bool: which stored tokens each query attends to; [g, m, s] if key heads store different tokens.
+    visible [m, s] bool: which stored tokens each query attends to; [g, m, s] if key heads store different tokens.
     share: query heads per key head, h/g.
     Returns [1, 1, h/g * m, s] in `dtype`, or [1, g, h/g * m, s]; a single query has one row for all its heads.
     """
-    m, s = seen.shape[-2:]
+    m, s = visible.shape[-2:]
     # CUDA's kernels need rows that start at multiples of 16 elements, else each layer copies the mask
-    rows = seen.new_empty((*seen.shape[:-2], 1 if m == 1 else share, m, -(-s // 16) * 16), dtype=dtype)
-    mask = rows[..., :s].fill_(float("-inf")).masked_fill_(seen.unsqueeze(-3), 0).flatten(-3, -2)
-    return mask[None] if seen.ndim == 3 else mask[None, None]
+    shape = (*visible.shape[:-2], 1 if m == 1 else share, m, -(-s // 16) * 16)
+    rows = visible.new_full(shape, float("-inf"), dtype=dtype)
+    mask = rows[..., :s].masked_fill_(visible.unsqueeze(-3), 0).flatten(-3, -2)
+    return mask[None] if visible.ndim == 3 else mask[None, None]
 
 
-def _eager_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def _eager_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, 1, m, s], as transformers makes it for eager attention."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
 def attention_scores(
     query: Tensor,
     key: Tensor,
-    seen: Seen,
+    visible: Visible,
     scaling: float,
     softcap: float | None = None,
-    look: Look = NOTHING,
+    spec: ScoreSpec = NO_SCORES,
 ) -> Tensor:
-    """The scores of one layer that `look` describes; by default Eq. 1, the newest token's attention, mean over heads.
+    """The scores of one layer that `spec` describes; by default Eq. 1, the newest token's attention, mean over heads.
 
     query [1, h, m, d] and key [1, g, s, d] after RoPE; the newest token is the last query.
-    seen: which keys the last queries attend to.
+    visible: which keys the last queries attend to.
     softcap: the bound c of attention logits, c * tanh(logits / c), as in Gemma 2.
-    Returns [h, w, s], w = min(look.queries, m), without the dimensions that `Look` reduces, in float32 (float64 for a
-    float64 model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
+
+    Returns [h, w, s], w = min(spec.queries, m), without the dimensions that `ScoreSpec` reduces, in float32 (float64
+    for a float64 model); a probability is 0 if a token is not attended to. The cost is h*w*s*d.
     """
-    if look.summed is not None:
-        return _summed_scores(query, key, seen, scaling, softcap, look)
+    if spec.summed is not None:
+        return _summed_scores(query, key, visible, scaling, softcap, spec)
     m = query.shape[2]
-    logits = _logits(query, key, seen, slice(m - min(look.queries, m), m), key.shape[2], scaling, softcap)
-    scores = logits if look.raw else logits.softmax(dim=-1)
-    scores = scores if look.per_head else scores.mean(dim=0)
-    return scores.squeeze(-2) if look.queries == 1 else scores
+    logits = _logits(query, key, visible, slice(m - min(spec.queries, m), m), key.shape[2], scaling, softcap)
+    scores = logits if spec.raw else logits.softmax(dim=-1)
+    scores = scores if spec.per_head else scores.mean(dim=0)
+    return scores.squeeze(-2) if spec.queries == 1 else scores
 
 
 def _logits(
-    query: Tensor, key: Tensor, seen: Seen, rows: slice, keys: int, scaling: float, softcap: float | None
+    query: Tensor, key: Tensor, visible: Visible, rows: slice, keys: int, scaling: float, softcap: float | None
 ) -> Tensor:
     """[h, w, keys] of the queries in `rows` and the first `keys` keys; -inf if a key is not attended to."""
     heads, kv_heads, d = query.shape[1], key.shape[1], query.shape[-1]
@@ -313,7 +315,7 @@ def _logits(
     exact = torch.promote_types(query.dtype, torch.float32)
     products = (last.to(exact) * scaling) @ key[0, :, :keys].to(exact).transpose(-1, -2)
     logits = _capped(products, softcap).view(heads, w, keys)
-    attended = moved(seen(rows, slice(0, keys)), key.device)
+    attended = to_device(visible(rows, slice(0, keys)), key.device)
     if attended is None:
         return logits
     if attended.shape[-1] == keys:
@@ -322,13 +324,15 @@ def _logits(
     return logits
 
 
-def _summed_scores(query: Tensor, key: Tensor, seen: Seen, scaling: float, softcap: float | None, look: Look) -> Tensor:
-    """`attention_scores` with `look.summed`: [h, s], or [s]. Runs blocks of queries, each over its own keys."""
+def _summed_scores(
+    query: Tensor, key: Tensor, visible: Visible, scaling: float, softcap: float | None, spec: ScoreSpec
+) -> Tensor:
+    """`attention_scores` with `spec.summed`: [h, s], or [s]. Runs blocks of queries, each over its own keys."""
     heads, m, s = query.shape[1], query.shape[2], key.shape[2]
-    w = min(look.queries, m)
+    w = min(spec.queries, m)
     exact = torch.promote_types(query.dtype, torch.float32)
-    assert look.summed is not None
-    weights = torch.linspace(*look.summed, w, dtype=exact, device=key.device)
+    assert spec.summed is not None
+    weights = torch.linspace(*spec.summed, w, dtype=exact, device=key.device)
     key = key.to(exact)  # once for all blocks
     sums = weights.new_zeros((heads, s))
     block = max(1, (BLOCK_ON_CPU if key.device.type == "cpu" else BLOCK) // (heads * s))
@@ -337,9 +341,9 @@ def _summed_scores(query: Tensor, key: Tensor, seen: Seen, scaling: float, softc
     for first in range(m - w, m, block):
         rows = slice(first, min(first + block, m))
         keys = s - (m - rows.stop)  # no query of the block attends to later keys
-        scores = _logits(query, key, seen, rows, keys, scaling, softcap).softmax(dim=-1)
+        scores = _logits(query, key, visible, rows, keys, scaling, softcap).softmax(dim=-1)
         sums[:, :keys] += weights[first - (m - w) : rows.stop - (m - w)] @ scores
-    return sums if look.per_head else sums.mean(dim=0)
+    return sums if spec.per_head else sums.mean(dim=0)
 
 
 def attend_to_chosen(

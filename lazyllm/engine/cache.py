@@ -3,9 +3,8 @@
 All layers between two pruning layers see the same tokens in every step, so a group's layers share one slot index.
 
 Notation:
-    p  positions in the whole text (prompt and generated)       w  hidden width
-    s  stored tokens (slots) of a group                         g  key and value heads
-    m  tokens that a step adds                                  d  head width
+    s  stored tokens (slots) of a group      w  hidden width
+    m  tokens that a step adds               g  key and value heads      d  head width
 """
 
 from __future__ import annotations
@@ -25,49 +24,38 @@ class GroupCache:
     """K and V of the tokens that one group of layers has computed, in the order of computation.
 
     The model's attention layers get it as `past_key_values`: `update` stores their new K and V and returns those to
-    attend to.
+    attend to. Before each run, `advance` gives its tokens the next slots. After one, `retain` may forget tokens.
 
     capacity: slots made at the first step; grows if more are needed.
-    max_positions: the maximum length of the whole text.
-
-    Before each run, `advance` gives its tokens their slots. After one, `retain` and `retain_by_head` forget tokens.
-    length: stored tokens, those of the run included. added: tokens of the run.
+    max_length: of the whole text: no more slots are made.
+    length: stored tokens, those of the run included.
+    added: tokens of the run.
     is_ascending: whether slots are in the order of positions: no run added a token before a stored one.
-    slot_of: [max_positions] the slot of the token at each position, -1 if it is not stored.
-
-    Future tokens have slots in advance, as if each came alone after the last one stored. So the usual step, of the
-    text's next token alone, writes no index; a run that adds other tokens assigns the later slots anew.
     """
 
-    def __init__(self, capacity: int, max_positions: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, max_length: int, device: torch.device) -> None:
+        self.max_length = max_length
         self.length = 0
         self.added = 0
+        self.is_ascending = True
         self._capacity = capacity
         self._text_length = 0
-        self.is_ascending = True
-        self._positions = torch.empty(max_positions, dtype=torch.long, device=device)
-        self.slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
-        self._absent: Tensor | None = None
+        self._positions = [torch.empty(0, dtype=torch.long, device=device)]  # a piece for each run; joined when read
         # K and V, with the cache that this is a fork of: copy before adding. That one adds beyond the slots read here
         self._is_shared = False
-        self._all = torch.arange(max_positions, device=device)  # positions, or slots
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
     @property
     def positions(self) -> Tensor:
-        """[s] the position of the token in each slot; [g, s] after `retain_by_head`."""
-        return self._positions[..., : self.length]
+        """[s] the position of the token in each slot; [g, s] once key heads store different tokens."""
+        if len(self._positions) > 1:
+            first, *later = self._positions
+            self._positions = [torch.cat([first, *(piece.expand(*first.shape[:-1], -1) for piece in later)], dim=-1)]
+        return self._positions[0]
 
     @property
-    def absent(self) -> Tensor:
-        """[max_positions] bool: tokens of the text whose K and V are not stored; False for future positions."""
-        if self._absent is None:
-            self._absent = self.slot_of < 0
-        return self._absent
-
-    @property
-    def is_whole(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether all tokens of the text are stored, each in the slot of the same number as its position."""
         return self.is_ascending and self.length == self._text_length
 
@@ -82,40 +70,23 @@ class GroupCache:
         buffers = [*self._keys.values(), *self._values.values()]
         return sum(self.length * buffer[:, :, 0].nbytes for buffer in buffers)
 
-    def lengthen(self, text_length: int, max_positions: int) -> None:
-        """Let the text be `text_length` tokens long, and grow to at most `max_positions`.
-
-        Its new tokens are not stored, as any of them may be pruned.
-        """
-        old, device = self._all.shape[0], self._all.device
-        self._all = torch.arange(max_positions, device=device)
-        tail = self._all[: max_positions - old]
-        self._positions = torch.cat([self._positions, tail.expand(*self._positions.shape[:-1], -1)], dim=-1)
-        self.slot_of = torch.cat([self.slot_of, tail])
-        self.slot_of[self._text_length : text_length] = -1
-        self._text_length = text_length
-        self._assign_later_slots()
-
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
 
-        text_length: tokens of the text so far. is_newest: whether the tokens come after all stored ones.
+        text_length: tokens of the text so far.
+        is_newest: whether the tokens come after all stored ones.
         """
-        self.added = positions.shape[0]
-        start, self.length = self.length, self.length + self.added
-        has_slot = start > 0 and self.added == 1 and text_length == self._text_length + 1  # the next token alone
-        self._text_length = text_length
+        self.is_ascending &= self.length == 0 or is_newest
+        self.added, self._text_length = positions.shape[0], text_length
+        self.length += self.added
+        self._positions.append(positions)
         if self.length > self._capacity:
-            self._copy(min(self._all.shape[0], self.length + max(GROWTH, self.length // 8)))
-        if not has_slot:
-            self.is_ascending &= start == 0 or is_newest
-            self._assign_slots(start, positions)
+            self._copy(min(self.max_length, self.length + max(GROWTH, self.length // 8)))
 
     def fork(self) -> GroupCache:
         """A copy of the store. K and V are copied only when the fork adds to them."""
         other = copy.copy(self)
-        other._positions, other.slot_of = self._positions.clone(), self.slot_of.clone()
-        other._keys, other._values = dict(self._keys), dict(self._values)
+        other._positions, other._keys, other._values = [*self._positions], dict(self._keys), dict(self._values)
         other._is_shared = True
         return other
 
@@ -136,42 +107,20 @@ class GroupCache:
         return keys[:, :, : self.length], values[:, :, : self.length]
 
     def retain(self, slots: Tensor) -> None:
-        """Forget all tokens but those in `slots` [k] (ascending), and free their memory."""
-        self.slot_of.fill_(-1)
-        positions = self.positions[slots]
-        self._rebuild(len(slots) + self._capacity - self.length, lambda old: old[:, :, slots.to(old.device)])
-        self.length = len(slots)
-        self._assign_slots(0, positions)
+        """Forget all tokens but those in `slots` [k] (ascending), and free their memory.
 
-    def retain_by_head(self, slots: Tensor) -> None:
-        """Forget, in each key head, all tokens but those in `slots` [g, k] (ascending), and free their memory.
-
-        Afterwards only new tokens may be added, and `slot_of` has no meaning.
+        slots: [g, k] for other tokens in each key head; afterwards only new tokens may be added.
         """
-        heads, kept = slots.shape
 
-        def gathered(old: Tensor) -> Tensor:
-            return old.gather(2, slots.to(old.device)[None, :, :, None].expand(1, heads, kept, old.shape[3]))
+        def kept(old: Tensor) -> Tensor:
+            here = slots.to(old.device)
+            if here.ndim == 1:
+                return old[:, :, here]
+            return old.gather(2, here[None, :, :, None].expand(1, -1, -1, old.shape[3]))
 
-        self._rebuild(kept + self._capacity - self.length, gathered)
-        later = self._all[self._text_length :].expand(heads, -1)
-        self._positions = torch.cat([self._positions[slots], later], dim=1)
-        self.length = kept
-
-    def _assign_slots(self, start: int, positions: Tensor) -> None:
-        """Assign the slots from `start` on to `positions`, and the next ones to future tokens."""
-        stop = self.length
-        self._positions[..., start:stop] = positions
-        self.slot_of[positions] = self._all[start:stop]
-        self._assign_later_slots()
-
-    def _assign_later_slots(self) -> None:
-        """Assign the slots after the last used one to the tokens after the text."""
-        stop, text = self.length, self._text_length
-        last = stop + self._all.shape[0] - text
-        self._positions[..., stop:last] = self._all[text:]
-        self.slot_of[text:] = self._all[stop:last]
-        self._absent = None
+        self._positions = [self.positions[slots]]
+        self._rebuild(slots.shape[-1] + self._capacity - self.length, kept)
+        self.length = slots.shape[-1]
 
     def _copy(self, capacity: int) -> None:
         """Copy all K and V but those of the run, which come next."""
@@ -253,7 +202,7 @@ class AuxCache:
             self._free = torch.cat([self._free[: self._num_free], new_slots, unused])
             self._num_free = m
         self._num_free -= m
-        slots = self._free[self._num_free : self._num_free + m].clone()
+        slots = self._free[self._num_free : self._num_free + m]
         self._slot_of[positions] = slots
         self._states[slots.to(home)] = states.to(home)
 
@@ -262,7 +211,6 @@ class AuxCache:
         m = positions.shape[0]
         self._own()
         slots = self._slot_of[positions]
-        self._slot_of[positions] = -1
         self._free[self._num_free : self._num_free + m] = slots
         self._num_free += m
         return self._states[slots.to(self._states.device)].to(positions.device)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import windows_of
-from lazyllm.engine.inputs import Group, Look
+from lazyllm.engine.inputs import Group, ScoreSpec
 from lazyllm.engine.session import Session
 from lazyllm.errors import UserError
 
@@ -64,11 +64,11 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
 def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
     """[1 + CHECKED_STEPS, v] logits of the prompt's last token and of the decoding steps."""
     n, layers = token_ids.shape[0] - CHECKED_STEPS, range(len(decoder.layers))
-    session = Session(decoder, [Group(layers, n, Look(layers), look_in_steps=True)], n, CHECKED_STEPS)
+    session = Session(decoder, [Group(layers, n, ScoreSpec(layers), score_in_decode=True)], n, CHECKED_STEPS)
     logits = []
     for tokens in token_ids.split([n, *[1] * CHECKED_STEPS]):
         logits.append(session.step_on(tokens) if logits else session.prefill(tokens))
-        decoder.probe.take()  # raises RuntimeError if a layer did not call the installed attention function
+        session.context.take_each()  # raises RuntimeError if a layer did not call the installed attention function
     without = [layer + 1 for layer in layers if layer not in session.caches[0].stored_layers]
     if without:
         raise RuntimeError(f"layers {without} store no K and V of their own")

@@ -1,15 +1,16 @@
 """Generation with any method, timed, with the counts that the paper reports.
 
-`generate` chooses greedily. `start` begins a session of several turns, whose tokens may be chosen in another way.
+`generate` chooses greedily. `start` begins a conversation of several turns, whose tokens may be sampled.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -17,29 +18,52 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.architecture import Layout
 from lazyllm.engine.checks import check_once
-from lazyllm.engine.decoder import Decoder, check_lengths, longest_text, open_decoder
+from lazyllm.engine.decoder import Decoder, check_lengths, concat, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.inputs import TURNS, Prompt
 from lazyllm.engine.method import Method
-from lazyllm.engine.session import Session
+from lazyllm.engine.session import Session, step_together
 from lazyllm.errors import UserError
 
-# [v] logits -> the next token, and whether it is the last one
-Choose = Callable[[Tensor], tuple[int, bool]]
 
+class Sampler(Protocol):
+    """Chooses the tokens of one generation, in two halves: one transfer from the device serves several generations."""
 
-class Chooser(Protocol):
-    """A `Choose` in two halves, so that one transfer from the device serves all generations that decode together."""
-
-    def pick(self, logits: Tensor) -> Tensor:
+    def sample(self, logits: Tensor) -> Tensor:
         """[v] logits -> [k] float64 on their device, which holds every token id: what `read` needs."""
         ...
 
-    def read(self, picked: list[float]) -> tuple[int, bool]:
-        """The next token, and whether it is the last one. Raises FloatingPointError if none can be chosen."""
+    def read(self, sampled: list[float]) -> tuple[int, bool]:
+        """The next token, and whether it is the last one. Raises FloatingPointError if none can be chosen.
+
+        The clock has been read before: the time of a `read` counts in the next step, if there is one.
+        """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt to answer, as `make_request` checks it. sampler: a new one for each request."""
+
+    prompt: Prompt
+    method: Method
+    max_new_tokens: int
+    sampler: Sampler
+
+
+def make_request(
+    model: PreTrainedModel,
+    input_ids: Tensor | Sequence[int] | Prompt,
+    method: Method,
+    max_new_tokens: int,
+    sampler: Sampler,
+) -> Request:
+    """A checked `Request`. Other arguments and errors as of `generate`."""
+    prompt = as_prompt(model, input_ids)
+    check_fits(model, method, prompt)
+    check_length(model, len(prompt), max_new_tokens)
+    return Request(prompt, method, max_new_tokens, sampler)
 
 
 @dataclass(frozen=True)
@@ -120,7 +144,7 @@ def start(
     chunk: int | None = None,
     turns: str = "continue",
 ) -> Conversation:
-    """A session of several turns that begins with this prompt. Nothing runs before its first `answer`.
+    """A conversation that begins with this prompt. Nothing runs before its first `answer`.
 
     model, input_ids, method: as in `generate`.
     chunk: run the tokens of a turn through the layers in pieces of N tokens, to save memory; results change by rounding
@@ -139,32 +163,31 @@ def start(
 
 
 @dataclass
-class Answer:
-    """An answer in the making.
+class RunningGeneration:
+    """A generation whose tokens are being chosen.
 
-    session: after its prefill. first_logits: [v] after the prompt. start: the clock before it. token_ids: the tokens so
-    far. times: the clock after each. is_done: whether none follows.
+    sampler, max_new_tokens: as of `Request`.
+    began: the clock before the prefill.
+    first_logits: [v] after the prompt.
+    token_ids: the tokens so far.
+    times: the clock after each.
+    is_done: whether none follows.
     """
 
     session: Session
-    first_logits: Tensor
+    sampler: Sampler
     max_new_tokens: int
-    start: float
+    began: float
+    first_logits: Tensor
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     is_done: bool = False
 
-    def add(self, token_id: int, ended: bool, now: float) -> None:
-        """Note a token, and the clock after it."""
-        self.token_ids.append(token_id)
-        self.times.append(now)
-        self.is_done = ended or len(self.token_ids) == self.max_new_tokens
-
-    def generation(self, prompt_tokens: int) -> Generation:
-        """The finished answer. prompt_tokens: as of `Generation`. Raises UserError for a selection against its rule."""
+    def result(self, prompt_tokens: int) -> Generation:
+        """The finished generation. prompt_tokens: as of `Generation`. Raises UserError for a bad selection."""
         session = self.session
-        session.read_selections()
-        clock = [self.start + session.scoring.uncounted_s, *self.times]
+        session.check_selected_values()
+        clock = [self.began + session.scoring.uncounted_s, *self.times]
         return Generation(
             token_ids=self.token_ids,
             first_logits=self.first_logits,
@@ -173,7 +196,7 @@ class Answer:
             total_s=clock[-1] - clock[0],
             decode_step_s=[after - before for before, after in pairwise(clock[1:])],
             computed=np.array([[int(count) for count in step] for step in session.computed]),
-            selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selected],
+            selected=[{layer: kept.tolist() for layer, kept in step.items()} for step in session.selections()],
             revived=np.array(session.revived),
             kv_bytes=session.kv_bytes,
             aux_bytes=session.aux_bytes,
@@ -183,8 +206,64 @@ class Answer:
         )
 
 
+def begin(decoder: Decoder, request: Request, chunk: int | None = None) -> RunningGeneration:
+    """Score and prefill a request's prompt, and choose its first token.
+
+    chunk: as of `start`.
+    """
+    began, prompt = read_clock(*decoder.devices), request.prompt
+    session = request.method.start(decoder, prompt, request.max_new_tokens)
+    session.chunk = chunk
+    with _naming_bad_selections(session):
+        logits = session.prefill(prompt.token_ids.to(decoder.device))
+        return _first_token(RunningGeneration(session, request.sampler, request.max_new_tokens, began, logits))
+
+
+def begin_turn(session: Session, token_ids: Tensor, max_new_tokens: int, sampler: Sampler) -> RunningGeneration:
+    """Run a later turn's tokens [m] in a session, and choose the first token of its answer."""
+    began = read_clock(*session.decoder.devices)
+    with _naming_bad_selections(session):
+        logits = session.turn(token_ids.to(session.decoder.device), max_new_tokens)
+        return _first_token(RunningGeneration(session, sampler, max_new_tokens, began, logits))
+
+
+def _first_token(generation: RunningGeneration) -> RunningGeneration:
+    _choose([generation], generation.first_logits[None])
+    return generation
+
+
+def advance(generations: Sequence[RunningGeneration]) -> None:
+    """Generate one more token in each of these generations of one open model, all of which go on."""
+    sessions = [generation.session for generation in generations]
+    with _naming_bad_selections(*sessions):
+        _choose(generations, step_together(sessions, [generation.token_ids[-1] for generation in generations]))
+
+
+def _choose(generations: Sequence[RunningGeneration], logits: Tensor) -> None:
+    """Choose and note the next token of each generation by its row of logits [r, v]."""
+    sampled = [one.sampler.sample(of_one) for one, of_one in zip(generations, logits, strict=True)]
+    values = iter(concat(sampled, dim=0).tolist())  # one transfer for all
+    now = read_clock(*generations[0].session.decoder.devices)
+    for generation, own in zip(generations, sampled, strict=True):
+        token_id, is_last = generation.sampler.read([*islice(values, len(own))])
+        generation.token_ids.append(token_id)
+        generation.times.append(now)
+        generation.is_done = is_last or len(generation.token_ids) == generation.max_new_tokens
+
+
+@contextmanager
+def _naming_bad_selections(*sessions: Session) -> Iterator[None]:
+    """After an error, raise UserError for a selection that breaks a rule instead: it may be the cause."""
+    try:
+        yield
+    except Exception:
+        for session in sessions:
+            session.check_selected_values()
+        raise
+
+
 class Conversation:
-    """A session: a prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
+    """A prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
 
     The last token of an answer has not been run when the answer ends, as in transformers. The next turn runs it
     together with its own tokens, even if it is an end token: chat templates put end tokens between turns.
@@ -199,8 +278,8 @@ class Conversation:
         self._prompt = prompt
         self._chunk = chunk
         self._continues = turns == "continue"
-        self._layout: Layout | None = None
         self._has_answered = False
+        self._decoder: Decoder | None = None
         self._session: Session | None = None
         self._prompt_tokens = len(prompt)  # summed over turns
         self._is_closed = False
@@ -231,10 +310,10 @@ class Conversation:
         return 0 if self._session is None else self._session.aux_bytes
 
     def fork(self) -> Conversation:
-        """An independent copy of the session.
+        """An independent copy of the conversation.
 
         It costs some bytes a position. K and V (`kv_bytes`) are copied when the fork answers, the Aux Cache
-        (`aux_bytes`) when either of the two answers. Raises UserError for a closed session.
+        (`aux_bytes`) when either of the two answers. Raises UserError for a closed conversation.
         """
         self._check_open()
         other = copy.copy(self)
@@ -254,72 +333,52 @@ class Conversation:
         more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. Other arguments: as of
         `generate`. The result is that of this turn: `ttft_s` begins with the turn's tokens, and `selected` has a step
         for each token of this answer. `computed` and `prompt_tokens` count the tokens of all turns so far.
-        Raises as `generate` and `answer_by`.
+        Raises as `generate` and `answer_with`.
         """
         end_ids = end_ids_of(self._model) if eos_token_ids is None else eos_token_ids
-        return self.answer_by(Greedy(end_ids, min_new_tokens), more_ids, max_new_tokens)
+        return self.answer_with(Greedy(end_ids, min_new_tokens), more_ids, max_new_tokens)
 
     @torch.inference_mode()
-    def answer_by(
-        self,
-        choose: Choose,
-        more_ids: Tensor | Sequence[int] | None = None,
-        max_new_tokens: int = 64,
-        put: Callable[[int], None] | None = None,
+    def answer_with(
+        self, sampler: Sampler, more_ids: Tensor | Sequence[int] | None = None, max_new_tokens: int = 64
     ) -> Generation:
-        """`answer` with the tokens that `choose` picks.
+        """`answer` with the tokens that `sampler` chooses, in inference mode.
 
-        choose: called once per token, first with the prompt's logits, in inference mode. It should make one transfer
-            from the device.
-        put: called with each token after the clock was read; its time counts in the next step, if there is one.
-
-        Raises UserError for a closed session, a turn without tokens, a turn that the model or the method cannot take,
-        and a model that the loop over layers cannot reproduce. The session is then unchanged. After an exception while
-        layers run (or in `choose` or `put`), a session that continues from its caches is closed, and one that begins
-        again from the whole text is unchanged.
+        Raises UserError for a closed conversation, a turn without tokens, a turn that the model or the method cannot
+        take, and a model that the loop over layers cannot reproduce. The conversation is then unchanged. After an
+        exception while layers run, or in the sampler, a conversation that continues from its caches is closed, and one
+        that begins again from the whole text is unchanged.
         """
         turn = self._check_turn(more_ids, max_new_tokens)
         check_once(self._model)
         self._method.prepare(self._model)
-        with open_decoder(self._model, self._layout) as decoder:
-            self._layout = decoder.layout
+        with open_decoder(self._model, self._decoder) as self._decoder:
+            session, self._session = self._session, None
             try:
-                start = read_clock(*decoder.devices)
-                session, logits = self._begin(decoder, turn, max_new_tokens)
-                answer = Answer(session, logits, max_new_tokens, start)
-                while not answer.is_done:
-                    if answer.token_ids:
-                        logits = session.step(answer.token_ids[-1])
-                    answer.add(*choose(logits), read_clock(*decoder.devices))
-                    if put is not None:
-                        put(answer.token_ids[-1])
-                generation = answer.generation(self._prompt_tokens)
-            except BaseException as error:
-                session, self._session = self._session, None
+                if turn is not None and session is not None and self._continues:
+                    # the last token of the answer before was not run
+                    running = begin_turn(
+                        session, torch.cat([turn.new_tensor(self.token_ids[-1:]), turn]), max_new_tokens, sampler
+                    )
+                    self._prompt_tokens += len(turn)
+                else:
+                    session = None  # frees its memory
+                    token_ids = [*self.token_ids, *([] if turn is None else turn.tolist())]
+                    prompt = self._prompt if turn is None else with_more(self._prompt, token_ids)
+                    self._prompt_tokens = len(prompt)
+                    running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler), self._chunk)
+                while not running.is_done:
+                    advance([running])
+                generation = running.result(self._prompt_tokens)
+            except BaseException:
                 self._is_closed = self._has_answered and self._continues
-                if session is not None and isinstance(error, Exception):
-                    session.read_selections()  # one that breaks a rule may be the cause
                 raise
-        self._has_answered = True
+        self._session, self._has_answered = running.session, True
         self.token_ids += [*([] if turn is None else turn.tolist()), *generation.token_ids]
         return generation
 
-    def _begin(self, decoder: Decoder, turn: Tensor | None, max_new_tokens: int) -> tuple[Session, Tensor]:
-        """Run the turn's tokens: the session, and the logits [v] after them."""
-        if turn is not None and self._session is not None and self._continues:
-            self._session.decoder = decoder
-            rows = torch.cat([torch.tensor(self.token_ids[-1:]), turn]).to(decoder.device)
-            self._prompt_tokens += len(turn)
-            return self._session, self._session.turn(rows, max_new_tokens)
-        prompt = self._prompt if turn is None else with_more(self._prompt, [*self.token_ids, *turn.tolist()])
-        self._prompt_tokens = len(prompt)
-        self._session = None  # frees its memory
-        self._session = session = self._method.start(decoder, prompt, max_new_tokens)
-        session.chunk = self._chunk
-        return session, session.prefill(prompt.token_ids.to(decoder.device))
-
     def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> Tensor | None:
-        """[m] the turn's tokens on the host; None for the first turn. Raises ValueError as `answer_by`."""
+        """[m] the turn's tokens on the host; None for the first turn. Raises ValueError as `answer_with`."""
         self._check_open()
         if self._has_answered and more_ids is None:
             raise UserError("a later turn needs tokens: give at least one in more_ids")
@@ -339,9 +398,9 @@ class Conversation:
 
 def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
     """The prompt with more tokens after it. They are outside its text, so methods that read text keep them."""
-    end, later = (len(prompt.text), len(prompt.text)), len(token_ids) - len(prompt)
-    spans = (*prompt.spans, *[end] * later) if prompt.spans else ()
-    return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans, later=later)
+    end = len(prompt.text), len(prompt.text)
+    spans = (*prompt.spans, *[end] * (len(token_ids) - len(prompt))) if prompt.spans else ()
+    return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans)
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
@@ -403,10 +462,12 @@ def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 class Greedy:
-    """A `Choose` and `Chooser` of the token with the highest logit; ties go as in `torch.argmax`, as in transformers.
+    """A `Sampler` of the token with the highest logit; ties go as in `torch.argmax`, as in transformers.
 
-    end_ids, min_new_tokens: as in `generate`. It counts tokens, so each generation needs a new one. It raises
-    FloatingPointError if the highest logit is not finite.
+    end_ids, min_new_tokens: as in `generate`.
+
+    It counts tokens, so each generation needs a new one. It raises FloatingPointError if the highest logit is not
+    finite.
     """
 
     def __init__(self, end_ids: Collection[int] = (), min_new_tokens: int = 0) -> None:
@@ -414,10 +475,7 @@ class Greedy:
         self._min_new_tokens = min_new_tokens
         self._chosen = 0
 
-    def __call__(self, logits: Tensor) -> tuple[int, bool]:
-        return self.read(self.pick(logits).tolist())
-
-    def pick(self, logits: Tensor) -> Tensor:
+    def sample(self, logits: Tensor) -> Tensor:
         if self._end_ids and self._chosen < self._min_new_tokens:
             logits = logits.clone()
             logits[[end_id for end_id in self._end_ids if 0 <= end_id < len(logits)]] = float("-inf")
@@ -425,8 +483,23 @@ class Greedy:
         highest, token_id = logits.max(dim=0)
         return torch.stack([highest.double(), token_id.double()])
 
-    def read(self, picked: list[float]) -> tuple[int, bool]:
-        highest, token_id = picked
+    def read(self, sampled: list[float]) -> tuple[int, bool]:
+        highest, token_id = sampled
         if not math.isfinite(highest):
             raise FloatingPointError("the model's logits are not finite (NaN or infinite)")
         return int(token_id), int(token_id) in self._end_ids
+
+
+class Forced:
+    """A `Sampler` of given tokens, which keeps the logits [v] before each of them, on their device."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = token_ids
+        self.logits: list[Tensor] = []
+
+    def sample(self, logits: Tensor) -> Tensor:
+        self.logits.append(logits)
+        return logits.new_empty(0, dtype=torch.float64)
+
+    def read(self, sampled: list[float]) -> tuple[int, bool]:
+        return self.token_ids[len(self.logits) - 1], False

@@ -1,10 +1,10 @@
-"""What a method gets (`Prompt`) and what it declares (`Look`, `Group`). Nothing here imports torch."""
+"""What a method gets (`Prompt`, `Boundary`), declares (`Group`, `ScoreSpec`) and returns (`Kept`); without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,26 +19,22 @@ class Prompt:
     spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
     context: ascending, disjoint ranges of `text` that a method may shorten. The rest (instruction, question, an
         example's answer) is never shortened.
-    encode: tokenises another text in the same way, special tokens included; None if unknown.
-    later: number of last tokens that are outside `text`: those of a session's later turns.
     """
 
     token_ids: Tensor
     text: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     context: tuple[tuple[int, int], ...] = ()
-    encode: Callable[[str], Sequence[int]] | None = None
-    later: int = 0
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
 
 @dataclass(frozen=True)
-class Look:
-    """The attention scores that a method asks for; by default none.
+class ScoreSpec:
+    """The attention scores that a method needs; by default none.
 
-    layers: indices, from 0, of the layers to look at.
+    layers: indices, from 0, of the layers whose scores are recorded.
     queries: number of queries, the newest tokens that a layer computes; fewer if it computes fewer.
     raw: attention logits (scaled and capped by the model, -inf if a token is not attended to) instead of probabilities
         (softmax over the stored tokens).
@@ -60,10 +56,10 @@ class Look:
 
     def __post_init__(self) -> None:
         if self.raw and self.summed:
-            raise ValueError("Look: raw and summed exclude each other; leave one out")
+            raise ValueError("ScoreSpec: raw and summed exclude each other; leave one out")
 
 
-NOTHING = Look()
+NO_SCORES = ScoreSpec()
 # What later turns of a conversation do: run on from what is stored, or run the whole text, with tokens selected anew
 TURNS = ("continue", "again")
 
@@ -72,11 +68,53 @@ TURNS = ("continue", "again")
 class Group:
     """Neighbouring layers that always see the same tokens.
 
-    layers: their indices, from 0. prompt_tokens: number of prompt tokens that enter them in prefill.
-    look: the attention scores to record in prefill. look_in_steps: record them in decoding too.
+    layers: their indices, from 0.
+    prompt_tokens: number of prompt tokens that enter them in prefill.
+    scores: the attention scores that the choice of tokens at the group's end needs; NO_SCORES for a choice without
+        scores; None if there is no choice: all tokens enter the next group, and all stay stored.
+    score_in_decode: record the scores in decoding too.
     """
 
     layers: range
     prompt_tokens: int
-    look: Look = NOTHING
-    look_in_steps: bool = False
+    scores: ScoreSpec | None = None
+    score_in_decode: bool = False
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The end of a group of layers in a prefill, where a method chooses tokens.
+
+    layer: the group's last layer, from 1.
+    num_layers: of the model.
+    n: prompt tokens.
+    positions: [m] of the tokens that the group computed, ascending.
+    kv_heads: key heads of a layer.
+    notes: what a method remembers from one boundary of a prompt to the next, as methods have no state.
+    """
+
+    layer: int
+    num_layers: int
+    n: int
+    positions: Tensor
+    kv_heads: int
+    notes: dict[str, Any]
+
+    @property
+    def m(self) -> int:
+        """Tokens that the group computed."""
+        return self.positions.shape[0]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a method chooses at a boundary, as indices of the m tokens that the group computed.
+
+    entering: [k] ascending, the tokens that enter the next group, the newest among them; None for all.
+    stored: [g, k] ascending, the tokens whose K and V each key head of the group's layers keeps; None for all.
+    forget: the tokens that do not enter the next group leave the KV caches of this group and of all before it.
+    """
+
+    entering: Tensor | None = None
+    stored: Tensor | None = None
+    forget: bool = False

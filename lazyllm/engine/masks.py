@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.devices import moved
+from lazyllm.engine.devices import to_device
 
 BLOCK = 2**23  # bytes of one block's mask, with the memory that attention needs for its cells
 
 
-class Reach:
+class AttentionMask:
     """The tokens that layers of one window attend to in a run: those of the step's set, in the window up to the query.
 
     group: the stored tokens; the queries are in its last slots. positions: [m] of the queries, ascending.
@@ -44,7 +44,7 @@ class Reach:
     ) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Blocks of queries: rows, keys in reach, and their mask on `device`; None if they attend to all these keys.
 
-        form: turns `seen` into the mask of the attention function. cell: bytes that a (query, key) pair costs.
+        form: turns `visible` into the mask of the attention function. cell: bytes that a (query, key) pair costs.
         """
         farthest = self._s if self.window is None else min(self._s, 2 * self.window)
         most = max(1, BLOCK // (cell * farthest))
@@ -55,15 +55,15 @@ class Reach:
             keys = self._in_reach(rows)
             # a mask serves the same block in the next layer; in a whole text, where slots are positions, also the next
             # blocks at the same distance from their keys
-            is_shared = self._group.is_whole and self._chosen is None
+            is_shared = self._group.is_contiguous and self._chosen is None
             where = rows.start - keys.start if is_shared else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
             if self._made[0] != key:
-                seen = self._seen_by_block(rows, keys)
-                self._made = key, None if seen is None else moved(form(seen), device)
+                visible = self._visible_by_block(rows, keys)
+                self._made = key, None if visible is None else to_device(form(visible), device)
             yield rows, keys, self._made[1]
 
-    def seen(self, rows: slice, keys: slice) -> Tensor | None:
+    def visible(self, rows: slice, keys: slice) -> Tensor | None:
         """[b, k] bool: which keys the queries attend to, or [g, b, k] if heads store different tokens; None for all."""
         query = self._positions[rows, None]
         stored = self._group.positions[..., None, keys]
@@ -73,7 +73,7 @@ class Reach:
         if rows.start < self._m - 1:  # the newest token alone attends to all before it
             terms.append(stored <= query)
         # of one query in a whole text, `_in_reach` is the window itself
-        is_cut = self._m == 1 and self._group.is_whole and keys == self._in_reach(rows)
+        is_cut = self._m == 1 and self._group.is_contiguous and keys == self._in_reach(rows)
         if self.window is not None and not is_cut:
             terms.append(stored > query - self.window)
         if not terms:
@@ -82,15 +82,15 @@ class Reach:
             terms[0] = terms[0] & term
         return terms[0]
 
-    def seen_last(self, rows: slice, keys: slice) -> Tensor | None:
-        """`seen` without the leading keys that all queries attend to."""
+    def visible_last(self, rows: slice, keys: slice) -> Tensor | None:
+        """`visible` without the leading keys that all queries attend to."""
         if self._chosen is None and self.window is None and self._group.is_ascending:
             keys = slice(max(keys.start, self._s - self._m + rows.start + 1), keys.stop)
-        return self.seen(rows, keys)
+        return self.visible(rows, keys)
 
-    def _seen_by_block(self, rows: slice, keys: slice) -> Tensor | None:
-        """`seen`, for the keys of `blocks`."""
-        return self.seen(rows, keys)
+    def _visible_by_block(self, rows: slice, keys: slice) -> Tensor | None:
+        """`visible`, for the keys of `blocks`."""
+        return self.visible(rows, keys)
 
     def _in_reach(self, rows: slice) -> slice:
         """The slots that any of the queries may attend to, as far as the host knows."""
@@ -101,8 +101,8 @@ class Reach:
         return slice(max(0, before + rows.start + 1 - self.window), before + rows.stop)
 
 
-class SortedReach(Reach):
-    """A Reach whose blocks have the set's tokens as keys, in the order of their positions, up to the last query.
+class PositionSortedMask(AttentionMask):
+    """A mask whose blocks have the set's tokens as keys, in the order of their positions, up to the last query.
 
     Of revived tokens, most attend to a part of the set only; where the tokens are stored says nothing of which part.
 
@@ -119,10 +119,10 @@ class SortedReach(Reach):
         self._key_positions = group.positions[self.order]
         self._ranks = ranks
 
-    def _seen_by_block(self, rows: slice, keys: slice) -> Tensor | None:
+    def _visible_by_block(self, rows: slice, keys: slice) -> Tensor | None:
         query, stored = self._positions[rows, None], self._key_positions[None, keys]
-        seen = stored <= query
-        return seen if self.window is None else seen & (stored > query - self.window)
+        visible = stored <= query
+        return visible if self.window is None else visible & (stored > query - self.window)
 
     def _in_reach(self, rows: slice) -> slice:
         return slice(0, self._ranks[rows.stop - 1])

@@ -6,18 +6,37 @@ Nothing here imports torch: methods are made, checked and counted before anythin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
-from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.engine.inputs import Boundary, Group, Kept, Prompt
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from lazyllm.engine.decoder import Batch, Decoder
+    from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
+
+
+# {what a method of version 0.3 may define: the line to write instead}
+_RENAMED = {
+    "cross": "def prune(self, at, recorded):  # returns lazyllm.engine.inputs.Kept",
+    "dial": 'target_parameter = "..."',
+    "everything": "keep_all = {...}",
+    "named": "shown_parameters = (...)",
+    "packs": "can_batch = ...",
+}
+
+
+def refuse_renamed(kind: type, renamed: Mapping[str, str]) -> None:
+    """Raise TypeError for a class that defines a name that would be ignored. renamed: {name: the line to write}."""
+    fields = {name for name, of in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(of)}
+    for name, line in renamed.items():
+        if name in vars(kind) and name not in fields:
+            raise TypeError(f"{kind.__name__}.{name} has another name now: write {line}")
 
 
 class Method(ABC):
@@ -36,13 +55,16 @@ class Method(ABC):
     order: ClassVar[int] = 100  # place in tables and legends: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
     marker: ClassVar[str | None] = None  # in every picture, a matplotlib marker; None takes a spare one
-    dial: ClassVar[str | None] = None  # the hyperparameter that is solved for a target speedup ("2.0x"), if any
-    named: ClassVar[tuple[str, ...]] = ()  # hyperparameters that tables name even at their default, as they do the dial
-    everything: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; if empty: the dial at 1.0
+    target_parameter: ClassVar[str | None] = None  # is solved for a target speedup ("2.0x"); if any
+    shown_parameters: ClassVar[tuple[str, ...]] = ()  # tables name these, and `target_parameter`, even at their default
+    keep_all: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; {}: `target_parameter` at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
-    packs: ClassVar[bool] = True  # several prompts can decode together; False if its session runs steps of its own
+    can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
+
+    def __init_subclass__(cls) -> None:
+        refuse_renamed(cls, _RENAMED)
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -56,22 +78,43 @@ class Method(ABC):
         from lazyllm.engine.session import Session
 
         groups = self.groups(len(decoder.layers), len(prompt))
-        return Session(decoder, groups, len(prompt), max_new_tokens, self.cross)
+        return Session(decoder, groups, len(prompt), max_new_tokens, self)
 
-    def cross(self, session: Session, index: int, batch: Batch) -> Batch:
-        """`Session.cross_in_prefill`; by default all tokens enter the next group."""
-        return batch
+    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept:
+        """Choose tokens in prefill, at the end of a group that declares `scores`; by default all go on.
+
+        recorded: those scores, of each layer. Must not wait for the device, unless the method is `adaptive`.
+        """
+        return Kept()
+
+    def pruning_layers(self, num_layers: int) -> Collection[int]:
+        """The layers, from 1, that `Generation.selected` names even if all their tokens go on."""
+        return ()
 
     def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
         """How many of n prompt tokens enter each layer in prefill, layer 1 first. Raises ValueError as `groups`."""
         return [group.prompt_tokens for group in self.groups(num_layers, n) for _ in group.layers]
 
-    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
-        """How many of n prompt tokens, and of `later` tokens run since, each layer's K and V hold for decoding.
+    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
+        """How many of n prompt tokens each layer's K and V hold after the prefill; by default all that entered it.
 
-        By default all tokens that entered the layer in prefill, and all later ones. Raises ValueError as `groups`.
+        Raises ValueError as `groups`.
         """
-        return [tokens + later for tokens in self.tokens_per_layer(num_layers, n)]
+        return self.tokens_per_layer(num_layers, n)
+
+    def stored_after_turns(self, num_layers: int, n: int, later: int) -> list[int]:
+        """`stored_per_layer` after later turns of a conversation, which ran `later` tokens; without generated tokens.
+
+        By default all later tokens are stored: what the prefill dropped is gone, and nothing more is dropped.
+        """
+        return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
+
+    def stored_after_decode(self, num_layers: int, n: int, generated: int, later: int = 0) -> list[int]:
+        """`stored_after_turns` after `generated` more tokens, one at a time: every layer stores each of them.
+
+        Tokens that a decoding step revives are not counted: their number depends on the prompt.
+        """
+        return [tokens + generated for tokens in self.stored_after_turns(num_layers, n, later)]
 
     def hidden_stored(self, num_layers: int, n: int) -> int:
         """How many of n prompt tokens' hidden states are held, one each, besides K and V (the Aux Cache)."""
@@ -118,9 +161,12 @@ class Method(ABC):
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> Any:
-        """The value of `dial` whose ideal speedup on n prompt tokens is nearest to `target`; None if out of reach.
+        """The value of `target_parameter` whose ideal speedup on n prompt tokens is nearest to `target`; None if out of
+        reach.
 
-        settings: the other hyperparameters. By default the dial is a keep ratio: lower is faster.
+        settings: the other hyperparameters. By default it is a keep ratio: lower is faster.
         """
-        others = {key: value for key, value in settings.items() if key != cls.dial}
-        return nearest_ratio(lambda ratio: cls(**others, **{str(cls.dial): ratio}).ideal_speedup(config, n), target)
+        others = {key: value for key, value in settings.items() if key != cls.target_parameter}
+        return nearest_ratio(
+            lambda ratio: cls(**others, **{str(cls.target_parameter): ratio}).ideal_speedup(config, n), target
+        )

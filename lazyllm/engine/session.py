@@ -1,38 +1,51 @@
-"""One generation, run over groups of layers: the part that all methods share.
+"""One generation's state, and the loop that runs its tokens through groups of layers, alone or with other generations.
 
-A boundary lies between two groups of layers. All layers of a group see the same tokens in every step, so methods act
-at boundaries only: `cross_in_prefill` and `cross_in_step` get the tokens that leave a group, and return those that
-enter the next one.
+A boundary lies between two groups of layers. All layers of a group see the same tokens in every step, so tokens are
+chosen at boundaries only: `Session.prune` gets the tokens that leave a group, and returns those that enter the next.
 
 Notation:
-    n  prompt tokens         p  position of the step's newest token (n, n + 1, ... in decoding)
+    n  prompt tokens         p  positions up to the step's newest token
     m  tokens computed in a group in this step               s  tokens stored in a group
-    w  hidden width          v  vocabulary
+    w  hidden width          v  vocabulary                   r  sessions
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Batch, Decoder, check_lengths, joined
-from lazyllm.engine.inputs import NOTHING, Group, Look
+from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, concat, preserve_rope_state
+from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept, ScoreSpec
 from lazyllm.errors import UserError
+
+
+class Pruner(Protocol):
+    """What a session calls of a method (`lazyllm.engine.method.Method`) at the boundaries of a prefill."""
+
+    label: ClassVar[str]
+    adaptive: ClassVar[bool]
+
+    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept: ...
+
+    def pruning_layers(self, num_layers: int) -> Collection[int]: ...
 
 
 @dataclass(frozen=True)
 class Scoring:
     """What was spent on scoring a prompt before its prefill.
 
-    seconds: part of TTFT. uncounted_s: seconds that are not (of a diagnostic). tokens: as `Generation.scoring_tokens`.
+    seconds: part of TTFT.
+    uncounted_s: seconds that are not (of a diagnostic).
+    tokens: as `Generation.scoring_tokens`.
     """
 
     seconds: float = 0.0
@@ -41,12 +54,17 @@ class Scoring:
 
 
 class Session:
-    """The state of one generation; this class is the baseline's, methods subclass it.
+    """The state of one generation. Methods that do more in decoding than attend to what is stored subclass it.
 
     Call `prefill` once, then `step` with each generated token; a later turn begins with `turn`.
 
-    decoder: the open model. groups: all layers, in order. prompt_tokens: n. max_new_tokens: the maximum number of
-    generated tokens. cross: `cross_in_prefill`, for a method that does no more. scoring: spent on the prompt before.
+    decoder: of the model; open in every call.
+    groups: all layers, in order.
+    prompt_tokens: n.
+    max_new_tokens: the maximum number of generated tokens.
+    method: chooses tokens at the boundaries of the prefill; None: all stay.
+    scoring: spent on the prompt before.
+
     Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
 
@@ -56,15 +74,15 @@ class Session:
         groups: Sequence[Group],
         prompt_tokens: int,
         max_new_tokens: int,
-        cross: Callable[[Session, int, Batch], Batch] | None = None,
+        method: Pruner | None = None,
         scoring: Scoring = Scoring(),
     ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
+        self.context = AttentionContext(decoder.device)
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
-        self.notes: dict[str, Any] = {}  # what a method remembers from one boundary of the prefill to the next
         self.scoring = scoring
         self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
@@ -75,17 +93,20 @@ class Session:
             GroupCache(group.prompt_tokens + max_new_tokens, self.max_positions, decoder.device)
             for group in groups
         ]
-        self._cross = cross
-        self._unread: list[tuple[str, Tensor, int, bool]] = []  # selections that `read_selections` checks
+        self._method = method
+        self._notes: dict[str, Any] = {}  # of the method, see `Boundary`
+        self._unchecked: list[tuple[str, Tensor, int, int | None]] = []  # selections for `check_selected_values`
         self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
-        self._selected: list[dict[int, Tensor]] = []
+        self._selected: list[dict[int, Tensor]] = []  # as noted by `note_selection`
         self._in_prefill = False
         self._all_positions = torch.arange(self.max_positions, device=decoder.device)
 
-    @property
-    def selected(self) -> list[dict[int, Tensor]]:
+    def selections(self) -> list[dict[int, Tensor]]:
         """Per step {pruning layer: the ascending positions of the tokens that enter the next layer}."""
-        return self._selected
+        return [
+            {layer: chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen for layer, chosen in step.items()}
+            for step in self._selected
+        ]
 
     @property
     def revived(self) -> list[int]:
@@ -105,39 +126,41 @@ class Session:
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]; return the logits [v] of its last token. Never synchronises with the device."""
         n = token_ids.shape[0]
-        return self._prefill(self.decoder.batch(token_ids, self._all_positions[:n]), n)
+        return self._prefill(self.decoder.embed(token_ids, self._all_positions[:n]), n)
 
-    def _prefill(self, batch: Batch, length: int) -> Tensor:
+    def _prefill(self, tokens: Tokens, length: int) -> Tensor:
         """Run these tokens of a prompt of `length` tokens."""
         self._selected.append({})
         self.length = length
         self._in_prefill = True
-        logits = self._run_groups(batch)
+        logits = _run([self], [tokens])[0]
         self._in_prefill = False
         return logits
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         """Run the last generated token and a turn's m new ones [1 + m]; return the logits [v] after them.
 
-        max_new_tokens: of this turn. `computed` and `selected` are reset.
+        max_new_tokens: of this turn.
+
+        `computed` and `selections` are reset.
         """
         self.computed, self._selected = [], []
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
-        length = self.length + token_ids.shape[0]
-        self._lengthen(length, max(self.max_positions, length + max_new_tokens - 1))
+        self._lengthen(max(self.max_positions, self.length + token_ids.shape[0] + max_new_tokens - 1))
         return self.step_on(token_ids)
 
-    def _lengthen(self, length: int, max_positions: int) -> None:
-        """Lengthen everything that is indexed by position. length: tokens of the text now."""
+    def _lengthen(self, max_positions: int) -> None:
+        """Let the text grow to `max_positions` tokens."""
         self.max_positions = max_positions
         self._all_positions = torch.arange(max_positions, device=self.decoder.device)
         for cache in self.caches:
-            cache.lengthen(length, max_positions)
+            cache.max_length = max_positions
 
     def fork(self) -> Self:
         """An independent copy of the state."""
         other = copy.copy(self)
+        other.context = AttentionContext(self.decoder.device)
         other.caches = [cache.fork() for cache in self.caches]
         other._num_computed, other.computed = [*self._num_computed], [*self.computed]
         other._selected = [dict(step) for step in self._selected]
@@ -145,44 +168,90 @@ class Session:
 
     def step(self, token_id: int) -> Tensor:
         """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
-        return self.step_on(torch.full((1,), token_id, device=self.decoder.device))
+        return step_together([self], [token_id])[0]
 
     def step_on(self, token_ids: Tensor) -> Tensor:
         """`step` with a token [1] on the model's device, unknown to the host; in a `turn`, also the tokens after it."""
-        return self._run_groups(self.begin_step(token_ids))
+        return _run([self], [self.begin_step(token_ids)])[0]
 
-    def begin_step(self, token_ids: Tensor) -> Batch:
-        """The batch for the first group in a step with these tokens [m].
-
-        For each group in order, a step then prepares its run (`enter`), runs it, and crosses to the next one: `ask`,
-        then `cross_in_step`; `end_step` ends it. So a step can also be run from outside, packed with those of other
-        sessions (`lazyllm.engine.pack`), whose questions at a boundary are answered together.
-        """
+    def begin_step(self, token_ids: Tensor) -> Tokens:
+        """The tokens [m] that a decoding step, or a later turn, runs through the first group."""
         self._selected.append({})
         start, self.length = self.length, self.length + token_ids.shape[0]
-        return self.decoder.batch(token_ids, self._all_positions[start : self.length])
+        return self.decoder.embed(token_ids, self._all_positions[start : self.length])
 
-    def enter(self, index: int, batch: Batch, is_whole: bool = True) -> None:
-        """Prepare the run of group `index` over a batch: the cache's slots, and the probe.
+    def enter(self, index: int, tokens: Tokens, scores: ScoreSpec) -> None:
+        """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record."""
+        cache = self.caches[index]
+        cache.advance(tokens.positions, self.length, tokens.is_newest)
+        self.context.begin(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
 
-        is_whole: whether no other chunk of the batch follows; scores are recorded in its last chunk only.
+    def scores_of(self, index: int) -> ScoreSpec:
+        """The attention scores to record in group `index` in this step."""
+        group = self.groups[index]
+        return group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
+
+    def run_group(self, index: int, tokens: Tokens) -> Tokens:
+        """Run group `index` for this session alone, in chunks if there are more than `chunk` new tokens."""
+        done, chunks = [], self._chunks(index, tokens)
+        for chunk in chunks:
+            # all queries whose scores are recorded are in the last chunk
+            self.enter(index, chunk, self.scores_of(index) if chunk is chunks[-1] else NO_SCORES)
+            done += self.decoder.run([self.context], [chunk], self.groups[index].layers)
+        return done[0] if len(done) == 1 else replace(tokens, hidden=concat([chunk.hidden for chunk in done]))
+
+    def _chunks(self, index: int, tokens: Tokens) -> list[Tokens]:
+        """The tokens in pieces of `chunk` tokens.
+
+        Revived tokens run in one piece: later tokens may already be stored in their layers.
         """
-        cache, look = self.caches[index], self._look(index) if is_whole else NOTHING
-        cache.advance(batch.positions, self.length, batch.is_newest)
-        self.decoder.probe.begin(cache, batch.positions, self.length, look, self.chosen(cache), batch.ranks)
+        m, chunk = len(tokens), self.chunk
+        if chunk is None or m <= chunk or not tokens.is_newest:
+            return [tokens]
+        last = max(0, m - max(chunk, self.scores_of(index).queries))
+        starts = [*range(0, last, chunk), last]
+        return [tokens[start:stop] for start, stop in pairwise([*starts, m])]
 
-    def ask(self, index: int, batch: Batch) -> Tensor | None:
-        """[p] bool, True at the positions that `cross_in_step` needs as numbers; None if it needs none.
+    def missing_mask(self, index: int, tokens: Tokens) -> Tensor | None:
+        """[p] bool, True at the positions that the next group computes in this step, if the host must learn them.
 
-        batch: computed by group `index` in a decoding step, and counted here: all but the last generated token are
+        None if it needs none. Counts the tokens that group `index` has computed: all but the last generated one are
         prompt tokens. Never waits for the device.
         """
-        self._num_computed[index] = self._num_computed[index] + len(batch) - 1  # not `+=`: `computed` holds this tensor
+        of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
+        self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
         return None
 
-    def read(self, question: Tensor) -> Tensor:
-        """The ascending positions at which `question` is True: a wait for the device."""
-        return positions_of([question])[0]
+    def to_indices(self, mask: Tensor) -> Tensor:
+        """The ascending positions at which `missing_mask` is True: a wait for the device."""
+        return mask.nonzero()[:, 0]
+
+    def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
+        """The tokens that enter the next group, after those that group `index` has computed; the newest is the last.
+
+        positions: those of `missing_mask`, ascending.
+
+        By default the method chooses in prefill, and in decoding all go on.
+        """
+        if self._method is None or not self._in_prefill:
+            return tokens
+        group, layers = self.groups[index], len(self.decoder.layers)
+        layer, kept = group.layers.stop, Kept()
+        if group.scores is not None:
+            at = Boundary(layer, layers, self.prompt_tokens, tokens.positions, self.decoder.shape.kv_heads, self._notes)
+            kept = self._method.prune(at, self.context.take_each() if group.scores.layers else [])
+        if kept.stored is not None:
+            self.caches[index].retain(kept.stored)
+        if kept.entering is not None:
+            is_known = layer < layers and not self._method.adaptive
+            declared = self.groups[index + 1].prompt_tokens if is_known else None
+            self.check_selection(self._method.label, kept.entering, len(tokens), declared, len(tokens) - 1)
+            for cache in self.caches[: index + 1] if kept.forget else ():
+                cache.retain(kept.entering)  # all of them hold exactly these tokens, in order
+            tokens = tokens[kept.entering]
+        if kept.entering is not None or layer in self._method.pruning_layers(layers):
+            self.note_selection(layer, tokens.positions)
+        return tokens
 
     def end_step(self) -> None:
         """Note the counts of a step whose groups have all run."""
@@ -192,11 +261,22 @@ class Session:
         """A value for each group -> one for each layer."""
         return [value for group, value in zip(self.groups, values, strict=True) for _ in group.layers]
 
-    def check_selection(self, label: str, kept: Tensor, m: int, count: int | None, newest: bool = True) -> None:
-        """Refuse indices `kept` of m tokens that break a rule; their values only in `read_selections`.
+    def chosen(self, cache: GroupCache) -> Tensor | None:
+        """[s] bool: which stored tokens the step's tokens attend to, up to their own positions; None for all."""
+        return None
 
-        label: the method's. count: how many it declares; None if that depends on the prompt. newest: whether the last
-        token must be kept. Raises UserError.
+    def note_selection(self, layer: int, chosen: Tensor) -> None:
+        """Note this step's choice after `layer`: positions [k], ascending, or a mask [p] bool of the text."""
+        self._selected[-1][layer] = chosen
+
+    def check_selection(
+        self, label: str, kept: Tensor, m: int, count: int | None, must_keep: int | None = None
+    ) -> None:
+        """Refuse indices `kept` of m tokens that break a rule; their values only in `check_selected_values`.
+
+        label: the method's.
+        count: how many it declares; None if that depends on the prompt.
+        must_keep: the last of the indices; None for any.
         """
         k = kept.numel()
         if k == 0 or k != (count or k):
@@ -206,12 +286,12 @@ class Session:
             )
         if kept.ndim != 1 or kept.dtype == torch.bool or kept.is_floating_point():
             raise UserError(f"{label}: selected {list(kept.shape)} of {kept.dtype}: expected indices [k]")
-        self._unread.append((label, kept, m, newest))
+        self._unchecked.append((label, kept, m, must_keep))
 
-    def read_selections(self) -> None:
+    def check_selected_values(self) -> None:
         """Check the values of all selections so far. Waits for the device. Raises UserError."""
-        unread, self._unread = self._unread, []
-        for label, kept, m, newest in unread:
+        unchecked, self._unchecked = self._unchecked, []
+        for label, kept, m, must_keep in unchecked:
             indices = kept.numpy(force=True)
             if indices.min() < 0 or indices.max() >= m:
                 raise UserError(f"{label}: selected {indices.min()} to {indices.max()}: expected indices of {m} tokens")
@@ -219,67 +299,56 @@ class Session:
             if len(falls):
                 before, after = indices[falls[0] : falls[0] + 2]
                 raise UserError(f"{label}: selected {before} before {after}: expected ascending indices, each once")
-            if newest and indices[-1] != m - 1:
+            if must_keep is not None and indices[-1] != must_keep:
                 raise UserError(f"{label}: dropped the newest of {m} tokens: expected it to be kept")
 
-    def cross_in_prefill(self, index: int, batch: Batch) -> Batch:
-        """The prompt tokens that enter the next group, of those that left group `index`."""
-        return batch if self._cross is None else self._cross(self, index, batch)
 
-    def cross_in_step(self, index: int, batch: Batch, answer: Tensor | None) -> Batch:
-        """The tokens that group `index + 1` computes in this decoding step; the newest token is the last of them.
-
-        answer: the ascending positions that `ask` asked for.
-        """
-        return batch
-
-    def chosen(self, cache: GroupCache) -> Tensor | None:
-        """[s] bool: which stored tokens the step's tokens attend to, up to their own positions; None for all."""
-        return None
-
-    def _look(self, index: int) -> Look:
-        """The attention scores to record in this step."""
-        group = self.groups[index]
-        return group.look if self._in_prefill or group.look_in_steps else NOTHING
-
-    def _run_groups(self, batch: Batch) -> Tensor:
-        """Run a step's batch through all groups: the logits [v] of its last token."""
-        for index, group in enumerate(self.groups):
-            chunks, done = self._chunks(index, batch), list[Batch]()
-            for chunk in chunks:
-                self.enter(index, chunk, is_whole=chunk is chunks[-1])
-                done.append(self.decoder.run(chunk, group.layers))
-            batch = done[0] if len(done) == 1 else replace(batch, hidden=joined([part.hidden for part in done]))
-            if self._in_prefill:
-                self._num_computed[index] += len(batch)
-                batch = self.cross_in_prefill(index, batch)
-            else:
-                question = self.ask(index, batch)
-                batch = self.cross_in_step(index, batch, None if question is None else self.read(question))
-        self.end_step()
-        return self.decoder.last_logits([batch.hidden])[0]
-
-    def _chunks(self, index: int, batch: Batch) -> list[Batch]:
-        """The batch in pieces of `chunk` tokens. All queries that the group's `look` records are in the last one.
-
-        Revived tokens run in one piece: later tokens may already be stored in their layers.
-        """
-        m, chunk = len(batch), self.chunk
-        if chunk is None or m <= chunk or not batch.is_newest:
-            return [batch]
-        last = max(0, m - max(chunk, self._look(index).queries))
-        starts = [*range(0, last, chunk), last]
-        return [batch[start:stop] for start, stop in pairwise([*starts, m])]
+def step_together(sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
+    """Run one generated token in each session: the logits [r, v] after them."""
+    tokens = []
+    for session, token_id in zip(sessions, token_ids, strict=True):
+        with preserve_rope_state(session.decoder.model):  # a RoPE that grows with the text starts anew for each
+            tokens.append(session.begin_step(torch.full((1,), token_id, device=session.decoder.device)))
+    return _run(sessions, tokens)
 
 
-def positions_of(masks: Sequence[Tensor]) -> list[Tensor]:
-    """The ascending positions at which each mask [p] is True, in one wait for the device."""
-    if len(masks) == 1:
-        return [masks[0].nonzero()[:, 0]]
-    counts = torch.stack([mask.sum() for mask in masks]).tolist() if masks else []
-    return [first_true(mask, count) for mask, count in zip(masks, counts, strict=True)]
+def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
+    """Run a step's tokens of each session through all groups: [r, v] logits of their last tokens.
+
+    The groups of two sessions may end at different layers: all run together up to the next end of any session's group.
+    Waits for the device at most once at each of these.
+    """
+    decoder = sessions[0].decoder
+    group_of = [0] * len(sessions)  # the group that each session is in
+    at_boundary: Sequence[int] = range(len(sessions))  # the sessions that enter a group
+    start = 0  # layers that have run
+    while start < len(decoder.layers):
+        ends = [session.groups[index].layers.stop for session, index in zip(sessions, group_of, strict=True)]
+        stop = min(ends)
+        if len(sessions) == 1:
+            tokens = [sessions[0].run_group(group_of[0], tokens[0])]
+        else:
+            for number in at_boundary:
+                session, index = sessions[number], group_of[number]
+                session.enter(index, tokens[number], session.scores_of(index))
+            tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
+        at_boundary, start = [number for number, end in enumerate(ends) if end == stop], stop
+        masks = {number: sessions[number].missing_mask(group_of[number], tokens[number]) for number in at_boundary}
+        positions = _to_indices(sessions, {number: mask for number, mask in masks.items() if mask is not None})
+        for number in at_boundary:
+            tokens[number] = sessions[number].prune(group_of[number], tokens[number], positions.get(number))
+            group_of[number] += 1
+    for session in sessions:
+        session.end_step()
+    return decoder.last_logits([one.hidden for one in tokens])
 
 
-def first_true(mask: Tensor, count: int) -> Tensor:
-    """The first `count` positions at which mask [p] is True, ascending, without a wait for the device."""
-    return mask.byte().argsort(descending=True, stable=True)[:count]
+def _to_indices(sessions: Sequence[Session], masks: dict[int, Tensor]) -> dict[int, Tensor]:
+    """{number of a session: the ascending positions at which its mask [p] is True}, in one wait for the device."""
+    if len(masks) <= 1:
+        return {number: sessions[number].to_indices(mask) for number, mask in masks.items()}
+    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
+    return {
+        number: torch.nonzero_static(mask, size=count)[:, 0]
+        for (number, mask), count in zip(masks.items(), counts, strict=True)
+    }

@@ -30,14 +30,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chat:
-    """A conversation with one model. messages: empty without a chat template. session: their text, if it can go on."""
+    """What was said to a model.
+
+    messages: empty without a chat template.
+    conversation: their text, if it can go on.
+    """
 
     model: Any
     tokenizer: Any
     method: Method
     max_new_tokens: int = 256
     messages: list[dict[str, str]] = field(default_factory=list)
-    session: Conversation | None = None
+    conversation: Conversation | None = None
 
     def answer(self, text: str) -> Generation:
         """Print the answer to `text` as it comes, then its cost. Raises ValueError for a text that is too long."""
@@ -47,23 +51,29 @@ class Chat:
         from lazyllm.engine.generation import Greedy, end_ids_of, start
 
         tokenizer, end_ids = self.tokenizer, end_ids_of(self.model)
-        session, self.session = self.session, None  # kept only if the answer succeeds
+        conversation, self.conversation = self.conversation, None  # kept only if the answer succeeds
         messages, more = [*self.messages, {"role": "user", "content": text}], None
         args = thinking_args(tokenizer) if tokenizer.chat_template else {}
-        if session is not None:  # no tokens, if the template leaves earlier answers out
+        if conversation is not None:  # no tokens, if the template leaves earlier answers out
             behind = tokenizer(render_behind(tokenizer, text, args), add_special_tokens=False).input_ids
-            more = tokens_behind(session.token_ids[-1], behind, end_ids) or None
-        if session is None or more is None:
+            more = tokens_behind(conversation.token_ids[-1], behind, end_ids) or None
+        if conversation is None or more is None:
             whole = render(tokenizer, messages, args) if tokenizer.chat_template else text
             ids = tokenizer(whole, add_special_tokens=not tokenizer.chat_template).input_ids
-            session = start(self.model, ids, self.method)
+            conversation = start(self.model, ids, self.method)
         streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
-        choose, most = Greedy(end_ids), self.max_new_tokens
-        out = session.answer_by(choose, more, most, lambda token: streamer.put(torch.tensor([token])))
+
+        class Streaming(Greedy):
+            def read(self, sampled: list[float]) -> tuple[int, bool]:
+                token_id, is_last = super().read(sampled)
+                streamer.put(torch.tensor([token_id]))
+                return token_id, is_last
+
+        out = conversation.answer_with(Streaming(end_ids), more, self.max_new_tokens)
         streamer.end()
         if tokenizer.chat_template:
             said = tokenizer.decode(out.token_ids, skip_special_tokens=True)
-            self.session, self.messages = session, [*messages, {"role": "assistant", "content": said}]
+            self.conversation, self.messages = conversation, [*messages, {"role": "assistant", "content": said}]
         print(
             f"[TTFT {out.ttft_s:.3f} s | {out.pct_prompt_tokens_computed:.1f} % of {out.prompt_tokens} prompt tokens "
             f"computed, {out.revived.max()} revived | {len(out.token_ids)} tokens in {out.total_s:.3f} s]",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ except ImportError as error:
         f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
     ) from error
 
+from lazyllm.engine.batch import BATCH_SIZE, generate_requests
+from lazyllm.engine.generation import Forced, Request
 from lazyllm.engine.inputs import Prompt
-from lazyllm.engine.pack import ROWS, Row, answers
 from lazyllm.integrations.transformers_generate import generate_with
 from lazyllm.methods import code_of, make
 from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
@@ -100,7 +101,7 @@ class PrunedLM(_HFLM):
             tokenizer=tokenizer,
             device=str(as_device(device)),
             dtype=self._spec.dtype,
-            batch_size=ROWS if str(batch_size).startswith("auto") else batch_size,  # "auto:N" too
+            batch_size=BATCH_SIZE if str(batch_size).startswith("auto") else batch_size,  # "auto:N" too
             **of_hf,
         )
         self.method.prepare(self.model)
@@ -134,20 +135,20 @@ class PrunedLM(_HFLM):
         by_context: dict[tuple[int, ...], list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
             by_context.setdefault(self._cut(context, continuation), []).append(number)
-        rows, asked = list[Row](), list[tuple[_Forced, list[int]]]()
+        forced, asked = list[Request](), list[tuple[Forced, list[int]]]()
         for context, numbers in by_context.items():
             longer = [number for number in numbers if len(requests[number][2]) > 1]
             only_first = [number for number in numbers if number not in longer]  # these need the first logits only
             shared = [only_first + longer[:1], *([number] for number in longer[1:])]
             for sharing in shared:
-                choose = _Forced(requests[sharing[-1]][2])
-                rows.append(Row(_prompt_of(context), self.method, len(choose.token_ids), choose))
-                asked.append((choose, sharing))
+                sampler = Forced(requests[sharing[-1]][2])
+                forced.append(Request(_prompt_of(context), self.method, len(sampler.token_ids), sampler))
+                asked.append((sampler, sharing))
         found: dict[int, tuple[float, bool]] = {}
-        for index, _ in answers(self.model, rows, self.batch_size):
-            choose, sharing = asked[index]
-            logits = torch.stack(choose.logits)
-            choose.logits.clear()
+        for index, _ in generate_requests(self.model, forced, self.batch_size):
+            sampler, sharing = asked[index]
+            logits = torch.stack(sampler.logits)
+            sampler.logits.clear()
             for number in sharing:
                 key, _, continuation = requests[number]
                 found[number] = self._answer(logits[: len(continuation)], continuation)
@@ -178,21 +179,6 @@ class PrunedLM(_HFLM):
         return super()._model_generate(
             context, max_length, stop, custom_generate=generate_with(self.method), **settings
         )
-
-
-@dataclass
-class _Forced:
-    """A `Chooser` of the tokens of a continuation. logits: [v] before each."""
-
-    token_ids: Sequence[int]
-    logits: list[Tensor] = field(default_factory=list)
-
-    def pick(self, logits: Tensor) -> Tensor:
-        self.logits.append(logits)
-        return logits.new_empty(0, dtype=torch.float64)
-
-    def read(self, picked: list[float]) -> tuple[int, bool]:
-        return self.token_ids[len(self.logits) - 1], False
 
 
 def _prompt_of(token_ids: Sequence[int]) -> Prompt:

@@ -1,7 +1,7 @@
 """A method inside transformers' own `model.generate`, with its sampling, processors, criteria and streamers.
 
 transformers prepares a call (generation config, logits processors, stopping criteria) and hands it to our callable in
-`custom_generate`. Rows of a batch decode together, each in its own session (`lazyllm.engine.pack`).
+`custom_generate`. Rows of a batch decode together, each in its own session (`lazyllm.engine.batch`).
 
 Notation:
     b  rows      n  width of the padded prompts      t  tokens so far, padding included      v  vocabulary
@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Generation, check_method
+from lazyllm.engine.batch import BATCH_SIZE, generate_requests
+from lazyllm.engine.generation import Generation, check_method, make_request
 from lazyllm.engine.method import Method
-from lazyllm.engine.pack import ROWS, answers, row_of
 
 # Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
 # Options that transformers turns into logits processors and stopping criteria, or that are read here.
@@ -134,8 +135,8 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
     assistants, a filled cache, `inputs_embeds`, attentions and hidden states.
 
-    transformers 5 drops `streamer` and the `tokenizer` of `stop_strings` before it calls a `custom_generate`, so they
-    are refused: use `lazyllm.using` for these.
+    transformers 5 drops `streamer` and the `tokenizer` of `stop_strings` before it calls a `custom_generate`. They are
+    refused: use `lazyllm.using` for these.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
     and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt, as in
@@ -150,28 +151,7 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
         independent of other rows; the global generator is not used.
     Raises TypeError for anything but a method, ValueError for a bad seed.
     """
-    setattr(GenerationMixin, _EXTRACT, _extract_or_refuse)
     return GenerateWith(method, seed)
-
-
-# transformers' step that drops arguments before it calls a `custom_generate`, the only place that sees them
-_EXTRACT = "_extract_generation_mode_kwargs"
-_extract: Any = getattr(GenerationMixin, _EXTRACT)
-
-
-@functools.wraps(_extract)
-def _extract_or_refuse(
-    self: Any, custom_generate: Any, kwargs: Any, synced_gpus: Any, assistant_model: Any, streamer: Any
-) -> Any:
-    """The step, after refusing what a `GenerateWith` would not see; all other calls are as before."""
-    if isinstance(custom_generate, GenerateWith):
-        _check_given(kwargs | {"synced_gpus": synced_gpus, "assistant_model": assistant_model})
-        if streamer is not None:
-            raise ValueError(
-                "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., "
-                "streamer=...) within `with lazyllm.using(model, method):`"
-            )
-    return _extract(self, custom_generate, kwargs, synced_gpus, assistant_model, streamer)
 
 
 @contextmanager
@@ -195,7 +175,8 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
         call = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
         if call.get("custom_generate") is None:
             call = _stop_strings_as_criterion(model, call)
-            _check_given(call)
+            _check_helpers(call)
+            _check_options_of(call)
             if call.get("past_key_values") is not None:
                 raise ValueError(_GIVEN_CACHE)
             # transformers drops these
@@ -213,15 +194,33 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             setattr(model, "generate", own)  # noqa: B010
 
 
-def _check_given(call: Mapping[str, Any]) -> None:
-    """Refuse arguments of `model.generate`, before transformers acts on them. Raises ValueError."""
+def _check_options_of(call: Mapping[str, Any]) -> None:
+    """Refuse options that a pruned generation cannot honour. Raises ValueError."""
+    for name, (accepted, instead) in REFUSED.items():
+        if call.get(name) not in accepted:
+            raise ValueError(f"{name}={call[name]!r} is not supported with a pruning method: {instead}")
+
+
+def _check_helpers(call: Mapping[str, Any]) -> None:
+    """Refuse other models and processes that help to generate. Raises ValueError."""
     if call.get("assistant_model") is not None:
         raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
     if call.get("synced_gpus"):
         raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
-    for name, (accepted, instead) in REFUSED.items():
-        if call.get(name) not in accepted:
-            raise ValueError(f"{name}={call[name]!r} is not supported with a pruning method: {instead}")
+
+
+def _check_dropped(frame: FrameType | None) -> None:
+    """Refuse arguments that `model.generate` got and does not pass on. frame: of the callable that it called."""
+    caller = None if frame is None else frame.f_back
+    if caller is None or caller.f_code is not inspect.unwrap(vars(GenerationMixin)["generate"]).__code__:
+        return
+    given = caller.f_locals
+    _check_helpers(given)
+    if given.get("streamer") is not None:
+        raise ValueError(
+            "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., streamer=...) "
+            "within `with lazyllm.using(model, method):`"
+        )
 
 
 _GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
@@ -271,6 +270,8 @@ class GenerateWith:
 
         mask_given: whether the attention mask is the caller's; if not, transformers guessed it from the padding token.
         """
+        if streamer is None:
+            _check_dropped(inspect.currentframe())
         check_options(generation_config)
         _check_call(model_kwargs)
         (rows, width), device = input_ids.shape, input_ids.device
@@ -290,13 +291,13 @@ class GenerateWith:
         # one token is generated if the limit is already reached, as in transformers
         max_new_tokens = max(1, min(lengths, default=generation_config.max_length) - width)
         wanted = generation_config.return_dict_in_generate
-        choosers = [
-            _Row(
+        samplers = [
+            _RowSampler(
                 model=model,
                 ids=input_ids[index : index + 1],
                 left=left,
-                processors=[_of_row(processor, input_ids, index, left) for processor in logits_processor],
-                criteria=[_of_row(criterion, input_ids, index, left) for criterion in stopping_criteria],
+                processors=[_rule_of_row(processor, input_ids, index, left) for processor in logits_processor],
+                criteria=[_rule_of_row(criterion, input_ids, index, left) for criterion in stopping_criteria],
                 generator=None if self.seed is None else torch.Generator(device).manual_seed(self.seed + index),
                 samples=bool(generation_config.do_sample),
                 streamer=streamer,
@@ -306,15 +307,15 @@ class GenerateWith:
             for index, left in enumerate(padding)
         ]
         ids_on_host = input_ids.cpu()
-        packed = [
-            row_of(model, ids_on_host[index, row.left :], self.method, max_new_tokens, row)
-            for index, row in enumerate(choosers)
+        requests = [
+            make_request(model, ids_on_host[index, row.left :], self.method, max_new_tokens, row)
+            for index, row in enumerate(samplers)
         ]
         in_turn = generation_config.do_sample and self.seed is None
         homes = {type(rule).__module__.partition(".")[0] for rule in (*logits_processor, *stopping_criteria)}
         # rules of these hold no state that rows have in common
-        together = self.method.packs and not in_turn and homes <= {"transformers", "lm_eval"}
-        done = dict(answers(model, packed, ROWS if together else 1))
+        together = self.method.can_batch and not in_turn and homes <= {"transformers", "lm_eval"}
+        done = dict(generate_requests(model, requests, BATCH_SIZE if together else 1))
         generations = [done[index] for index in range(rows)]
         if streamer is not None:
             streamer.end()
@@ -326,14 +327,14 @@ class GenerateWith:
         steps = sequences.shape[1] - width
         return LazyGenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
-            scores=_by_step([row.scores for row in choosers], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
-            logits=_by_step([row.logits for row in choosers], steps, None, math.nan),  # type: ignore[arg-type]
+            scores=_by_step([row.scores for row in samplers], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
+            logits=_by_step([row.logits for row in samplers], steps, None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
 
 
 @dataclass
-class _Row:
+class _RowSampler:
     """One row of the batch: chooses its tokens as transformers does, and keeps scores and logits to return.
 
     ids: [1, t], padding included. left: tokens of padding before the prompt. scores, logits: per step [1, v], or None.
@@ -350,13 +351,13 @@ class _Row:
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
 
-    def pick(self, logits: Tensor) -> Tensor:
-        """As of `Chooser`, outside inference mode, so that processors and results have ordinary tensors."""
+    def sample(self, logits: Tensor) -> Tensor:
+        """As of `Sampler`, outside inference mode, so that processors and results have ordinary tensors."""
         with torch.inference_mode(False), torch.no_grad(), _not_called(self.model):
             # [v] -> [1, v]; processors may write into it
             scores = own = logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
             for processor in self.processors:
-                scores = processor(self._seen_by(processor), scores)
+                scores = processor(self._ids_for(processor), scores)
             if self.scores is not None:
                 self.scores += (scores,)
             if self.logits is not None:
@@ -368,12 +369,12 @@ class _Row:
             self.ids = torch.cat([self.ids, chosen], dim=1)
             ended = torch.zeros_like(chosen[0], dtype=torch.bool)
             for criterion in self.criteria:
-                ended = ended | criterion(self._seen_by(criterion), self.scores)
+                ended = ended | criterion(self._ids_for(criterion), self.scores)
             score = scores.gather(1, chosen)
             return torch.cat([chosen[0].double(), score[0].double(), ended.double()])
 
-    def read(self, picked: list[float]) -> tuple[int, bool]:
-        token_id, value, last = picked
+    def read(self, sampled: list[float]) -> tuple[int, bool]:
+        token_id, value, last = sampled
         if not math.isfinite(value):
             raise FloatingPointError("no token can be chosen: its score is not finite, or every token is forbidden")
         if self.streamer is not None:
@@ -381,7 +382,7 @@ class _Row:
                 self.streamer.put(torch.tensor([int(token_id)]))
         return int(token_id), bool(last)
 
-    def _seen_by(self, rule: Any) -> Tensor:
+    def _ids_for(self, rule: Any) -> Tensor:
         return self.ids if isinstance(rule, _COUNTING) else self.ids[:, self.left :]
 
 
@@ -404,7 +405,7 @@ def _not_called(model: PreTrainedModel) -> Iterator[None]:
 
 def check_options(config: GenerationConfig) -> None:
     """Refuse generation options that a pruned generation cannot honour. Raises ValueError."""
-    _check_given({name: getattr(config, name, None) for name in REFUSED})
+    _check_options_of({name: getattr(config, name, None) for name in REFUSED})
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"generation mode {mode.value} is not supported with a pruning method: {_ONE_SEQUENCE}")
@@ -451,7 +452,7 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
     return padding
 
 
-def _of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
+def _rule_of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
     """The processor or criterion for one row, made of one for the whole batch."""
     if input_ids.shape[0] == 1 and left == 0:
         return processor

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from lazyllm.engine.inputs import Look as Look
+from lazyllm.engine.inputs import ScoreSpec as ScoreSpec
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods.asl import ASL
@@ -26,7 +26,6 @@ from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.specprefill import SpecPrefill
 from lazyllm.methods.static_pruning import StaticPruning
 from lazyllm.methods.support import plugins
-from lazyllm.methods.support.bases import Layerwise as Layerwise
 from lazyllm.methods.support.bases import Prune as Prune
 from lazyllm.methods.support.bases import Select as Select
 from lazyllm.methods.uniprefill import UniPrefill
@@ -46,6 +45,13 @@ METHODS: dict[str, type[Method]] = {
     "static_pruning": StaticPruning,
     "uniprefill": UniPrefill,
 }
+
+
+def __getattr__(name: str) -> Any:
+    renamed = {"Look": "ScoreSpec", "Layerwise": "Prune"}
+    if name in renamed:
+        raise ImportError(f"lazyllm.methods.{name} has another name: from lazyllm.methods import {renamed[name]}")
+    raise AttributeError(f"module 'lazyllm.methods' has no attribute {name!r}")
 
 
 def known() -> list[str]:

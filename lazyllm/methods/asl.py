@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from lazyllm.engine.inputs import Group, Look
-from lazyllm.methods.support.bases import Boundary, Layerwise, at_depth
+from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
+from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ASL(Layerwise):
+class ASL(Prune):
     """Cut the prompt after the first layer at which the ranks of its best tokens have settled.
 
     first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors' index 10 of 32 layers).
@@ -38,15 +38,16 @@ class ASL(Layerwise):
     cut can be waits once for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
-    Ours: all of the code; a variance of 0 cuts; ties go to the lower position.
+    Written from scratch; differs from the release in: a variance of 0 cuts; ties go to the lower position.
     """
 
-    label: ClassVar[str] = "ASL"
-    order: ClassVar[int] = 10
-    colour: ClassVar[str | None] = "#4B0082"
-    marker: ClassVar[str | None] = ">"
-    dial: ClassVar[str | None] = "keep"
-    adaptive: ClassVar[bool] = True
+    label = "ASL"
+    order = 10
+    colour = "#4B0082"
+    marker = ">"
+    target_parameter = "keep"
+    adaptive = True
+    forget = False
 
     first: int | None = None
     threshold: float = 0.3
@@ -59,11 +60,11 @@ class ASL(Layerwise):
     def __post_init__(self) -> None:
         for what in ("first", "layers"):
             if getattr(self, what) is not None:
-                check_whole(what, getattr(self, what), 1)
+                check_int(what, getattr(self, what), 1)
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or not self.threshold > 0:
             raise ValueError(f"threshold={self.threshold!r}: give a number above 0")
         check_count_or_ratio("keep", self.keep)
-        check_whole("window", self.window, 1)
+        check_int("window", self.window, 1)
         check_pool(self.pool)
         if self.retain is not None:
             check_count_or_ratio("retain", self.retain)
@@ -88,21 +89,21 @@ class ASL(Layerwise):
         for layer in range(1, num_layers + 1):
             m = kept if ranks and layer > earliest else n
             wanted = stored < n or (ranks and first <= layer < num_layers)
-            look = Look((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else Look()
-            groups.append(Group(range(layer - 1, layer), m, look))
+            scores = ScoreSpec((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else None
+            groups.append(Group(range(layer - 1, layer), m, scores))
         return groups
 
-    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
-        return [min(m, self._stored(n)) + later for m in self.tokens_per_layer(num_layers, n)]
+    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
+        return [min(m, self._stored(n)) for m in self.tokens_per_layer(num_layers, n)]
 
-    def score(self, at: Boundary, seen: Tensor) -> Tensor:
-        return window_scores(seen, self.window, at.kv_heads, self.pool, "average")
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
+        return window_scores(recorded[0], self.window, at.kv_heads, self.pool, "average")
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
         stored = self._stored(at.n)
         return best_and_window(scores, stored, at.m) if stored < at.m else None
 
-    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
+    def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
         (first, earliest), kept = self._ranked(at.num_layers), self._kept(at.n)
         if kept == at.n or at.m < at.n or not first <= at.layer < at.num_layers:  # nothing to cut, or cut already
             return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lazyllm.engine.inputs import Group
 from lazyllm.engine.method import Method
@@ -13,10 +12,10 @@ from lazyllm.engine.method import Method
 class Baseline(Method):
     """No pruning. It runs in the same loop and cache as the methods, so a speedup is the method's own."""
 
-    label: ClassVar[str] = "baseline"
-    order: ClassVar[int] = 0
-    colour: ClassVar[str | None] = "#000000"
-    marker: ClassVar[str | None] = "X"
+    label = "baseline"
+    order = 0
+    colour = "#000000"
+    marker = "X"
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
         return [Group(range(num_layers), n)]

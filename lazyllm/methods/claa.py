@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from lazyllm.engine.inputs import Group
+from lazyllm.engine.inputs import Boundary, Group
 from lazyllm.methods.fastkv import HalfwayCut
-from lazyllm.methods.support.bases import Boundary
 from lazyllm.methods.support.ranking import best_and_window, window_scores
-from lazyllm.methods.support.schedule import check_whole
+from lazyllm.methods.support.schedule import check_int
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,52 +26,52 @@ class CLAA(HalfwayCut):
     Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Tokens keep their positions.
 
     Source: the paper and a description of the code (BradMcDanel/kv-exps, commit 90e13b1, which has no licence).
-    Ours: all of the code; ties go to the lower position; no prompt is too short.
+    Written from scratch; differs from the release in: ties go to the lower position; no prompt is too short.
     """
 
-    label: ClassVar[str] = "CLAA"
-    order: ClassVar[int] = 8
-    colour: ClassVar[str | None] = "#7A0019"
-    marker: ClassVar[str | None] = "d"
-    dial: ClassVar[str | None] = "keep"
+    label = "CLAA"
+    order = 8
+    colour = "#7A0019"
+    marker = "d"
+    target_parameter = "keep"
 
     layers: int = 4
     retain: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("layers", self.layers, 1)
+        check_int("layers", self.layers, 1)
         if self.retain is not None and self.retain != 1:
             raise ValueError(f"retain={self.retain!r}: give null (each key head stores the share `keep`) or 1 (all)")
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        cut, late = self.cut_after(num_layers), self.kept(n)
+        cut, late = self.cut_after(num_layers), self.kept_of(n)
         groups = []
         for layer in range(1, cut + 1):
             wanted = late < n and (layer > cut - self.layers or (self.retain is None and layer > self.layers))
-            groups.append(Group(range(layer - 1, layer), n, self.look(layer, wanted)))
+            groups.append(Group(range(layer - 1, layer), n, self.window_scores_of(layer) if wanted else None))
         return [*groups, Group(range(cut, num_layers), late)] if cut < num_layers else groups
 
-    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
         first = num_layers if self.retain == 1 else self.layers  # these store all that entered them
         tokens = enumerate(self.tokens_per_layer(num_layers, n), start=1)
-        return [(m if layer <= first else self.kept(n)) + later for layer, m in tokens]
+        return [m if layer <= first else self.kept_of(n) for layer, m in tokens]
 
-    def score(self, at: Boundary, seen: Tensor) -> Tensor:
-        return window_scores(seen, self.window, at.kv_heads, self.pool, "max")
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
+        return window_scores(recorded[0], self.window, at.kv_heads, self.pool, "max")
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
         stores_all = self.retain == 1 or at.layer <= self.layers
-        return None if stores_all else best_and_window(scores, self.kept(at.n), at.m)
+        return None if stores_all else best_and_window(scores, self.kept_of(at.n), at.m)
 
-    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
+    def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
         import torch
 
         last = self.cut_after(at.num_layers)
         rows = at.notes.setdefault("rows", [])  # [g, o] scores of each layer that scores for the cut
         if at.layer > last - self.layers:
             rows.append(z_normalised(scores))
-        return best_and_window(torch.cat(rows).amax(dim=0), self.kept(at.n), at.m) if at.layer == last else None
+        return best_and_window(torch.cat(rows).amax(dim=0), self.kept_of(at.n), at.m) if at.layer == last else None
 
 
 def z_normalised(scores: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.inputs import NOTHING, Group, Look
-from lazyllm.methods.support.bases import Boundary, Layerwise, at_depth
+from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
+from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, share_of
+from lazyllm.methods.support.schedule import check_int, check_pool, check_ratio, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ POOLINGS = ("max", "average")
 
 
 @dataclass(frozen=True)
-class HalfwayCut(Layerwise):
+class HalfwayCut(Prune):
     """The common part of FastKV and CLAA: one cut after a layer, by the attention of the last tokens.
 
     layer: 1-based layer after which the cut is; None for half of the depth (the authors' 16 of 32, 20 of 40).
@@ -28,6 +28,8 @@ class HalfwayCut(Layerwise):
     pool: odd width of the pooling of scores along the prompt.
     """
 
+    forget = False
+
     layer: int | None = None
     keep: float = 0.2
     window: int = field(default=8, kw_only=True)
@@ -35,9 +37,9 @@ class HalfwayCut(Layerwise):
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            check_whole("layer", self.layer, 1)
+            check_int("layer", self.layer, 1)
         check_ratio("keep", self.keep)
-        check_whole("window", self.window, 1)
+        check_int("window", self.window, 1)
         check_pool(self.pool)
 
     def cut_after(self, num_layers: int) -> int:
@@ -47,12 +49,13 @@ class HalfwayCut(Layerwise):
     def pruning_layers(self, num_layers: int) -> tuple[int, ...]:
         return (self.cut_after(num_layers),)
 
-    def kept(self, n: int) -> int:
-        """The number of n tokens that continue after the cut."""
+    def kept_of(self, n: int) -> int:
+        """The number of n tokens that go on after the cut."""
         return min(n, max(share_of(self.keep, n), self.window))
 
-    def look(self, layer: int, wanted: bool) -> Look:
-        return Look((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else NOTHING
+    def window_scores_of(self, layer: int) -> ScoreSpec:
+        """The attention of the window in a layer, from 1."""
+        return ScoreSpec((layer - 1,), self.window, per_head=True, summed=(1, 1))
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,13 @@ class FastKV(HalfwayCut):
     Ours: shares only, no constant budgets; ties go to the lower position; no prompt is too short.
     """
 
-    label: ClassVar[str] = "FastKV"
-    order: ClassVar[int] = 6
-    colour: ClassVar[str | None] = "#56B4E9"
-    marker: ClassVar[str | None] = "P"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("retain",)
-    everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
+    label = "FastKV"
+    order = 6
+    colour = "#56B4E9"
+    marker = "P"
+    target_parameter = "keep"
+    shown_parameters = ("retain",)
+    keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
 
     retain: float = 0.1
     pooling: str = "max"
@@ -96,30 +99,30 @@ class FastKV(HalfwayCut):
         return min(m, max(int(share * m), self.window))
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        cut, late = self.cut_after(num_layers), self.kept(n)
+        cut, late = self.cut_after(num_layers), self.kept_of(n)
         if self.retain == 1:  # only the cut needs a boundary
-            early = Group(range(cut), n, self.look(cut, late < n))
+            early = Group(range(cut), n, self.window_scores_of(cut) if late < n else None)
             return [early, Group(range(cut, num_layers), late)] if cut < num_layers else [early]
         groups = []
         for layer in range(1, num_layers + 1):
             m = late if layer > cut else n
             drops = self.stored(m, layer > cut) < m or (layer == cut and late < n)
-            groups.append(Group(range(layer - 1, layer), m, self.look(layer, drops)))
+            groups.append(Group(range(layer - 1, layer), m, self.window_scores_of(layer) if drops else None))
         return groups
 
-    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
+    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
         tokens, cut = self.tokens_per_layer(num_layers, n), self.cut_after(num_layers)
-        return [self.stored(m, layer > cut) + later for layer, m in enumerate(tokens, start=1)]
+        return [self.stored(m, layer > cut) for layer, m in enumerate(tokens, start=1)]
 
-    def score(self, at: Boundary, seen: Tensor) -> Tensor:
-        return window_scores(seen, self.window, at.kv_heads, self.pool, self.pooling)
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
+        return window_scores(recorded[0], self.window, at.kv_heads, self.pool, self.pooling)
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
         stored = self.stored(at.m, at.layer > self.cut_after(at.num_layers))
         return best_and_window(scores, stored, at.m) if stored < at.m else None
 
-    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        kept = self.kept(at.n)
+    def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        kept = self.kept_of(at.n)
         if at.layer != self.cut_after(at.num_layers) or kept == at.n:
             return None
         return best_and_window(sum_over_first(scores), kept, at.m)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, first_layers_flops
 from lazyllm.engine.inputs import Group, Prompt
 from lazyllm.methods.support.bases import Select, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +33,13 @@ class GemFilter(Select):
     Ours: `layer` ends at its q, k and v; the release runs all of it. Shares; `sound`; ties go to the lower position.
     """
 
-    label: ClassVar[str] = "GemFilter"
-    order: ClassVar[int] = 5
-    colour: ClassVar[str | None] = "#E69F00"
-    marker: ClassVar[str | None] = "v"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("sound",)
-    renumber: ClassVar[bool] = True
+    label = "GemFilter"
+    order = 5
+    colour = "#E69F00"
+    marker = "v"
+    target_parameter = "keep"
+    shown_parameters = ("sound",)
+    renumber = True
 
     layer: int | None = None
     keep: float = 1024
@@ -49,10 +49,10 @@ class GemFilter(Select):
 
     def __post_init__(self) -> None:
         if self.layer is not None:
-            check_whole("layer", self.layer, 1)
+            check_int("layer", self.layer, 1)
         check_count_or_ratio("keep", self.keep)
         check_pool(self.pool)
-        check_whole("window", self.window, 1)
+        check_int("window", self.window, 1)
 
     def selected_at(self, num_layers: int) -> int:
         if self.layer is None and num_layers == 40:

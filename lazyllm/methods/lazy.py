@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import nearest_ratio
-from lazyllm.engine.inputs import Group, Prompt
-from lazyllm.methods.support.bases import Prune
+from lazyllm.engine.inputs import Group, Prompt, ScoreSpec
+from lazyllm.engine.method import Method
+from lazyllm.methods.support.bases import groups_between
 from lazyllm.methods.support.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ LOWEST_RATIO = 0.3
 
 
 @dataclass(frozen=True)
-class Lazy(Prune):
+class Lazy(Method):
     """Prune progressively by the newest token's attention (Eq. 1), anew in every step; revive from the Aux Cache.
 
     schedule: pruning layers and keep ratios (section 3.2); "paper" for Figure 4's at the model's depth, or a mapping.
@@ -36,12 +37,12 @@ class Lazy(Prune):
     Ours: keep ratios instead of percentiles, ties to the lower position, the newest token always kept.
     """
 
-    label: ClassVar[str] = "LazyLLM"
-    order: ClassVar[int] = 4
-    colour: ClassVar[str | None] = "#0072B2"
-    marker: ClassVar[str | None] = "o"
-    dial: ClassVar[str | None] = "schedule"
-    everything: ClassVar[Mapping[str, Any]] = {"schedule": "none"}
+    label = "LazyLLM"
+    order = 4
+    colour = "#0072B2"
+    marker = "o"
+    target_parameter = "schedule"
+    keep_all: ClassVar[Mapping[str, Any]] = {"schedule": "none"}
 
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False
@@ -54,8 +55,11 @@ class Lazy(Prune):
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated needs a selection in every decoding step: leave out revive=False")
         Schedule.parse(self.schedule, sys.maxsize)  # refuses what is wrong at any depth, before a model is loaded
+        if isinstance(self.schedule, Mapping):  # hashable, and equal however it was written
+            object.__setattr__(self, "schedule", Schedule.hashable(self.schedule))
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        """{pruning layer: number of n prompt tokens that go on after it}."""
         schedule, kept = Schedule.parse(self.schedule, num_layers), {}
         for layer, ratio in schedule.keep.items():
             if ratio < 1:  # with 1, the layers before and after it see the same tokens: no boundary
@@ -63,10 +67,13 @@ class Lazy(Prune):
         return kept
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        return [replace(group, look_in_steps=self.revive) for group in super().groups(num_layers, n)]
+        groups = groups_between(self, self.kept(num_layers, n), num_layers, n, lambda layers: ScoreSpec(layers[-1:]))
+        return [replace(group, score_in_decode=self.revive) for group in groups]
 
-    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
-        """A later turn prunes the longer text. Without revivals, whose number depends on the prompt."""
+    def stored_after_turns(self, num_layers: int, n: int, later: int) -> list[int]:
+        """A later turn prunes the prompts of all turns anew. Without revivals, whose number depends on the prompt."""
+        if not self.revive:  # decoding and later turns keep the first prefill's selection
+            return super().stored_after_turns(num_layers, n, later)
         return self.tokens_per_layer(num_layers, n + later)
 
     def hidden_stored(self, num_layers: int, n: int) -> int:

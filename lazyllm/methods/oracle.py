@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_pool, check_whole, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,16 +27,16 @@ class Oracle(Select):
     Scores: `lazyllm.methods.support.look_ahead`, with the model as its own draft. The selection costs more than a
     prefill, and is left out of TTFT, of all counts and of the ideal speedup: an upper bound for methods, not a method.
 
-    Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Ours: all of the code; the last
-    token always stays; ties go to the lower position.
+    Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Written from scratch.
+    Differs in: the last token always stays; ties go to the lower position.
     """
 
-    label: ClassVar[str] = "oracle (diagnostic)"
-    order: ClassVar[int] = 12
-    colour: ClassVar[str | None] = "#00C8C8"
-    marker: ClassVar[str | None] = "h"
-    dial: ClassVar[str | None] = "keep"
-    diagnostic: ClassVar[bool] = True
+    label = "oracle (diagnostic)"
+    order = 12
+    colour = "#00C8C8"
+    marker = "h"
+    target_parameter = "keep"
+    diagnostic = True
 
     keep: float = 0.2
     answer: int | None = None
@@ -46,7 +46,7 @@ class Oracle(Select):
         check_count_or_ratio("keep", self.keep)
         check_pool(self.pool)
         if self.answer is not None:
-            check_whole("answer", self.answer, 1)
+            check_int("answer", self.answer, 1)
 
     def kept(self, n: int) -> int:
         return count_of(self.keep, n)

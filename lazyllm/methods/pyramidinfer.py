@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from math import cos, floor, pi
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from lazyllm.engine.inputs import Group, Look
-from lazyllm.methods.support.bases import Boundary, Layerwise
+from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
+from lazyllm.methods.support.bases import Prune
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
+from lazyllm.methods.support.schedule import check_int, check_ratio, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PyramidInfer(Layerwise):
+class PyramidInfer(Prune):
     """Keep a share of the older tokens after every layer but the last, by the attention of the recent tokens.
 
     recent: share of the prompt, its last tokens, rounded down, at least 1 token: they score the others and always stay.
@@ -30,27 +30,28 @@ class PyramidInfer(Layerwise):
     Each layer stores all tokens that entered it.
 
     Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has no licence).
-    Ours: all of the code; scores in blocks of queries instead of whole attention matrices; the cosine schedule only.
-    Scoring is extra work here, and `scoring_flops` counts it.
+    Written from scratch; differs from the release in: scores in blocks of queries instead of whole attention matrices;
+    the cosine schedule only. Scoring is extra work here, and `scoring_flops` counts it.
     """
 
-    label: ClassVar[str] = "PyramidInfer"
-    order: ClassVar[int] = 9
-    colour: ClassVar[str | None] = "#DDCC00"
-    marker: ClassVar[str | None] = "<"
-    dial: ClassVar[str | None] = "decay"
+    label = "PyramidInfer"
+    order = 9
+    colour = "#DDCC00"
+    marker = "<"
+    target_parameter = "decay"
+    forget = False
 
     recent: float = 0.2
     decay: float = 0.9
     weight: float = 1.2
     first: int = 4
 
-    scoring_flops = Layerwise.look_flops
+    scoring_flops = Prune.scores_flops
 
     def __post_init__(self) -> None:
         check_ratio("recent", self.recent)
         check_ratio("decay", self.decay)
-        check_whole("first", self.first, 0)
+        check_int("first", self.first, 0)
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < 1e6:
             raise ValueError(f"weight={self.weight!r}: give a number above 0")
 
@@ -71,13 +72,13 @@ class PyramidInfer(Layerwise):
         tokens = self.tokens_per_layer(num_layers, n)
         groups = []
         for layer, (m, after) in enumerate(pairwise([*tokens, tokens[-1]])):
-            look = Look((layer,), self._recent(n), summed=(1, self.weight)) if after < m else Look()
-            groups.append(Group(range(layer, layer + 1), m, look))
+            scores = ScoreSpec((layer,), self._recent(n), summed=(1, self.weight)) if after < m else None
+            groups.append(Group(range(layer, layer + 1), m, scores))
         return groups
 
     def pruning_layers(self, num_layers: int) -> range:
         return range(1, num_layers)
 
-    def cut(self, at: Boundary, scores: Tensor) -> Tensor:
+    def select(self, at: Boundary, scores: Tensor) -> Tensor:
         scores[: self.first] = scores[at.m - self._recent(at.n) :] = float("inf")
         return rank(scores)[: self.tokens_per_layer(at.num_layers, at.n)[at.layer]].sort().values

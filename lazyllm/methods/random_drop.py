@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
@@ -25,20 +25,20 @@ class RandomDrop(Select):
     Ours: the kept tokens are a shorter prompt, numbered from 0. The draw depends on the seed and on n only.
     """
 
-    label: ClassVar[str] = "random token drop"
-    order: ClassVar[int] = 1
-    colour: ClassVar[str | None] = "#009E73"
-    marker: ClassVar[str | None] = "^"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("seed",)
-    renumber: ClassVar[bool] = True
+    label = "random token drop"
+    order = 1
+    colour = "#009E73"
+    marker = "^"
+    target_parameter = "keep"
+    shown_parameters = ("seed",)
+    renumber = True
 
     keep: float = 0.8
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
-        check_whole("seed", self.seed, 0)
+        check_int("seed", self.seed, 0)
 
     def kept(self, n: int) -> int:
         return keep_count(self.keep, n)

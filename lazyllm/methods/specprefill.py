@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops
-from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import require
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_pool, check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_pool, check_ratio, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
-    from lazyllm.engine.session import Session
 
-_OTHER = "give a draft with the model's tokenizer, or text=true to pass the kept tokens on as text"
+_OTHER = "give a draft with the model's tokenizer"
 
 
 @dataclass(frozen=True)
@@ -33,9 +30,6 @@ class SpecPrefill(Select):
     keep: share of the chunks, rounded up. lookahead: number of queries that score, the last prompt token among them.
     chunk: tokens of a chunk; the last may be shorter. pool: odd width of the average pooling of attention.
     sound: the chunks of the first token and of the last `chunk` tokens are kept first. The release forces none.
-    text: the draft has another tokenizer (arXiv 2603.02631). It reads the prompt's text; the kept chunks become text
-        again, joined by `[...]`, and are the model's new prompt, from position 0. Their number of tokens depends on the
-        text: `kept` and `scoring_flops` assume that both tokenizers give as many.
 
     Scores: `lazyllm.methods.support.look_ahead`; a chunk's score is the mean over its tokens. Kept tokens keep their
     positions, and decoding continues after the whole prompt. The draft's time is part of TTFT, as scoring. Nothing
@@ -43,17 +37,16 @@ class SpecPrefill(Select):
 
     Source: the authors' code (Jingyu6/speculative_prefill, commit c1d6bd3, MIT), described and written anew.
     Ours: end tokens are the draft's; steps after one run without effect, so that no step waits for the device;
-    `sound`; ties go to the lower chunk. `text` has no published code: neighbouring chunks are one piece; special tokens
-    belong to no chunk.
+    `sound`; ties go to the lower chunk.
     """
 
-    label: ClassVar[str] = "SpecPrefill"
-    adaptive: ClassVar[bool] = True  # a short last chunk may stay
-    order: ClassVar[int] = 7
-    colour: ClassVar[str | None] = "#0000EE"
-    marker: ClassVar[str | None] = "*"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("draft", "sound", "text")
+    label = "SpecPrefill"
+    adaptive = True  # a short last chunk may stay
+    order = 7
+    colour = "#0000EE"
+    marker = "*"
+    target_parameter = "keep"
+    shown_parameters = ("draft", "sound")
 
     draft: str | None = None
     keep: float = 0.3
@@ -61,17 +54,14 @@ class SpecPrefill(Select):
     chunk: int = 32
     pool: int = 13
     sound: bool = False
-    text: bool = False
 
     def __post_init__(self) -> None:
         if self.draft is not None and not isinstance(self.draft, str):
             raise TypeError(f"draft={self.draft!r}: give the name of a model (folder, hub id or preset)")
         check_ratio("keep", self.keep)
-        check_whole("lookahead", self.lookahead, 1)
-        check_whole("chunk", self.chunk, 1)
+        check_int("lookahead", self.lookahead, 1)
+        check_int("chunk", self.chunk, 1)
         check_pool(self.pool)
-        if self.text and self.draft is None:
-            raise ValueError("text=true is for a draft with another tokenizer: give draft=FOLDER_OR_HUB_ID")
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.draft is None else (ModelSpec(self.draft),)
@@ -80,7 +70,7 @@ class SpecPrefill(Select):
         draft = self.scoring_config(config)
         # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
-        may_differ = self.text or (same_family and draft.bos_token_id is not None)
+        may_differ = same_family and draft.bos_token_id is not None
         if draft.vocab_size != config.vocab_size and not may_differ:
             raise ValueError(
                 f"draft {self.draft!r} has {draft.vocab_size} tokens in its vocabulary, the model {config.vocab_size}: "
@@ -93,19 +83,17 @@ class SpecPrefill(Select):
             )
 
     def check_prompt(self, prompt: Prompt) -> None:
-        if self.text and (not prompt.text or prompt.encode is None):
-            raise ValueError("text=true needs the prompt's text: give a lazyllm.Prompt with `text` and `encode`")
         if self.draft is None:
             return
         from lazyllm.engine.decoder import longest_text
         from lazyllm.methods.support.other_models import config_beside, read_beside
 
         (spec,) = self.models()
-        read = read_beside(spec, prompt.text) if self.text or prompt.spans else prompt
+        read = read_beside(spec, prompt.text) if prompt.spans else prompt
         scored, positions = len(read) + self.lookahead - 1, longest_text(config_beside(spec))
         expected = f"{scored} positions, not {positions}: give another, or in a run a lower model.max_prompt_tokens"
         require(scored <= positions, "draft", self.draft, expected)
-        if self.text or not prompt.spans:
+        if not prompt.spans:
             return
         own, other = (
             [token for token, (start, stop) in zip(each.token_ids.tolist(), each.spans, strict=True) if start < stop]
@@ -113,18 +101,6 @@ class SpecPrefill(Select):
         )
         if own != other:
             raise ValueError(f"draft {self.draft!r} tokenises the prompt differently than the model: {_OTHER}")
-
-    def prepare(self, model: PreTrainedModel) -> None:
-        if self.text:
-            from lazyllm.methods.support.other_models import tokenizer_beside
-
-            tokenizer_beside(*self.models())
-        super().prepare(model)
-
-    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        if not self.text:
-            return super().start(decoder, prompt, max_new_tokens)
-        return start_on_kept_text(self, decoder, prompt, max_new_tokens)
 
     def chunks(self, n: int) -> int:
         """The number of chunks of n tokens that stay."""
@@ -172,51 +148,3 @@ class SpecPrefill(Select):
     def _forced(self, n: int) -> set[int]:
         """The chunks that stay in any case."""
         return {0, max(0, n - self.chunk) // self.chunk, (n - 1) // self.chunk} if self.sound else set()
-
-
-LEFT_OUT = "[...]"
-
-Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending
-
-
-def start_on_kept_text(method: SpecPrefill, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-    """The session of a prompt with `text` and `encode`; everything up to the model's own tokens counts as scoring."""
-    import torch
-
-    from lazyllm.engine.session import Scoring
-    from lazyllm.methods.support.select_session import SelectSession, whole
-
-    began, run_before = time.perf_counter(), decoder.tokens_run
-    pieces = kept_pieces(method, decoder, prompt.text)
-    if pieces is None:
-        token_ids, selected, scoring = prompt.token_ids, torch.arange(len(prompt)), Scoring()
-    else:
-        assert prompt.encode is not None
-        left = prompt.encode(LEFT_OUT.join(prompt.text[start:stop] for start, stop in pieces))
-        token_ids = torch.tensor([*left, *prompt.token_ids[len(prompt) - prompt.later :].tolist()])
-        letters = {letter for start, stop in pieces for letter in range(start, stop)}
-        ranges = [range(start, stop) for start, stop in prompt.spans]  # tokens without characters stay
-        kept = [token for token, own in enumerate(ranges) if not own or not letters.isdisjoint(own)]
-        selected = torch.tensor(kept, dtype=torch.long)
-        scoring = Scoring(time.perf_counter() - began, tokens=whole(decoder.tokens_run - run_before))
-    length = len(token_ids)
-    groups = [Group(range(len(decoder.layers)), length)]
-    return SelectSession(decoder, groups, length, max_new_tokens, scoring, selected, renumber=True, instead=token_ids)
-
-
-def kept_pieces(method: SpecPrefill, decoder: Decoder, text: str) -> Ranges | None:
-    """The ranges of the text that the draft keeps; None if it keeps all, without scoring."""
-    from lazyllm.methods.support.other_models import open_beside, read_beside
-
-    (spec,) = method.models()
-    read = read_beside(spec, text)
-    places = [place for place, (start, stop) in enumerate(read.spans) if start < stop]
-    if method.kept(len(places)) == len(places):
-        return None
-    with open_beside(spec, decoder) as draft:
-        chosen = method.choose(method.scores(draft, read.token_ids)[places]).tolist()
-    pieces: Ranges = []
-    for before, number in zip([-2, *chosen], chosen, strict=False):
-        start, stop = read.spans[places[number]]
-        pieces.append((pieces.pop()[0] if number == before + 1 else start, stop))
-    return pieces

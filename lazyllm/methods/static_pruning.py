@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from lazyllm.engine.inputs import Look
+from lazyllm.engine.inputs import ScoreSpec
 from lazyllm.methods.support.bases import Prune
-from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 
 
 @dataclass(frozen=True)
@@ -19,22 +18,22 @@ class StaticPruning(Prune):
     Pruned tokens also leave the KV caches of the early layers: decoding sees the kept tokens only.
     """
 
-    label: ClassVar[str] = "static pruning"
-    order: ClassVar[int] = 2
-    colour: ClassVar[str | None] = "#D55E00"
-    marker: ClassVar[str | None] = "s"
-    dial: ClassVar[str | None] = "keep"
-    named: ClassVar[tuple[str, ...]] = ("layer",)
+    label = "static pruning"
+    order = 2
+    colour = "#D55E00"
+    marker = "s"
+    target_parameter = "keep"
+    shown_parameters = ("layer",)
 
     layer: int = 2
     keep: float = 0.3
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
-        check_whole("layer", self.layer, 1)
+        check_int("layer", self.layer, 1)
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         return {self.layer: keep_count(self.keep, n)}
 
-    def look(self, layers: range) -> Look:
-        return Look(layers)
+    def score_spec(self, layers: range) -> ScoreSpec:
+        return ScoreSpec(layers)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from lazyllm.engine.inputs import Group, Look
-from lazyllm.methods.support.bases import Boundary, Layerwise, at_depth
+from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
+from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_ratio, check_whole, share_of
+from lazyllm.methods.support.schedule import check_int, check_ratio, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class UniPrefill(Layerwise):
+class UniPrefill(Prune):
     """Keep the blocks of tokens that hold most of the last tokens' attention, after some layers.
 
     layers: 1-based layers after which tokens are dropped; None for 2/8 to 7/8 of the depth (the release's 8, 12, 16,
@@ -36,18 +36,19 @@ class UniPrefill(Layerwise):
 
     Source: a description of the operator that the authors' vLLM serves (qhfan/UniPrefill, commit 0d3ba98, Apache-2.0 by
     its README). As there, ties go to the later block.
-    Ours: all of the code. The cut is after the layer, the release's between its attention and its MLP: results are the
-    same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here: all cuts together, at most
-    one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are the prompt's last tokens
-    also if it runs in chunks, in which the release takes each chunk's own.
+    Written from scratch; differs from the release in: the cut is after the layer, the release's between its attention
+    and its MLP: results are the same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here:
+    all cuts together, at most one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are
+    the prompt's last tokens also if it runs in chunks, in which the release takes each chunk's own.
     """
 
-    label: ClassVar[str] = "UniPrefill"
-    order: ClassVar[int] = 11
-    colour: ClassVar[str | None] = "#C300D2"
-    marker: ClassVar[str | None] = "8"
-    dial: ClassVar[str | None] = "p"
-    adaptive: ClassVar[bool] = True
+    label = "UniPrefill"
+    order = 11
+    colour = "#C300D2"
+    marker = "8"
+    target_parameter = "p"
+    adaptive = True
+    forget = False
 
     layers: Sequence[int] | None = None
     p: float = 0.99
@@ -56,16 +57,16 @@ class UniPrefill(Layerwise):
     first: int = 128
     last: int = 128
 
-    scoring_flops = Layerwise.look_flops
+    scoring_flops = Prune.scores_flops
 
     def __post_init__(self) -> None:
         if self.layers is not None:
             if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
                 raise ValueError(f"layers={self.layers!r}: give a list of layers such as [8, 12], or null")
-            object.__setattr__(self, "layers", tuple(sorted({check_whole("layers", of, 1) for of in self.layers})))
+            object.__setattr__(self, "layers", tuple(sorted({check_int("layers", of, 1) for of in self.layers})))
         check_ratio("p", self.p)
         for what, least in (("window", 1), ("block", 1), ("first", 0), ("last", 1)):
-            check_whole(what, getattr(self, what), least)
+            check_int(what, getattr(self, what), least)
 
     def pruning_layers(self, num_layers: int) -> list[int]:
         if self.layers is None:
@@ -76,15 +77,15 @@ class UniPrefill(Layerwise):
         cuts, groups, start = self.pruning_layers(num_layers), [], 0
         for end in sorted({*cuts, num_layers}):
             drops = end in cuts and self.p < 1 and n > self.first + self.last
-            look = Look((end - 1,), self.window, summed=(1, 1)) if drops else Look()
-            groups.append(Group(range(start, end), n, look))
+            scores = ScoreSpec((end - 1,), self.window, summed=(1, 1)) if drops else None
+            groups.append(Group(range(start, end), n, scores))
             if drops:
                 blocks = share_of(self.p, -(-n // self.block)) + 1
                 n = min(n, blocks * self.block + self.first + self.last)
             start = end
         return groups
 
-    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
+    def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
         import torch
         import torch.nn.functional as F
 

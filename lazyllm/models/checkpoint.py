@@ -36,7 +36,7 @@ def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, i
     repository that is gated or not found, and for files that are not in the cache if the hub does not answer; all are
     HubErrors.
     """
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     commit = _commits.get((hub_id, revision), revision)
     try:
@@ -51,6 +51,8 @@ def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, i
                 reason = f"the repository has no revision {revision!r}"
             case errors.RepositoryNotFoundError():
                 reason = "no such repository on the hub, or it is private and you are not logged in (`hf auth login`)"
+            case _ if constants.HF_HUB_OFFLINE:  # the library's own words advise against the variable
+                reason = "it is not in the hub's cache"
             case _:
                 reason = f"it is not in the hub's cache and could not be downloaded ({' '.join(str(error).split())})"
         raise HubError(hub_id, reason, instead) from error

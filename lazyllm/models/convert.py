@@ -90,13 +90,19 @@ def _convert(pickle: Path, file: Path) -> None:
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise UserError(f"{pickle}: expected a dictionary of tensors, as of a transformers checkpoint")
     partial = file.with_suffix(".partial")
-    save_file({name: _alone(tensor) for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+    save_file(_apart(tensors), partial, metadata={"format": "pt"})
     partial.replace(file)
 
 
-def _alone(tensor: Any) -> Any:
-    """The tensor, copied if it is a view of a larger storage, which safetensors does not take."""
-    return tensor if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _apart(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, copied where two share memory (tied weights) or one is a view, which safetensors does not take."""
+    apart, stored = {}, set[int]()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        is_alone = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in stored
+        stored.add(storage.data_ptr())
+        apart[name] = tensor if is_alone else tensor.clone().contiguous()
+    return apart
 
 
 def _check_hash(pickle: Path) -> None:

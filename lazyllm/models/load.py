@@ -30,6 +30,7 @@ def load_model(
     revision: str | None = None,
     tokenizer: str | None = None,
     attn_implementation: str = "sdpa",
+    sdpa_backend: str = "auto",
     quantise: str | None = None,
     device_map: DeviceMap | None = None,
     seed: int = 0,
@@ -40,7 +41,17 @@ def load_model(
     Raises UserError.
     """
     spec = ModelSpec(
-        name, load_format, dtype, device, revision, tokenizer, attn_implementation, quantise, device_map, seed
+        name,
+        load_format,
+        dtype,
+        device,
+        revision,
+        tokenizer,
+        attn_implementation,
+        sdpa_backend,
+        quantise,
+        device_map,
+        seed,
     )
     return load_weights(spec), load_tokenizer_of(spec)
 
@@ -62,6 +73,7 @@ def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
     config = check_loading(spec)
     model = random_weights(config, spec) if spec.is_dummy else _checkpoint(spec, config)
     model.eval()
+    model.sdpa_backend = spec.sdpa_backend  # read by `lazyllm.engine.sdpa`
     if plain:
         return model
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,24 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from eval.analysis.run_table import compared_table, run_table
+from eval.analysis.run_table import run_table
 from eval.board import read_board
 from eval.report.overview import warnings
 from eval.run import doctor
-from eval.run.config import TimingConfig
-from eval.run.loop import run
-from eval.store.record import Record
+from eval.run.loop import measure
 from eval.store.results import Results
 from eval.store.runs import StoredRun, stored_runs
-from lazyllm.engine import devices
-from lazyllm.engine.devices import attention_events, attention_kernel, utilisation
+from eval.store.visit import Visit
+from lazyllm import measuring
 from lazyllm.engine.generation import generate
 from lazyllm.errors import UserError
-from lazyllm.machine import FLASH_2, accelerator
+from lazyllm.machine import ACCELERATORS, FLASH_2, accelerator, handicaps
+from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
-from tests.eval.store.made import PROVENANCE, measurement, record, write_run
+from tests.eval.store.made import PROVENANCE, write_run
+from tests.eval.store.visits import measurement, visit
 from tests.eval.test_board import submit
 from tests.helpers import prompt_of
 from tests.reference import random_model
@@ -41,7 +43,10 @@ H100 = "NVIDIA H100 80GB HBM3"
     [
         (H100, 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835), ("NVIDIA H200", 989), ("NVIDIA L40S", 362),
         ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L4", 121), ("NVIDIA L40", None),
-        ("NVIDIA GH200 480GB", None), (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
+        ("NVIDIA GH200 480GB", 989), ("NVIDIA H200 NVL", 836), ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA B200", 2250), ("NVIDIA H800", 989),
+        ("NVIDIA H800 PCIe", 756), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
+        (f"{H100} MIG 1g.10gb", None), ("AMD EPYC 7742", None),
     ],
 )  # fmt: skip
 def test_data_sheet_is_found_by_the_drivers_name(device: str, teraflops: int | None) -> None:
@@ -49,10 +54,64 @@ def test_data_sheet_is_found_by_the_drivers_name(device: str, teraflops: int | N
     assert (kind and kind.flops_per_s) == (teraflops and teraflops * 1e12)
 
 
+@pytest.mark.parametrize(
+    ("device", "gigabytes", "terabytes_per_s"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 80, 2.04), ("NVIDIA A100-SXM4-40GB", 40, 1.555), ("NVIDIA A100-PCIE-40GB", 40, 1.555),
+        ("NVIDIA A100 80GB PCIe", 80, 2.04), ("Tesla V100-SXM2-32GB", 32, 0.9), ("Tesla V100-PCIE-16GB", 16, 0.9),
+    ],
+)  # fmt: skip
+def test_cards_of_one_chip_differ_in_memory(device: str, gigabytes: int, terabytes_per_s: float) -> None:
+    kind = accelerator(device)
+    assert kind is not None
+    assert (kind.gigabytes, kind.bytes_per_s) == (gigabytes, pytest.approx(terabytes_per_s * 1e12))
+
+
+def test_peak_by_dtype() -> None:
+    a100, t4 = ACCELERATORS["a100"], ACCELERATORS["t4"]
+    assert a100.peak("float32", tf32=True) == 156e12  # NVIDIA's own number
+    assert (a100.peak("float32"), a100.peak("bfloat16", tf32=True), a100.peak("float64")) == (19.5e12, 312e12, None)
+    assert (t4.peak("float16"), t4.peak("bfloat16")) == (65e12, None)
+    assert t4.peak("float32", tf32=True) == t4.peak("float32") == 8.1e12  # it has no TF32
+    assert [accelerator(f"NVIDIA {kind.name}") for kind in ACCELERATORS.values()] == [*ACCELERATORS.values()]
+
+
+def test_a_card_may_run_a_little_above_its_rated_clock() -> None:
+    kind = ACCELERATORS["rtx4090"]
+    assert kind.share(1.04 * 165e12) == pytest.approx(1.04)
+    with pytest.raises(UserError, match="106% of the peak of RTX 4090"):
+        kind.share(1.06 * 165e12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ("", False),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
+        ("torch.set_float32_matmul_precision('high')", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),  # from then on, allow_tf32 raises
+        ("torch.backends.fp32_precision = 'tf32'", True),
+        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
+    ],
+)
+def test_tf32_is_known_whichever_setting_was_used(settings: str, allowed: bool) -> None:
+    if "fp32_precision" in settings and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has no fp32_precision")
+    code = f"import torch\n{settings}\nfrom lazyllm import measuring\nprint(measuring._allows_tf32())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(allowed)
+
+
+def test_bfloat16_without_units_for_it_gets_a_line() -> None:
+    [line] = handicaps("Tesla T4", [], float("nan"), "bfloat16")
+    assert "Tesla T4 has no units for bfloat16" in line
+    assert handicaps("Tesla T4", [], float("nan"), "float16") == handicaps(H100, [], float("nan"), "bfloat16") == []
+
+
 def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     model = SimpleNamespace(config=load_config(ModelSpec("tiny")), device=torch.device("cuda"))
-    monkeypatch.setattr(devices, "devices_of", lambda model: [model.device])
-    monkeypatch.setattr(devices, "device_name", lambda _: H100)
+    monkeypatch.setattr(measuring, "devices_of", lambda model: [model.device])
+    monkeypatch.setattr(measuring, "device_name", lambda _: H100)
     for dtype, teraflops, share in ((torch.bfloat16, 98.9, 0.5), (torch.float32, 6.7, 0.5), (torch.float64, 1, None)):
         model.dtype = dtype
         assert utilisation(model, teraflops * 1e12, 0.2) == (share and pytest.approx(share))
@@ -76,6 +135,17 @@ def test_share_of_a_cpus_measured_rate_may_be_any() -> None:
         ("void flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, 64, ...", FLASH_2),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "cuDNN"),
         ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<...", "memory-efficient"),
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at_0",
+            "FlashAttention 4",
+        ),
+        ("attn_fwd.kd", "AOTriton's flash"),
+        # operators alone
+        ("aten::_flash_attention_forward", "SDPA's flash"),
+        ("aten::_efficient_attention_forward", "memory-efficient"),
+        ("aten::_cudnn_attention_forward", "cuDNN"),
+        ("flash_attn::_flash_attn_forward", FLASH_2),
+        ("flash_attn_3::fwd", "FlashAttention 3"),
         ("aten::_scaled_dot_product_attention_math", "SDPA without a fused kernel"),
     ],
 )
@@ -90,32 +160,35 @@ def test_kernel_that_ran_is_told_by_a_profile(attention: str, kernel: str) -> No
 
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_cpu_rate", lambda *_: 1e9)
-    result = run(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, timing=TimingConfig(warmup=1)))
+    monkeypatch.setattr(measuring, "_cpu_rate", lambda *_: 1e9)
+    result = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
     assert result.results is not None
     [stored] = result.results.runs
-    [one] = stored.records
-    assert one.baseline is not None
+    [one] = stored.visits
+    [baseline], [turn] = one.answers["baseline"], one.turns
     config: Any = load_config(ModelSpec("tiny"))
-    n, w, d = one.prompt_tokens, config.hidden_size, config.head_dim
+    n, w, d = turn.tokens, config.hidden_size, config.head_dim
     linear = 2 * (
         w * d * 2 * (config.num_attention_heads + config.num_key_value_heads) + 3 * w * config.intermediate_size
     )
     pairs = 4 * config.num_attention_heads * d * n * (n + 1) // 2
     flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
-    assert one.baseline.prefill_mfu == pytest.approx(flops / one.baseline.ttft_s / 1e9)
+    assert baseline.prefill_mfu == pytest.approx(flops / baseline.ttft_s / 1e9)
     assert one.attention_kernel == "SDPA's flash for CPUs"
     text = run_table(result.results, "a run").to_markdown()
-    assert "baseline MFU, %" in text
+    assert "MFU, %" in text
     assert "Attention kernel of the baseline, by profiler: SDPA's flash for CPUs." in text
 
 
-def at(mfu: float | None, tokens: int, kernel: str | None = None) -> Record:
-    made = replace(record(1), prompt_tokens=tokens, attention_kernel=kernel)
-    return replace(made, baseline=measurement(prefill_mfu=mfu))
+def at(mfu: float | None, tokens: int, kernel: str | None = None) -> Visit:
+    """A visit whose baseline has this MFU on a prompt of so many tokens."""
+    made = visit(1)
+    asked = [replace(made.turns[0], tokens=tokens)]
+    answers = made.answers | {"baseline": [measurement(prefill_mfu=mfu)]}
+    return replace(made, turns=asked, answers=answers, attention_kernel=kernel)
 
 
-def stored_on(device: str, made: Record, folder: Path) -> StoredRun:
+def stored_on(device: str, made: Visit, folder: Path) -> StoredRun:
     about = PROVENANCE | {"machine": {"device": device}, "started": "2026-11-22T00:00:00Z"}
     write_run(folder / "run", [made], provenance=about, warmup=1)
     [stored] = stored_runs([folder])
@@ -134,7 +207,7 @@ def stored_on(device: str, made: Record, folder: Path) -> StoredRun:
         ("AMD EPYC 7742", at(0.1, 9000), []),  # its peak was measured, not promised
     ],
 )
-def test_baseline_that_flatters_speedups_is_named(device: str, made: Record, signs: list[str], tmp_path: Path) -> None:
+def test_baseline_that_flatters_speedups_is_named(device: str, made: Visit, signs: list[str], tmp_path: Path) -> None:
     stored = stored_on(device, made, tmp_path)
     assert len(stored.handicaps) == len(signs)
     table, page = run_table(Results([stored]), "a run").to_markdown(), " ".join(warnings([stored], None))
@@ -145,9 +218,9 @@ def test_baseline_that_flatters_speedups_is_named(device: str, made: Record, sig
     assert ("Caution" in table) == bool(signs)
 
 
-def test_comparison_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
+def test_table_of_runs_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
     one, other = (stored_on(H100, at(0.1, 9000, kernel), tmp_path / str(kernel)) for kernel in (None, FLASH_2))
-    caption = compared_table({"one": Results([one]), "other": Results([other])}, "two").caption
+    caption = run_table(Results([one, other]), "two").caption
     assert len(one.handicaps) == 1  # the other one has two
     assert [caption.count(f"Caution: {sentence}.") for sentence in other.handicaps] == [1, 1]
     assert f"by profiler: {FLASH_2}." in caption
@@ -155,7 +228,7 @@ def test_comparison_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
 
 def test_board_refuses_an_impossible_clock_with_its_number(tmp_path: Path) -> None:
     machine = PROVENANCE | {"machine": {"device": H100}}
-    fast = replace(record(1), method=measurement(prefill_flops=int(2 * 989e12 * 0.2)))  # in 0.2 s
+    fast = visit(1, prefill_flops=int(2 * 989e12 * 0.2))  # in 0.2 s
     submit(tmp_path / "board" / "fast", [fast], provenance=machine)
     [submission] = read_board(tmp_path / "board")
     assert any("impossible clock: 1978 TFLOP/s are 200% of the peak of H100" in line for line in submission.problems)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lazyllm.engine.inputs import Prompt
+from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_sentence
 from lazyllm.methods.prompt_compression.scoring import (
     carried_over,
     scoring_flops,
@@ -23,7 +24,7 @@ from lazyllm.methods.prompt_compression.scoring import (
 )
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_ratio, check_whole, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
 
 UNITS = ("token", "sentence", "phrase")
+SCORINGS = ("context", "sentences")
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,20 @@ class PromptCompression(Select):
         (Selective Context: `openai-community/gpt2`); None for the model under test.
     window: tokens that the scoring model sees at once; None for all its positions. See
         `lazyllm.methods.prompt_compression.scoring`.
+    scoring: "context" scores the context in one piece; "sentences" segments and scores each sentence by a call of its
+        own, as the authors' released code does (`lazyllm.methods.prompt_compression.by_sentence`), at a call's price.
 
     The model runs the remaining tokens, numbered from 0; nothing is tokenised again. Everything outside the context
     (instruction, question, answers of examples) stays, token by token. If a prompt is only token ids, every token but
     the newest is droppable, and the unit is "token".
 
-    The context is scored in one piece, from its first droppable token to its last, answers of examples between them
+    In one piece, the context is scored from its first droppable token to its last, answers of examples between them
     included. Scoring is part of TTFT, and separately `Session.scoring_s`. With keep=1 nothing is scored.
+    `scoring_flops` is that of one piece.
 
     Ours: a number of tokens to keep instead of a percentile of the units; a unit's self-information is the mean over
-    its droppable tokens (as in the authors' code; the paper adds them up, which prefers long units); ties go to the
+    its tokens (as in the authors' code; the paper adds them up, which prefers long units), in one piece over the
+    model's droppable ones; ties go to the
     lower position; line breaks, indentation and other white space always stay.
     """
 
@@ -62,9 +68,9 @@ class PromptCompression(Select):
     order: ClassVar[int] = 3
     colour: ClassVar[str | None] = "#CC79A7"
     marker: ClassVar[str | None] = "D"
-    named: ClassVar[tuple[str, ...]] = ("keep", "unit")
+    shown_parameters: ClassVar[tuple[str, ...]] = ("keep", "unit")
     table1: ClassVar[Mapping[str, Any]] = {"keep": 0.5}  # scoring alone costs a prefill; 0.5 is its authors' share
-    everything: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
+    keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     renumber: ClassVar[bool] = True
     adaptive: ClassVar[bool] = True
 
@@ -72,15 +78,18 @@ class PromptCompression(Select):
     unit: str = "sentence"
     scorer: str | None = None
     window: int | None = None
+    scoring: str = "context"
 
     def __post_init__(self) -> None:
         check_ratio("keep", self.keep)
+        if self.scoring not in SCORINGS:
+            raise ValueError(f"scoring={self.scoring!r}: give one of {', '.join(SCORINGS)}")
         if self.unit not in UNITS:
             raise ValueError(f"unit={self.unit!r}: give one of {', '.join(UNITS)}")
         if self.scorer is not None and not isinstance(self.scorer, str):
             raise TypeError(f"scorer={self.scorer!r}: give the name of a model (folder, hub id or preset)")
         if self.window is not None:
-            check_whole("window", self.window, 2)
+            check_int("window", self.window, 2)
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.scorer is None else (ModelSpec(self.scorer),)
@@ -96,9 +105,13 @@ class PromptCompression(Select):
             matrices_beside(spec)
 
     def check_prompt(self, prompt: Prompt) -> None:
-        needs_text = self.unit != "token" or self.scorer is not None
-        if needs_text and not prompt.text:
-            what = f"unit={self.unit!r}" if self.unit != "token" else "a scorer with a tokenizer of its own"
+        reasons = {
+            f"unit={self.unit!r}": self.unit != "token",
+            f"scoring={self.scoring!r}": self.scoring == "sentences",
+            "a scorer with a tokenizer of its own": self.scorer is not None,
+        }
+        what = next((reason for reason, holds in reasons.items() if holds), None)
+        if what is not None and not prompt.text:
             raise ValueError(f"{what} needs the prompt's text: give a lazyllm.Prompt, not token ids")
         if prompt.text and len(prompt.spans) != len(prompt):
             raise ValueError(
@@ -138,38 +151,62 @@ class PromptCompression(Select):
         budget = self.kept_of(len(may_go))
         stays = np.ones(len(prompt), dtype=bool)
         if budget < len(may_go):
-            info = self._self_information(decoder, prompt, may_go)
-            stays[may_go] = most_informative(info, self._units(prompt, may_go), budget)
+            info, units = self._units(decoder, prompt, may_go)
+            if not np.isfinite(info).all():
+                raise FloatingPointError("the scoring model's logits are not finite (NaN or infinite)")
+            stays[may_go] = most_informative(info, units, budget)
         return stays.nonzero()[0]
 
-    def _units(self, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
-        """[c] the unit of each droppable token, numbered in order."""
-        if self.unit == "token":
-            return np.arange(len(may_go))
-        starts = starts_in(prompt.text, prompt.context, load_splitter(self.unit))
+    def _units(self, decoder: Decoder, prompt: Prompt, may_go: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Self-information [u] of all units, and the unit [c] of each droppable token."""
+        if self.scoring == "sentences":
+            starts, info = self._by_sentence(decoder, prompt)
+        elif self.unit == "token":
+            return self._of_tokens(decoder, prompt, may_go), np.arange(len(may_go))
+        else:
+            starts, info = starts_in(prompt.text, prompt.context, load_splitter(self.unit)), None
         # by the token's last character: its first may be the space before the word
-        return np.searchsorted(starts, _spans(prompt)[may_go, 1] - 1, side="right")
+        units = np.searchsorted(starts, _spans(prompt)[may_go, 1] - 1, side="right") - 1
+        return unit_means(self._of_tokens(decoder, prompt, may_go), units) if info is None else info, units
 
-    def _self_information(self, decoder: Decoder, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
+    def _by_sentence(self, decoder: Decoder, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
+        """The beginnings [u] of all units in the text, and their self-information [u]."""
+        starts, ends = _spans(prompt).T
+
+        def own_tokens(sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
+            start, stop = sentence.place[0], sentence.place[-1] + 1
+            inside = ((starts < stop) & (ends > start) & (starts < ends)).nonzero()[0]
+            token_ids = prompt.token_ids[inside].to(decoder.device)
+            return np.minimum(ends[inside], stop), self_information(decoder, token_ids, self.window)
+
+        def by_scorer(sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
+            own, info = self._by_scorer(decoder, sentence.text)
+            return sentence.ends(np.maximum(_spans(own)[:, 1], 1)), info
+
+        score = own_tokens if self.scorer is None else by_scorer
+        return units_by_sentence(prompt.text, prompt.context, self.unit, score)
+
+    def _by_scorer(self, decoder: Decoder, text: str) -> tuple[Prompt, np.ndarray]:
+        """The text in the scorer's tokens, and their self-information."""
+        from lazyllm.methods.support.other_models import load_beside, read_beside
+
+        (spec,) = self.models()
+        own = read_beside(spec, text, special_tokens=False)
+        scorer = load_beside(spec, decoder.model, plain=True)
+        return own, self_information_by(scorer, decoder, own.token_ids.to(scorer.device), self.window)
+
+    def _of_tokens(self, decoder: Decoder, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
         """[c] self-information of the prompt's tokens at `may_go`, float64 on the host."""
         first, last = int(may_go[0]), int(may_go[-1])
         if self.scorer is None:
             token_ids = prompt.token_ids[first : last + 1].to(decoder.device)
             info = self_information(decoder, token_ids, self.window)
         else:
-            from lazyllm.methods.support.other_models import load_beside, read_beside
-
-            (spec,) = self.models()
             spans = _spans(prompt)[first : last + 1]
             start, stop = spans[0, 0], spans[-1, 1]
-            own = read_beside(spec, prompt.text[start:stop], special_tokens=False)
-            scorer = load_beside(spec, decoder.model, plain=True)
-            by_scorer = self_information_by(scorer, decoder, own.token_ids.to(scorer.device), self.window)
+            own, by_scorer = self._by_scorer(decoder, prompt.text[start:stop])
             info = carried_over(by_scorer, _spans(own), np.clip(spans - start, 0, stop - start))
-        info = info[may_go - first]
-        if not np.isfinite(info).all():
-            raise FloatingPointError("the scoring model's logits are not finite (NaN or infinite)")
-        return info
+        return info[may_go - first]
 
 
 def droppable(prompt: Prompt) -> np.ndarray:
@@ -199,14 +236,19 @@ _LAYOUT = re.compile(rf"{LINE_BREAK}\s*|\A\s+")  # line breaks, and the white sp
 _SOLID = re.compile(r"\S+")
 
 
+def unit_means(info: np.ndarray, unit_of: np.ndarray) -> np.ndarray:
+    """[u] the mean of info [c] over each unit's tokens, 0 for a unit without one. unit_of: [c] unit of each token."""
+    return np.bincount(unit_of, weights=info) / np.maximum(np.bincount(unit_of), 1)
+
+
 def most_informative(info: np.ndarray, unit_of: np.ndarray, budget: int) -> np.ndarray:
     """[c] bool: the tokens of the most informative units that together have at least `budget` tokens.
 
-    info: [c] self-information. unit_of: [c] unit of each token, ascending. budget: 1 to c. A unit's information is the
-    mean over its tokens; of equal units the earlier one is kept.
+    info: [u] self-information of the units. unit_of: [c] unit of each token, ascending. budget: 1 to c. Of equal units
+    the earlier one is kept.
     """
-    _, unit, sizes = np.unique(unit_of, return_inverse=True, return_counts=True)
-    order = np.argsort(-np.bincount(unit, weights=info) / sizes, kind="stable")
+    units, unit, sizes = np.unique(unit_of, return_inverse=True, return_counts=True)
+    order = np.argsort(-info[units], kind="stable")
     needed = int(np.searchsorted(np.cumsum(sizes[order]), budget)) + 1
     return np.isin(unit, order[:needed])
 

@@ -66,7 +66,7 @@ def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = N
     from lazyllm.engine.decoder import run_layers
 
     def logits(run: Tensor, first: int) -> Iterator[Tensor]:
-        hidden = decoder.norm(run_layers(decoder, run))[0, first:]  # [n, w]
+        hidden = decoder.norm(run_layers(decoder, run)[0])[0, first:]  # [n, w]
         return map(decoder.head, hidden.split(CHUNK))
 
     return _in_windows(decoder.config, decoder.dtype, token_ids, window, logits)

@@ -5,15 +5,16 @@ Nothing here imports torch before a session starts.
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.inputs import Group, Look, Prompt
-from lazyllm.engine.method import Method
+from lazyllm.engine.inputs import Boundary, Group, Kept, Prompt, ScoreSpec
+from lazyllm.engine.method import Method, refuse_renamed
 from lazyllm.methods.support.ranking import split_prompt
 
 if TYPE_CHECKING:
@@ -21,37 +22,45 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from lazyllm.engine.decoder import Batch, Decoder
+    from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
+
+
+# {what a method of version 0.3 may define: the line to write instead}
+_RENAMED = {
+    "choose": "def select(self, at, scores):",
+    "cut": "def select(self, at, scores):",
+    "look": "def score_spec(self, layers):  # returns lazyllm.methods.ScoreSpec",
+}
 
 
 @dataclass(frozen=True)
 class Prune(Method):
-    """Base of methods that score the prompt's tokens between two layers of the prefill and keep the best.
+    """Base of methods that score the prompt's tokens between layers of the prefill and keep the best.
 
-    A subclass declares how many tokens are `kept` after which layer. It may override `look`, the attention that it
-    needs (default: the newest token's attention in the layer before, Eq. 1), and `score`. A complete method, which
+    A subclass declares how many tokens are `kept` after which layer. It may override `score_spec`, the attention that
+    it needs (default: the newest token's attention in the layer before, Eq. 1), and `score`. A complete method, which
     keeps the last tokens and needs no attention:
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
-    >>> from lazyllm.methods import Look, Prune
+    >>> from lazyllm.methods import Prune, ScoreSpec
     >>> from lazyllm.methods.support.schedule import check_ratio, keep_count
     >>>
     >>> @dataclass(frozen=True)
     ... class KeepLast(Prune):
     ...     layer: int
     ...     keep: float = 0.5
-    ...     label, dial = "keep last", "keep"
+    ...     label, target_parameter = "keep last", "keep"
     ...
     ...     def __post_init__(self):
     ...         check_ratio("keep", self.keep)  # a bad value is refused before any model loads
     ...     def kept(self, num_layers, n):
     ...         return {self.layer: keep_count(self.keep, n)}
-    ...     def look(self, layers):
-    ...         return Look()
-    ...     def score(self, seen, batch):
-    ...         return batch.positions.double()
+    ...     def score_spec(self, layers):
+    ...         return ScoreSpec()
+    ...     def score(self, at, recorded):
+    ...         return at.positions.double()
     >>>
     >>> model, _ = lazyllm.load_model("tiny", dtype="float32", device="cpu")
     >>> out = lazyllm.generate(model, list(range(5, 45)), KeepLast(layer=2, keep=0.25), max_new_tokens=3)
@@ -61,67 +70,90 @@ class Prune(Method):
     Traceback (most recent call last):
     ValueError: keep last prunes after layer 9, but the model has only 8 layers
 
+    A method whose number of kept tokens depends on the scores overrides `select`. One whose key heads each store some
+    tokens only overrides `store`, and declares its `groups` instead of `kept` (`fastkv.py`).
+
     forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them. If False, each layer
-        keeps all tokens that it computed.
+        keeps all tokens that it computed, or those of `store`.
     """
 
     forget: ClassVar[bool] = True
 
-    @abstractmethod
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        refuse_renamed(cls, _RENAMED)
+        if "score" in vars(cls) and "seen" in inspect.signature(cls.score).parameters:
+            raise TypeError(
+                f"{cls.__name__}.score has other arguments now: write def score(self, at, recorded): with at.positions "
+                "and the scores of each layer"
+            )
+
     def kept(self, num_layers: int, n: int) -> Mapping[int, int]:
         """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them."""
+        raise NotImplementedError(f"{type(self).__name__} declares neither kept(num_layers, n) nor groups(...)")
 
-    def look(self, layers: range) -> Look:
+    def score_spec(self, layers: range) -> ScoreSpec:
         """The attention scores to record in a group's layers; its tokens are pruned at its end."""
-        return Look(layers[-1:])
+        return ScoreSpec(layers[-1:])
 
-    def score(self, seen: list[Tensor], batch: Batch) -> Tensor:
-        """[m] a score for each token of the batch; the highest are kept. seen: the scores of `look`, for each layer.
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
+        """The scores by which `select` and `store` choose; by default the mean of those recorded, [m] for Eq. 1.
 
-        By default the mean over layers. Must not wait for the device.
+        recorded: the scores of `score_spec`, for each layer. Must not wait for the device.
         """
         import torch
 
-        return seen[0] if len(seen) == 1 else torch.stack(seen).mean(dim=0)
+        return recorded[0] if len(recorded) == 1 else torch.stack(recorded).mean(dim=0)
 
-    def choose(self, scores: Tensor, keep: int) -> Tensor:
-        """Ascending indices of the tokens that go on: the `keep` best, the newest among them; ties to the lower index.
+    def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        """Ascending indices of the tokens that enter the next layer, the newest among them; None for all.
 
-        An `adaptive` method may return fewer or more.
+        By default the best of scores [m], as many as `kept`; ties to the lower index. An `adaptive` method may return
+        fewer or more.
         """
-        return split_prompt(scores, keep)[0]
+        return split_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])[0]
+
+    def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
+        """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
+        return None
+
+    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept:
+        scores = self.score(at, recorded)
+        stored = self.store(at, scores)
+        return Kept(self.select(at, scores), stored, self.forget)
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        kept = self.kept(num_layers, n)
-        beyond = [layer for layer in kept if layer > num_layers]
-        if beyond:
-            raise ValueError(f"{self.label} prunes after layer {beyond[0]}, but the model has only {num_layers} layers")
-        groups, start = [], 0
-        for end in sorted({*kept, num_layers}):
-            layers = range(start, end)
-            groups.append(Group(layers, n, self.look(layers) if end in kept else Look()))
-            start, n = end, kept.get(end, n)
-        return groups
+        return groups_between(self, self.kept(num_layers, n), num_layers, n, self.score_spec)
 
-    def stored_per_layer(self, num_layers: int, n: int, later: int = 0) -> list[int]:
-        stored = super().stored_per_layer(num_layers, n, later)
+    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
+        stored = super().stored_per_layer(num_layers, n)
         return [stored[-1]] * num_layers if self.forget else stored
 
-    def cross(self, session: Session, index: int, batch: Batch) -> Batch:
-        group, layers = session.groups[index], len(session.decoder.layers)
-        layer = group.layers.stop
-        keep = self.kept(layers, session.prompt_tokens).get(layer)
-        if keep is None:
-            return batch
-        seen = session.decoder.probe.take_each() if group.look.layers else []
-        kept = self.choose(self.score(seen, batch), keep)
-        session.check_selection(self.label, kept, len(batch), None if self.adaptive else keep)
-        if self.forget:
-            for cache in session.caches[: index + 1]:  # all of them hold exactly the tokens of this batch, in order
-                cache.retain(kept)
-        batch = batch[kept]
-        session.selected[-1][layer] = batch.positions
-        return batch
+    def scores_flops(self, config: Any, n: int) -> int:
+        """FLOPs of the products of the recorded queries with the keys up to them: `scoring_flops` of some methods."""
+        pairs = 0
+        for group in self.groups(config.num_hidden_layers, n):
+            queries = min(group.scores.queries, group.prompt_tokens) if group.scores else 0
+            pairs += queries * group.prompt_tokens - queries * (queries - 1) // 2
+        return pairs * LayerShape.of(config).pair_flops // 2  # no product with V
+
+
+def groups_between(
+    method: Method, kept: Mapping[int, int], num_layers: int, n: int, score_spec: Callable[[range], ScoreSpec]
+) -> list[Group]:
+    """The groups between the pruning layers of `kept` (`Prune.kept`), with the scores to record before each.
+
+    Raises ValueError for a pruning layer beyond the model.
+    """
+    beyond = [layer for layer in kept if layer > num_layers]
+    if beyond:
+        raise ValueError(f"{method.label} prunes after layer {beyond[0]}, but the model has only {num_layers} layers")
+    groups, start = [], 0
+    for end in sorted({*kept, num_layers}):
+        layers = range(start, end)
+        groups.append(Group(layers, n, score_spec(layers) if end in kept else None))
+        start, n = end, kept.get(end, n)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -134,21 +166,22 @@ class Select(Method):
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
-    >>> from lazyllm.methods import Look, Select
+    >>> from lazyllm.methods import ScoreSpec, Select
     >>> from lazyllm.methods.support.schedule import keep_count
     >>>
     >>> @dataclass(frozen=True)
     ... class AskFirst(Select):
     ...     layers: int
     ...     keep: float = 0.5
-    ...     label, dial = "ask first", "keep"
+    ...     label, target_parameter = "ask first", "keep"
     ...
     ...     def kept(self, n):
     ...         return keep_count(self.keep, n)
     ...     def select(self, decoder, prompt):
     ...         from lazyllm.engine.decoder import run_layers
-    ...         run_layers(decoder, prompt.token_ids.to(decoder.device), self.layers, Look([self.layers - 1]))
-    ...         return self.best(decoder.probe.take(), self.kept(len(prompt)))
+    ...         wanted = ScoreSpec([self.layers - 1])
+    ...         _, [scores] = run_layers(decoder, prompt.token_ids.to(decoder.device), self.layers, wanted)
+    ...         return self.best(scores, self.kept(len(prompt)))
     ...     def scoring_flops(self, config, n):
     ...         return lazyllm.engine.flops.first_layers_flops(config, n, self.layers)
     >>>
@@ -196,7 +229,7 @@ class Select(Method):
         return [Group(range(num_layers), self.kept(n))]
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.select_session import SelectSession, timed_selection
+        from lazyllm.methods.support.select_session import Selection, SelectSession, timed_selection
 
         layers, n = len(decoder.layers), len(prompt)
         kept = self.kept(n)
@@ -204,78 +237,10 @@ class Select(Method):
         selected, scoring = timed_selection(select, decoder, prompt, self.diagnostic)
         groups = [replace(group, prompt_tokens=len(selected)) for group in self.groups(layers, n)]
         length, at = len(selected) if self.renumber else n, self.selected_at(layers)
-        session = SelectSession(decoder, groups, length, max_new_tokens, scoring, selected, at, self.renumber)
-        session.check_selection(self.label, selected, n, None if self.adaptive else kept, newest=False)
+        selection = Selection(selected, at, self.renumber)
+        session = SelectSession(decoder, groups, length, max_new_tokens, scoring, selection)
+        session.check_selection(self.label, selected, n, None if self.adaptive else kept)
         return session
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The end of a layer of a prefill.
-
-    layer: from 1, of `num_layers`. m: tokens that entered it, of n prompt tokens. kv_heads: its key heads.
-    notes: what `Layerwise.cut` remembers from one boundary of a prompt to the next, as methods have no state.
-    """
-
-    layer: int
-    num_layers: int
-    n: int
-    m: int
-    kv_heads: int
-    notes: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Layerwise(Method):
-    """Base of methods that drop tokens between layers, and whose key heads may each store some tokens only.
-
-    A subclass declares its `groups`. After each group that has a `look`, `score` makes scores of what was recorded;
-    from these, `cut` chooses the tokens that enter the next layer, and `store` those that each key head keeps. Decoding
-    attends to all stored tokens and selects nothing.
-    """
-
-    def pruning_layers(self, num_layers: int) -> Collection[int]:
-        """The layers, from 1, that `Generation.selected` names even if all their tokens continue."""
-        return ()
-
-    def score(self, at: Boundary, seen: Tensor) -> Tensor:
-        """The scores for `cut` and `store`; by default `seen`, the attention scores of the group's `look`."""
-        return seen
-
-    def cut(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        """[k] ascending indices of the tokens that enter the next layer, the newest among them; None for all."""
-        return None
-
-    def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
-        return None
-
-    def look_flops(self, config: Any, n: int) -> int:
-        """FLOPs of the products of each `look`'s queries with the keys up to them: `scoring_flops` of some methods."""
-        pairs = 0
-        for group in self.groups(config.num_hidden_layers, n):
-            queries = min(group.look.queries, group.prompt_tokens) if group.look.layers else 0
-            pairs += queries * group.prompt_tokens - queries * (queries - 1) // 2
-        return pairs * LayerShape.of(config).pair_flops // 2  # no product with V
-
-    def cross(self, session: Session, index: int, batch: Batch) -> Batch:
-        group, layers = session.groups[index], len(session.decoder.layers)
-        layer, kept = group.layers.stop, None
-        if group.look.layers:
-            kv_heads = LayerShape.of(session.decoder.config).kv_heads
-            at = Boundary(layer, layers, session.prompt_tokens, len(batch), kv_heads, session.notes)
-            scores = self.score(at, session.decoder.probe.take())
-            held = self.store(at, scores)
-            if held is not None:
-                session.caches[index].retain_by_head(held)
-            kept = self.cut(at, scores)
-            if kept is not None:
-                declared = session.groups[index + 1].prompt_tokens if layer < layers and not self.adaptive else None
-                session.check_selection(self.label, kept, at.m, declared)
-                batch = batch[kept]
-        if kept is not None or layer in self.pruning_layers(layers):
-            session.selected[-1][layer] = batch.positions
-        return batch
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:

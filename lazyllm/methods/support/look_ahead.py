@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lazyllm.engine.decoder import Decoder
-from lazyllm.engine.inputs import Group, Look
+from lazyllm.engine.inputs import Group, ScoreSpec
 from lazyllm.engine.session import Session
 
 
@@ -25,10 +25,10 @@ def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end
     Never waits for the device: all steps run, and those after an end token are left out of the mean.
     """
     n, layers = token_ids.shape[0], range(len(decoder.layers))
-    group = Group(layers, n, Look(layers, raw=True, per_head=True), look_in_steps=True)
+    group = Group(layers, n, ScoreSpec(layers, raw=True, per_head=True), score_in_decode=True)
     session = Session(decoder, [group], n, queries)
     logits = session.prefill(token_ids)
-    scores = score_of_query(decoder.probe.take_each(), n, pool)
+    scores = score_of_query(session.context.take_each(), n, pool)
     counts = count = scores.new_ones(())
     ends = torch.zeros_like(logits, dtype=torch.bool)
     for end_id in end_ids:
@@ -38,7 +38,7 @@ def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end
         token = logits.argmax(dim=0, keepdim=True)
         counts = counts * ~ends[token][0]
         logits = session.step_on(token)
-        scores = scores + counts * score_of_query(decoder.probe.take_each(), n, pool)
+        scores = scores + counts * score_of_query(session.context.take_each(), n, pool)
         count = count + counts
     return scores / count
 

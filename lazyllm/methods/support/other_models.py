@@ -12,16 +12,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lazyllm.engine.architecture import Layout, find_layout
+from lazyllm.engine.architecture import check_surroundings
 from lazyllm.engine.decoder import Decoder, open_decoder
-from lazyllm.engine.devices import home_of
+from lazyllm.engine.devices import main_device
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
 from lazyllm.spec import ModelSpec
 
-# {(spec, plain): model, layout found before the clock starts (None for a plain one)}, until `unload`
-_LOADED: dict[tuple[ModelSpec, bool], tuple[Any, Layout | None]] = {}
+_LOADED: dict[tuple[ModelSpec, bool], Any] = {}  # {(spec, plain): model}, until `unload`
 
 
 def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) -> PreTrainedModel:
@@ -30,19 +29,17 @@ def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) ->
     plain: of any architecture, to be run by `model(...)`; else its layers are run one by one (`open_beside`).
     Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
     """
-    return _beside(spec, model, plain)[0]
-
-
-def _beside(spec: ModelSpec, model: PreTrainedModel, plain: bool) -> tuple[Any, Layout | None]:
-    home = home_of(model)
+    home = main_device(model)
     own = replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home))
     if (own, plain) not in _LOADED:
         other = load_weights(own, plain)
-        _LOADED[own, plain] = other, None if plain else find_layout(other)
-    other, layout = _LOADED[own, plain]
-    if home_of(other) != home:  # parked
+        if not plain:
+            check_surroundings(other)  # before the clock starts
+        _LOADED[own, plain] = other
+    other = _LOADED[own, plain]
+    if main_device(other) != home:  # parked
         other.to(home)
-    return other, layout
+    return other
 
 
 def bytes_beside(used: Collection[ModelSpec], device: torch.device) -> int:
@@ -58,7 +55,7 @@ def bytes_beside(used: Collection[ModelSpec], device: torch.device) -> int:
 
 def park(used: Collection[ModelSpec]) -> bool:
     """Move the loaded models to the host, but for those of the specs in `used`. Returns whether one was elsewhere."""
-    moved = [model for model in _unused(used) if home_of(model).type != "cpu"]
+    moved = [model for model in _unused(used) if main_device(model).type != "cpu"]
     for model in moved:
         model.to("cpu")
     return bool(moved)
@@ -71,14 +68,14 @@ def unload() -> None:
 
 def _unused(used: Collection[ModelSpec]) -> list[Any]:
     sources = {replace(spec, dtype="", device="") for spec in used}
-    return [model for (spec, _), (model, _) in _LOADED.items() if replace(spec, dtype="", device="") not in sources]
+    return [model for (spec, _), model in _LOADED.items() if replace(spec, dtype="", device="") not in sources]
 
 
 @contextmanager
 def open_beside(spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
     """A decoder of the model of a spec. Its tokens count in `decoder.tokens_run` too."""
-    other, layout = _beside(spec, decoder.model, plain=False)
-    with open_decoder(other, layout) as opened:
+    other = load_beside(spec, decoder.model)
+    with open_decoder(other) as opened:
         yield opened
         decoder.tokens_run += opened.tokens_run
 

@@ -28,7 +28,7 @@ def split_prompt(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
 def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: str) -> Tensor:
     """[g, o] scores of the o tokens outside the window: pooled for each query head, summed over those of a key head.
 
-    sums: [h, m] attention probabilities of m tokens, summed over the window's queries (`Look.summed`).
+    sums: [h, m] attention probabilities of m tokens, summed over the window's queries (`ScoreSpec.summed`).
     window: number of last tokens, which are not scored; less than m. pool: odd width of the pooling.
     pooling: "max", or "average", which counts the zeros around the tokens.
     """

@@ -82,6 +82,13 @@ class Schedule:
             )
         return schedule
 
+    @classmethod
+    def hashable(cls, value: Mapping[Any, Any]) -> Schedule | str:
+        """A mapping as of `parse` as a schedule; as text if a layer is a share of the depth."""
+        if any(isinstance(layer, str) and "%" in layer for layer in value):
+            return "+".join(f"{layer}:{ratio}" for layer, ratio in value.items())
+        return cls(value)
+
     def kept(self, layer: int, n: int) -> int:
         """The number of tokens that go on, of n that entered pruning layer `layer`."""
         return keep_count(self.keep[layer], n)
@@ -126,7 +133,7 @@ def share_of(share: float, n: int) -> int:
 def check_count_or_ratio(what: str, value: Any) -> None:
     """Refuse a value that is neither a number of tokens (int) nor a share (float). Raises as `check_ratio`."""
     if isinstance(value, int):
-        check_whole(what, value, 1)
+        check_int(what, value, 1)
     else:
         check_ratio(what, value)
 
@@ -138,11 +145,11 @@ def count_of(keep: float, n: int) -> int:
 
 def check_pool(pool: Any) -> None:
     """Refuse a width of pooling that is not odd. Raises TypeError or ValueError."""
-    if check_whole("pool", pool, 1) % 2 == 0:
+    if check_int("pool", pool, 1) % 2 == 0:
         raise ValueError(f"pool={pool}: give an odd number")
 
 
-def check_whole(what: str, value: Any, least: int) -> int:
+def check_int(what: str, value: Any, least: int) -> int:
     """The value. Raises TypeError or ValueError, naming `what`, unless it is a whole number of `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} is a whole number of {least} or more, got {value!r}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eval.run.prepare import prepare
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -58,6 +58,28 @@ def test_doctor_names_the_fault_and_its_remedy(examined, settings: dict, thing: 
     assert re.search(remedy, says)
 
 
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, "A100"), ("0", "A100"), ("1", "T4"), ("1,0", "T4"), ("GPU-22", "T4"), ("MIG-3", "A100"),
+        ("", "CUDA_VISIBLE_DEVICES='' shows"), ("-1", "CUDA_VISIBLE_DEVICES='-1'"), ("2", "no NVIDIA GPU"),
+    ],
+)  # fmt: skip
+def test_gpu_is_the_first_that_a_run_sees(visible: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [f"{A100}, GPU-11aa", "Tesla T4, 550.54.15, 15360 MiB, GPU-22bb"]
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda query: listed)
+    monkeypatch.setattr(doctor, "check_attention", lambda gpu, fits: ("ok", ""))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert found in doctor.examine("tiny")["GPU"][1]
+
+
+def test_gpu_that_shares_the_host_s_memory_is_no_fault(examined) -> None:
+    assert examined(gpu="NVIDIA GB10, 580.95.05, [N/A], GPU-1")["GPU"] == ("ok", "NVIDIA GB10, its memory is not told")
+
+
 def test_tiny_needs_nothing_but_torch(examined) -> None:
     states = {thing: state for thing, (state, _) in examined(model="tiny").items()}
     assert {states[thing] for thing in ("token", "rows", "GPU")} == {"not needed"}

@@ -268,7 +268,7 @@ class Draft:
 def draft(calls, monkeypatch) -> Draft:
     """A draft that lies beside the model, on its device, where there is memory for all."""
     made = Draft(calls)
-    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {(DRAFT, True): (made, None)})
+    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {(DRAFT, True): made})
     return made
 
 

@@ -19,7 +19,7 @@ from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
-from tests.lazyllm.engine.test_pack import Unpackable
+from tests.lazyllm.engine.test_batch import Unbatchable
 from tests.runs import run_of, small_run
 
 OWN_TIMES = {"ttft_s", "scoring_s", "total_s", "decode_step_s", "total_s_so_far", "peak_memory_bytes", "prefill_mfu"}
@@ -70,9 +70,9 @@ def test_first_tokens_of_a_visit_come_in_its_order_with_nothing_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: list[Any] = []
-    join, run = measure.Pack.join, measure.Pack.run
-    monkeypatch.setattr(measure.Pack, "join", lambda pack, row: [joined.append(row.method), join(pack, row)][1])
-    monkeypatch.setattr(measure.Pack, "run", lambda pack: [joined.append(None), run(pack)][1])
+    join, run = measure.Batch.add, measure.Batch.run
+    monkeypatch.setattr(measure.Batch, "add", lambda pack, row: [joined.append(row.method), join(pack, row)][1])
+    monkeypatch.setattr(measure.Batch, "run", lambda pack: [joined.append(None), run(pack)][1])
     visits = visits_of(tmp_path, 6, compare=ARMS, limit=2)
     planned = small_run(None, compare=ARMS)
     methods = {arm.label: arm.method("lookup") for arm in planned.arms}
@@ -120,14 +120,14 @@ def test_answers_in_a_pack_start_again_fewer_at_once_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = visits_of(tmp_path / "whole", 8)
-    original = measure.Pack.run
+    original = measure.Batch.run
 
     def run_out(pack: Any) -> Any:
-        if len(pack.answers) > 3:
+        if len(pack.running) > 3:
             raise torch.OutOfMemoryError("no memory for 4 rows")
         return original(pack)
 
-    monkeypatch.setattr(measure.Pack, "run", run_out)
+    monkeypatch.setattr(measure.Batch, "run", run_out)
     found = visits_of(tmp_path / "fewer", 8)
     assert {key: untimed(visit) for key, visit in found.items()} == {
         key: untimed(visit) for key, visit in expected.items()
@@ -138,7 +138,7 @@ def test_answers_in_a_pack_start_again_fewer_at_once_after_a_failure(
 
 
 def test_only_the_answer_that_fails_alone_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = measure.Pack.join
+    original = measure.Batch.add
 
     def refuse(pack: Any, row: Any) -> None:
         if row.method == Lazy({2: 0.5}) and len(row.prompt) == longest:
@@ -148,7 +148,7 @@ def test_only_the_answer_that_fails_alone_is_a_failure(tmp_path: Path, monkeypat
     run = small_run(tmp_path, batch_size=8)
     lengths = {case.key: len(case.prompt.token_ids) for case in run.cases}
     longest = max(lengths.values())
-    monkeypatch.setattr(measure.Pack, "join", refuse)
+    monkeypatch.setattr(measure.Batch, "add", refuse)
     measure_run(run, show=False)
     visits = read_visits(tmp_path)
     assert len(visits) == len(lengths)
@@ -172,9 +172,9 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
 
 
 def test_a_method_that_cannot_be_packed_is_refused_before_anything_runs() -> None:
-    assert rows_of_answers(None, ModelSpec("llama2"), [Unpackable()], 3500, 500, 80e9) == 1
+    assert rows_of_answers(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
     with pytest.raises(UserError, match=r"batch_size=1"):
-        rows_of_answers(2, ModelSpec("llama2"), [Unpackable()], 3500, 500, 80e9)
+        rows_of_answers(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)
 
 
 @pytest.mark.parametrize("experiment", ["table2", "figure7"])

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import lazyllm
+from eval.benchmarks.longbench import PUBLISHED
 from eval.run.loop import measure
-from eval.run.plan import RATE, as_text, costs, costs_of, rows_of, seconds_on
+from eval.run.plan import RATE, as_text, costs, costs_of, duration, main, rows_of, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS
-from lazyllm.methods import Baseline, FastKV, Method, StaticPruning
+from lazyllm.methods import Baseline, FastKV, Lazy, Method, StaticPruning
 from lazyllm.models.load import load_weights
+from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import ROWS
 from tests.runs import run_of
@@ -72,6 +77,87 @@ def test_llama_2_by_hand() -> None:
     assert seconds_on(ACCELERATORS["l4"], Work(prefill, model.weights)) == pytest.approx(prefill / 121e12 / RATE)
 
 
+# {method: (layers, tokens that each of them holds)} of 3000 prompt tokens on Llama 2, by hand from the docstrings
+HELD = {
+    "baseline": [(32, 3000)],
+    "lazy": [(9, 3000), (10, 2100), (9, 1470), (4, 1029)],  # 0.7 after layers 9, 19 and 28
+    "lazy revive=False": [(9, 3000), (10, 2100), (9, 1470), (4, 1029)],
+    "static_pruning": [(32, 900)],  # 0.3, and the early layers forget the rest
+    "random_drop keep=0.5": [(32, 1500)],
+    "prompt_compression keep=0.5 unit=token": [(32, 1501)],  # half of 2999, and the last one
+    "gemfilter": [(32, 1024)],
+    "specprefill": [(32, 29 * 32)],  # 0.3 of 94 chunks of 32 tokens
+    "oracle": [(32, 600)],
+    "fastkv": [(32, 300)],  # 0.1 of 3000 in early layers; in late ones half of the 600 tokens that enter
+    "claa": [(4, 3000), (28, 600)],  # the first 4 layers store all, then 0.2
+    "asl": [(32, 2048)],
+    "uniprefill p=0.5": [(8, 3000), (4, 1792), (4, 1216), (4, 896), (4, 768), (4, 704), (4, 640)],  # blocks of 64
+}
+older, HELD["pyramidinfer"] = 2400, []
+for cosine in (math.cos(math.pi * layer / 32) for layer in range(32)):
+    HELD["pyramidinfer"].append((1, older + 600))  # the recent fifth always stays
+    older = math.floor((0.1 * (cosine + 1) / 2 + 0.9) * older)
+
+
+def named(text: str) -> Method:
+    name, *settings = text.split()
+    pairs = [one.split("=") for one in settings]
+    return lazyllm.methods.make(name, {key: yaml.safe_load(value) for key, value in pairs})
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("name", HELD)
+def test_decoding_by_hand(name: str, rows: int) -> None:
+    model = Model.of(LLAMA2)
+    linear, logits = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 2 * 4096 * 32000
+    flops = read = 0
+    for generated in (1, 2):  # the tokens of the two steps, each of which attends to itself too
+        attended = sum(layers * (held + generated) for layers, held in HELD[name])
+        flops += 32 * linear + logits + attended * 4 * 4096
+        read += attended * 2 * 2 * 4096
+    read += 2 * (2 * 6_738_415_616) // rows
+    assert model.conversation(named(name), [3000], 3, rows=rows)[1] == Work(flops, read)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_reads_the_weights_and_what_it_attends_to(name: str, rows: int) -> None:
+    method, model = ROWS[name].pruning, Model.of(TINY)
+    for n, turns in ((1, "continue"), (40, "continue"), (700, "continue"), (700, "again")):
+        for work in model.conversation(method, [n, 30, 1], 6, turns):
+            assert work.read >= model.weights
+            assert work.flops > 0
+        one, more = (model.conversation(method, [n], new, rows=rows)[1] for new in (2, 6))
+        assert one.read >= model.weights // rows + 8 * 2 * model.kv_bytes  # at least a prompt token and the new one
+        assert one.flops >= 8 * LayerShape.of(model.config).linear_flops
+        assert more.read > 5 * one.read  # later steps attend to more
+        assert more.flops > 5 * one.flops
+        baseline = model.conversation(Baseline(), [n], 2, rows=rows)[1]
+        assert one.read <= baseline.read
+        assert one.flops <= baseline.flops
+
+
+def test_later_turn_of_lazyllm_by_hand() -> None:
+    """Generated tokens stay in every layer; the prompts of both turns are pruned as one."""
+    model = Model.of(LLAMA2)
+    linear, logits, pair = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 2 * 4096 * 32000, 4 * 4096
+    before = [(9, 3000 + 4), (10, 2100 + 4), (9, 1470 + 4), (4, 1029 + 4)]  # four of five generated tokens have run
+    after = [(9, 3100 + 5), (10, 2170 + 5), (9, 1519 + 5), (4, 1064 + 5)]  # 0.7 of 3100, of 2170, of 1519
+    flops = logits
+    for (layers, old), (_, new) in zip(before, after, strict=True):
+        flops += layers * sum(linear + at * pair for at in range(old + 1, new + 1))
+    held = sum(layers * tokens for layers, tokens in after)
+    turn, step = model.conversation(Lazy(), [3000, 100], 5)[2:]
+    assert turn == Work(flops, 2 * 6_738_415_616 + held * 2 * 2 * 4096)
+    attended = sum(layers * (tokens + generated) for layers, tokens in after for generated in (1, 2, 3, 4))
+    assert step.read == 4 * 2 * 6_738_415_616 + attended * 2 * 2 * 4096
+    (kept,) = {model.conversation(Lazy(revive=False), [3000, 100], 5)[2].flops}
+    ran = [(layers, old, old + 101) for layers, old in before]  # nothing of a later turn is pruned
+    assert kept == logits + sum(
+        layers * sum(linear + at * pair for at in range(old + 1, new + 1)) for layers, old, new in ran
+    )
+
+
 @pytest.fixture(scope="module")
 def tiny():
     return load_weights(TINY)
@@ -82,11 +168,17 @@ def test_memory_is_what_a_generation_holds(name: str, tiny) -> None:
     method, n = ROWS[name].pruning, 300
     prompt = torch.randint(3, 900, (n,), generator=torch.Generator().manual_seed(0)).tolist()
     out = lazyllm.generate(tiny, prompt, method, 1, ())
+    decoded = lazyllm.generate(tiny, prompt, method, 5, ())
     model = Model.of(TINY)
     planned = model.memory(method, n, 1)
     assert model.weights == sum(weight.nbytes for weight in tiny.parameters())
     declared = sum(method.stored_per_layer(8, n)) * model.kv_bytes
     assert out.kv_bytes == declared or (method.adaptive and out.kv_bytes < declared)
+    more = sum(decoded.revived) + 4 * 8  # four generated tokens ran, each in all layers
+    assert decoded.kv_bytes == out.kv_bytes + more * model.kv_bytes
+    assert method.adaptive or sum(model.held(method, n, 0, 4)) == decoded.kv_bytes // model.kv_bytes - sum(
+        decoded.revived
+    )
     assert planned["Aux Cache"] == pytest.approx(out.aux_bytes, rel=0.1)
     assert planned["K and V"] >= out.kv_bytes  # a prefill holds tokens that static pruning later discards
 
@@ -154,6 +246,76 @@ def test_other_models_are_in_the_memory() -> None:
     assert model.prefill(method, 1000).flops < 0.6 * model.prefill(Baseline(), 1000).flops
 
 
+@pytest.fixture
+def nothing_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        (["model=llama2", "dataset=multi_news"], {"multi_news": (3381, 512, 200)}),  # 2,113 words at 1.6 tokens
+        (["model=xgen", "dataset=lcc", "limit=7"], {"lcc": (4322, 64, 7)}),  # 1,235 at 3.5
+        (["model=llama2", "dataset=code", "limit=50"], {"lcc": (3500, 64, 50), "repobench-p": (3500, 64, 50)}),
+        (["model=llama2", "dataset=qmsum", "split=dev", "max_new_tokens=9"], {"qmsum": (3500, 9, 100)}),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("nothing_fetched")
+def test_plan_before_anything_was_fetched(arguments: list[str], rows: dict[str, tuple[int, int, int]]) -> None:
+    run = run_of("method=lazy", *arguments)
+    estimated = rows_of(run)
+    assert {row.dataset: (*row.messages, row.new_tokens, row.count) for row in estimated} == rows
+    planned = costs(["method=lazy", *arguments], ACCELERATORS["a100"])
+    assert [one.arm for one in planned] == ["baseline", "lazy"]
+    assert planned == costs_of(run, estimated, ACCELERATORS["a100"])
+    assert "an estimate: " in as_text(planned, None)
+    counted = costs_of(run, [replace(row, is_estimate=False) for row in estimated], ACCELERATORS["a100"])
+    assert counted == [replace(one, is_estimate=False) for one in planned]
+    assert "estimate" not in as_text(counted, None)
+
+
+@pytest.mark.usefixtures("nothing_fetched")
+def test_readme_s_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=llama2", "method=lazy", "--gpu", "a100"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        shown.count("| 3750 | 13,101,200 |") == 2
+    )  # both arms  # 19 of 20 examples are cut at 3,500 tokens, 200 have 3,381 and 150 more
+    main(["model=llama2", "compare={drop: {name: random_drop, keep: 0.8, seeds: 2}}", "dataset=lcc"])
+    shown = capsys.readouterr().out
+    assert "drop seed 0 |" in shown
+    assert "drop seed 1 |" in shown
+
+
+def test_published_sizes() -> None:
+    shared = Path("../shared/longbench")
+    if not shared.is_dir():
+        pytest.skip("no LongBench rows beside this repository")
+    answers = json.loads((shared / "config/dataset2maxlen.json").read_text())
+    assert {name: answers[name] for name in PUBLISHED} == {
+        name: size.max_new_tokens for name, size in PUBLISHED.items()
+    }
+    tokenizer = load_tokenizer("../shared/tokenizers/llama2/tokenizer.model")
+    ratios: dict[float, list[float]] = {}
+    for name, size in PUBLISHED.items():
+        rows = [json.loads(line) for line in (shared / f"{name}.jsonl").open(encoding="utf-8")]
+        texts = [f"{row['context']}\n{row['input']}" for row in rows]
+        tokens = [len(tokenizer(text)["input_ids"]) for text in texts]
+        ratios.setdefault(size.tokens_per_word, []).append(sum(tokens) / sum(row["length"] for row in rows))
+    for stated, measured in ratios.items():
+        assert sum(measured) / len(measured) == pytest.approx(stated, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.1, "< 1 s"), (8.2, "8 s"), (720, "12 min"), (12_240, "3.4 h"), (5e6, "1,388.9 h")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -163,8 +325,8 @@ def test_other_models_are_in_the_memory() -> None:
     ],
     ids=["as the run", "out of reach", "not fetched"],
 )
-def test_plan_refuses(arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match=named):
+@pytest.mark.usefixtures("nothing_fetched")
+def test_plan_refuses(arguments: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named) as error:
         costs(arguments, None)
+    assert "HF_HUB_OFFLINE" not in str(error.value)  # `plan` sets it itself

@@ -326,8 +326,8 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
             engine.append(out.ttft_s)
             yield index, out
 
-    of_pack = transformers_generate.answers
-    monkeypatch.setattr(transformers_generate, "answers", answers)
+    of_pack = transformers_generate.generate_requests
+    monkeypatch.setattr(transformers_generate, "generate_requests", answers)
     shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "warmup=0")
     loop.measure(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
     names = ("model.name=tiny/baseline", "method=server", "method.model=tiny")

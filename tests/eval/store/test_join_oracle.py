@@ -11,7 +11,8 @@ import pytest
 from eval.analysis.run_table import arm_groups, comparisons, run_table
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES as TABLE_VALUES
-from eval.store.results import Results, beside, tell_apart
+from eval.store.join import beside
+from eval.store.results import Results, tell_apart
 from eval.store.runs import StoredRun
 from eval.store.visit import SCALES, Failure, Measurement, Request, Visit
 from tests.eval.store import join_oracle as oracle
@@ -275,7 +276,7 @@ def test_of_several_runs_one_counts_and_no_ratio_mixes_them(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_table_of_a_run_is_the_oracles(seed: int) -> None:
     run = drawn_run(random.Random(300 + seed), bare=0.1 * (seed % 2), datasets=DATASETS_HERE[:3])
-    frame = run_table(Results([run]), "a run").frame
+    frame: Any = run_table(Results([run]), "a run").frame
     found: dict[tuple[str, str], Any] = {}
     for row in frame[frame["kind"] != "length"].to_dict("records"):
         key = row["method"], "all" if row["kind"] == "all" else f"{row['kind']} {row['name']}"

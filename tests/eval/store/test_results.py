@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from eval.store.folder import fingerprint, read_visits
-from eval.store.results import COLUMNS, Results, beside, chosen, find_runs
+from eval.store.join import beside
+from eval.store.results import COLUMNS, Results, chosen, find_runs
 from eval.store.runs import label_of
 from eval.store.visit import Failure
 from lazyllm.errors import UserError

@@ -14,6 +14,7 @@ from torch import Tensor
 import lazyllm
 import lazyllm.check.__main__ as verb
 from lazyllm.check import invariants
+from lazyllm.engine.inputs import Boundary
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Prune, Select
 from lazyllm.methods.support.schedule import keep_count
@@ -29,7 +30,7 @@ class Halves(Prune):
 
     keep: float = 0.5
     label = "halves"
-    dial = "keep"
+    target_parameter = "keep"
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         return {2: keep_count(self.keep, n)}
@@ -39,8 +40,10 @@ class Halves(Prune):
 class KeepsOneFewer(Halves):
     """Declares one token more than it keeps."""
 
-    def choose(self, scores: Tensor, keep: int) -> Tensor:
-        return super().choose(scores, keep)[-(keep - 1 or 1) :]
+    def select(self, at: Boundary, scores: Tensor) -> Tensor:
+        kept = super().select(at, scores)
+        assert kept is not None
+        return kept[-(len(kept) - 1 or 1) :]
 
 
 @dataclass(frozen=True)
@@ -49,18 +52,18 @@ class Remembers(Halves):
 
     calls: ClassVar[list[int]] = []
 
-    def score(self, seen: list[Tensor], batch: Any) -> Tensor:
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
         self.calls.append(1)
-        return seen[0].roll(len(self.calls))
+        return recorded[0].roll(len(self.calls))
 
 
 @dataclass(frozen=True)
 class NeverAll(Select):
-    """Drops the first token whatever its dial says."""
+    """Drops the first token whatever its `keep` says."""
 
     keep: float = 1.0
     label = "never all"
-    dial = "keep"
+    target_parameter = "keep"
 
     def kept(self, n: int) -> int:
         return max(1, n - 1)
@@ -76,7 +79,7 @@ class Chosen(Halves):
     indices: tuple[int, ...] = ()
     adaptive = True
 
-    def choose(self, scores: Tensor, keep: int) -> Tensor:
+    def select(self, at: Boundary, scores: Tensor) -> Tensor:
         return torch.tensor(self.indices)
 
 
@@ -150,10 +153,10 @@ def test_docstring_examples_pass_the_verb(base: type, settings: list[str], monke
     monkeypatch.setattr(verb, "MODELS", {"llama": verb.MODELS["llama"]})
     monkeypatch.setitem(METHODS, "example", kind)
     assert verb.main(["example", *settings]) == 0, capsys.readouterr().out
-    monkeypatch.setattr(kind, "dial", None)
+    monkeypatch.setattr(kind, "target_parameter", None)
     assert verb.main(["example", *settings]) == 1
     told, count = capsys.readouterr().out.splitlines()[-6::5]
-    assert "declare what keeps all: dial = KEY" in told
+    assert "declare what keeps all: target_parameter = KEY" in told
     assert count == "1 failed"
 
 

@@ -102,9 +102,9 @@ class Recording(Greedy):
         super().__init__(*args)
         self.logits: list[np.ndarray] = []
 
-    def pick(self, logits: torch.Tensor) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
         self.logits.append(logits.numpy().copy())
-        return super().pick(logits)
+        return super().sample(logits)
 
 
 def logits_of_steps(

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
-from lazyllm.engine.architecture import find_layout
+from lazyllm.engine.architecture import Surroundings, check_surroundings
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
@@ -159,19 +159,35 @@ def test_growing_rope_begins_anew_with_every_prompt() -> None:
     assert lazyllm.generate(model, short, Baseline(), 12, ()).token_ids == alone.token_ids
 
 
-def test_layout_is_found_and_the_model_left_as_it_was() -> None:
-    found = {}
-    for variant in VARIANTS:
-        model = random_variant(variant, 0, attention_of(variant), torch.float32)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_surroundings_are_the_models_own_and_leave_it_as_it_was(variant: str) -> None:
+    """What the first layer is given and what the head returns, against hooks on a run of the model itself."""
+    model: Any = random_variant(variant, 0, attention_of(variant), torch.float32)
+    token_ids, given, normed = torch.arange(9), list[dict[str, Any]](), list[torch.Tensor]()
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: given.append({"hidden_states": args[0]} | kwargs), with_kwargs=True
+        )
+        for layer in model.model.layers
+    ]
+    hooks.append(model.model.norm.register_forward_hook(lambda *call: normed.append(call[2])))
+    with torch.inference_mode():
+        logits = model(token_ids[None], use_cache=False).logits
+        for hook in hooks:
+            hook.remove()
         modules = dict(model.named_modules())
-        found[variant] = find_layout(model)
-        assert dict(model.named_modules()) == modules
-        assert not any(module._forward_hooks for module in modules.values())
-    plain = {name for name, layout in found.items() if layout.plain_embeddings and layout.plain_logits}
-    assert set(VARIANTS) - plain == {"gemma2", "gemma3", "granite"}
-    assert found["gemma3"].rope_of in ((0, 1, 0, 1), (1, 0, 1, 0))
-    assert found["gemma3"].windows == (WINDOW, None, WINDOW, None)
-    assert all(len(layout.ropes) == 1 for name, layout in found.items() if name != "gemma3")
+        check_surroundings(model)
+        surroundings = Surroundings(model)
+        hidden, calls = surroundings.before_layers(token_ids, torch.arange(9))
+        assert torch.equal(surroundings.logits(normed[0]), logits)
+    assert torch.equal(hidden, given[0]["hidden_states"])
+    for ours, theirs in zip(calls, given, strict=True):
+        for own, expected in zip(ours["position_embeddings"], theirs["position_embeddings"], strict=True):
+            assert torch.equal(own, expected)
+    kinds = len({id(call["position_embeddings"]) for call in calls})
+    assert kinds == (2 if variant == "gemma3" else 1)
+    assert dict(model.named_modules()) == modules
+    assert not any(module._forward_hooks for module in modules.values())
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -235,9 +251,9 @@ def test_full_memory_is_not_taken_for_an_unsupported_model(monkeypatch: pytest.M
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model = _llama()
     for place in ("lazyllm.engine.checks._logits_of_loop", "lazyllm.engine.architecture.DynamicCache"):
         monkeypatch.setattr(place, full)
+        model = _llama()
         with pytest.raises(torch.OutOfMemoryError):
             check_same_as_model(model)
         assert not any(module._forward_hooks for module in model.modules())

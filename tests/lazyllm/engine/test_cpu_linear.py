@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lazyllm
-from lazyllm.engine import devices
+from lazyllm.engine import cpu_linear
 from lazyllm.methods import Lazy
 from tests.reference import random_model
 
@@ -32,7 +32,7 @@ def test_products_of_a_few_rows_are_products(m: int, bias: bool) -> None:
     rows, weight = torch.randn(1, m, 700, generator=draw), torch.randn(500, 700, generator=draw)
     offset = torch.randn(500, generator=draw) if bias else None
     exact = rows.double() @ weight.double().T + (offset.double() if offset is not None else 0)
-    with torch.inference_mode(), devices.products_of(rows, rows.shape[2] * 500), Names() as names:
+    with torch.inference_mode(), cpu_linear.fast_linear(rows, rows.shape[2] * 500), Names() as names:
         found = F.linear(rows, weight, offset)
     assert "to_mkldnn" in names.found
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-3)
@@ -44,7 +44,7 @@ needs_fbgemm = pytest.mark.skipif(torch.backends.quantized.engine not in ("x86",
 
 def packed_product(rows: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> tuple[torch.Tensor, list[str]]:
     """The product of packed rows, and the operators that ran."""
-    with torch.inference_mode(), devices.products_of(rows, weight.numel(), packed=True), Names() as names:
+    with torch.inference_mode(), cpu_linear.fast_linear(rows, weight.numel(), packed=True), Names() as names:
         return F.linear(rows, weight, *bias), names.found
 
 
@@ -81,14 +81,14 @@ def test_other_products_are_left_alone(
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     rows, weight = torch.ones(1, m, size, dtype=weights), torch.ones(size, size, dtype=weights)
-    with torch.inference_mode(), devices.products_of(rows.to(run), size * size, packed=True), Names() as names:
+    with torch.inference_mode(), cpu_linear.fast_linear(rows.to(run), size * size, packed=True), Names() as names:
         F.linear(rows, weight)
     assert not {"to_mkldnn", "linear_dynamic_fp16"} & set(names.found)
 
 
 @needs_onednn
 def test_only_steps_that_revive_use_the_other_library(monkeypatch) -> None:
-    monkeypatch.setattr(devices, "LARGE_MATRIX", 1)
+    monkeypatch.setattr(cpu_linear, "LARGE_MATRIX", 1)
     model = random_model("llama", 2, num_layers=4).float()
     prompt = torch.randint(0, 97, (30,), generator=torch.Generator().manual_seed(0))
     expected = lazyllm.generate(random_model("llama", 2, num_layers=4), prompt, Lazy({1: 0.6, 2: 0.6}), 6, ())

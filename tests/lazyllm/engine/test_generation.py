@@ -103,12 +103,17 @@ def test_second_generation_is_refused_while_one_runs() -> None:
     session, waiting = (lazyllm.start(MODEL, PROMPT, Lazy({1: 0.5})) for _ in range(2))
     expected = waiting.answer(None, 3, ()).token_ids
 
-    def answer_twice(_: int) -> None:
+    class AnsweringTwice(Greedy):
+        def read(self, sampled: list[float]) -> tuple[int, bool]:
+            answer_twice()
+            return super().read(sampled)
+
+    def answer_twice() -> None:
         for run in (map, ThreadPoolExecutor().map):  # in the same thread, and in another one
             with pytest.raises(UserError, match="generating already"):
                 list(run(waiting.answer, [[4]], [3], [()]))
 
-    assert session.answer_by(Greedy(), None, 3, answer_twice).token_ids == expected
+    assert session.answer_with(AnsweringTwice(), None, 3).token_ids == expected
     assert MODEL.config._attn_implementation == "sdpa"
     assert waiting.answer([4], 3, ()).token_ids == session.answer([4], 3, ()).token_ids
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lazyllm.engine.architecture import find_layout
+from lazyllm.engine.architecture import check_surroundings
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support import lazy_session
@@ -78,9 +78,9 @@ def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, 
     monkeypatch.setattr(lazy_session, "MANY", 1)
     twin: Any = random_model("llama", 2, num_layers=4)
     twin.config._attn_implementation = attention
-    layout = find_layout(twin)  # compares numbers
+    check_surroundings(twin)  # compares numbers
     model = twin.to(META)
-    with torch.inference_mode(), open_decoder(model, layout) as decoder:
+    with torch.inference_mode(), open_decoder(model) as decoder:
         session = row.pruning.start(decoder, Prompt(PROMPT), STEPS + 1)
         prompt = PROMPT.to(META)
         with OnDevice(revived) as prefill:

@@ -42,7 +42,7 @@ def assert_same(
     session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: ReferenceOutput
 ) -> lazyllm.Generation:
     watched = Recording()
-    found = session.answer_by(watched, more_ids, steps)
+    found = session.answer_with(watched, more_ids, steps)
     assert expected.margin > TOLERANCE, "something is decided by rounding"
     assert found.token_ids == expected.token_ids
     assert [dict(step) for step in found.selected] == expected.selected
@@ -193,7 +193,7 @@ def test_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
     def alone(*turns: list[int]) -> tuple[list[np.ndarray], int, int]:
         session, watched = lazyllm.start(model, prompt, method), Recording()
         for more in (None, *turns):
-            session.answer_by(watched, more, 4)
+            session.answer_with(watched, more, 4)
         return watched.logits[4:], session.kv_bytes, session.aux_bytes
 
     session = lazyllm.start(model, prompt, method)
@@ -207,7 +207,7 @@ def test_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
     ):
         watched = Recording()
         for more in turns:
-            branch.answer_by(watched, more, 4)
+            branch.answer_with(watched, more, 4)
         results[name] = (watched.logits, branch.kv_bytes, branch.aux_bytes)
     for name, turns in (("fork", [other]), ("self", [question, other]), ("late", [question])):
         logits, *held = alone(*turns)

@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 
 from eval import cli
 from eval.benchmarks.embedded import _row
-from lazyllm.engine import pack
+from lazyllm.engine import generation
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
 from lazyllm.integrations.lm_eval import PrunedLM
@@ -238,10 +238,12 @@ def test_settings_are_refused_before_the_weights_load(monkeypatch, settings: dic
         PrunedLM(**({"pretrained": "tiny", "device": "cpu"} | settings))
 
 
-def test_requests_in_a_pack_give_what_each_gives_alone(pruned: PrunedLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    packs = PrunedLM("tiny", "lazy", schedule=SCHEDULE, batch_size="auto", **CPU)
-    sizes, own = [], pack.step_together
-    monkeypatch.setattr(pack, "step_together", lambda *arguments: sizes.append(len(arguments[1])) or own(*arguments))
+def test_requests_in_a_batch_give_what_each_gives_alone(pruned: PrunedLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    batched = PrunedLM("tiny", "lazy", schedule=SCHEDULE, batch_size="auto", **CPU)
+    sizes, own = [], generation.step_together
+    monkeypatch.setattr(
+        generation, "step_together", lambda *arguments: sizes.append(len(arguments[1])) or own(*arguments)
+    )
     contexts = [CONTEXT, CONTEXT[8:], CONTEXT[30:]]
     pairs = product(contexts, (" window wizard wagon", " olive", " coral cricket"))
     asked = [instances("loglikelihood", *pairs)]
@@ -249,7 +251,7 @@ def test_requests_in_a_pack_give_what_each_gives_alone(pruned: PrunedLM, monkeyp
               for until in (["never this"], [" wagon"], ["a"])]  # fmt: skip
     for requests in asked:
         kind = requests[0].request_type
-        expected, found = getattr(pruned, kind)(requests), getattr(packs, kind)(requests)
+        expected, found = getattr(pruned, kind)(requests), getattr(batched, kind)(requests)
         if kind == "generate_until":
             assert found == expected
         else:

@@ -319,7 +319,8 @@ def test_streamer_is_refused_where_it_would_get_the_prompt_only() -> None:
     found, inside = Put(), lazyllm.generate_with(KEEP)
     with pytest.raises(ValueError, match=r"streamer=\.\.\.\) within `with lazyllm\.using"):
         MODEL.generate(ids_of(LONG), custom_generate=inside, max_new_tokens=2, streamer=found)
-    assert found.got == []
+    assert len(found.got) == 1  # the prompt, which transformers puts before it calls anything
+    found = Put()
     MODEL.generate(ids_of(LONG), max_new_tokens=2, streamer=found, do_sample=False)  # as without lazyllm
     assert len(found.got) == 4
 

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lazyllm.engine.flops import first_layers_flops
-from lazyllm.engine.inputs import Look, Prompt
+from lazyllm.engine.inputs import Prompt, ScoreSpec
 from lazyllm.methods import (
     ASL,
     CLAA,
@@ -117,8 +117,8 @@ class AskFirst(Select):
     def select(self, decoder: Any, prompt: Prompt) -> Any:
         from lazyllm.engine.decoder import run_layers
 
-        run_layers(decoder, prompt.token_ids.to(decoder.device), 3, Look([2]))
-        return self.best(decoder.probe.take(), self.kept(len(prompt)))
+        _, [scores] = run_layers(decoder, prompt.token_ids.to(decoder.device), 3, ScoreSpec([2]))
+        return self.best(scores, self.kept(len(prompt)))
 
     def scoring_flops(self, config: Any, n: int) -> int:
         return first_layers_flops(config, n, 3)

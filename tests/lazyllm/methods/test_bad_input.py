@@ -59,7 +59,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("specprefill", {"draft": 3}, "draft=3.*name of a model"),
     ("specprefill", {"lookahead": 0}, "lookahead.*1 or more"),
     ("specprefill", {"chunk": 0}, "chunk.*1 or more"),
-    ("specprefill", {"text": True}, "draft=FOLDER_OR_HUB_ID"),
     ("pyramidinfer", {"weight": 0}, "weight=0.*above 0"),
     *(("asl", {"threshold": bad}, "threshold=.*above 0") for bad in (float("nan"), 0, -1.0, True, "0.3")),
     ("asl", {"first": 0}, "first.*1 or more"),

@@ -14,6 +14,7 @@ from lazyllm.errors import UserError
 from lazyllm.models import convert
 from lazyllm.models.load import load_weights
 from lazyllm.spec import ModelSpec
+from tests.reference import random_variant
 from tests.stand_in_checkpoints import xgen
 
 HUB_ID = "Salesforce/xgen-7b-8k-inst"
@@ -70,6 +71,23 @@ def test_conversion_continues_at_the_first_missing_shard(repository: Path, tmp_p
     load_weights(ModelSpec("xgen", dtype="float32", device="cpu"))
     assert os.stat(first).st_mtime_ns == kept
     assert others[0].is_file()
+
+
+def test_tied_weights_and_views_are_converted(hub: dict[str, Path], tmp_path: Path, monkeypatch) -> None:
+    """A pickle stores one tensor under two names; safetensors refuses names that share memory."""
+    model = random_variant("llama", 0, dtype=torch.float32, tie_word_embeddings=True)
+    state = model.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    state["model.layers.0.self_attn.q_proj.weight"] = state["model.layers.0.self_attn.q_proj.weight"].T.contiguous().T
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    model.config.save_pretrained(repository)
+    torch.save(state, repository / "pytorch_model.bin")
+    hub["somebody/tied"] = repository
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    loaded = load_weights(ModelSpec("somebody/tied", dtype="float32", device="cpu")).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
 
 
 class Code:

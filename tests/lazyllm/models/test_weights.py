@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import lazyllm
-from lazyllm.engine import decoder, devices
+from lazyllm import measuring
+from lazyllm.engine import cpu_linear, decoder
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.devices import devices_of, home_of
+from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
 from lazyllm.methods import GemFilter, Lazy, Method, Oracle, SpecPrefill
 from lazyllm.models import load, quantisation
@@ -54,9 +55,11 @@ def same(one: lazyllm.Generation, other: lazyllm.Generation) -> None:
     assert (one.selected, one.kv_bytes, one.aux_bytes) == (other.selected, other.kv_bytes, other.aux_bytes)
 
 
-def check_packed(model: PreTrainedModel, method: Method, expected: lazyllm.Generation) -> None:
-    """Assert that two prompts of 30 tokens give in a pack what one gives alone; half precision rounds it otherwise."""
-    for _, found in lazyllm.generate_many(model, [prompt_tensor(30)] * 2, method, len(expected.token_ids), (), rows=2):
+def check_batched(model: PreTrainedModel, method: Method, expected: lazyllm.Generation) -> None:
+    """Assert that two prompts of 30 tokens give in a batch what one gives alone; half precision rounds it otherwise."""
+    for _, found in lazyllm.generate_many(
+        model, [prompt_tensor(30)] * 2, method, len(expected.token_ids), (), batch_size=2
+    ):
         if model.dtype == torch.float32:
             assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
             assert found.computed.tolist() == expected.computed.tolist()
@@ -74,7 +77,7 @@ def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) ->
         assert out.token_ids == theirs[0, len(prompt) :].tolist(), name
     for name, method in PRUNING.items():
         out = lazyllm.generate(model, prompt, method, STEPS, ())
-        check_packed(model, method, out)
+        check_batched(model, method, out)
         assert out.first_logits.isfinite().all(), name
         assert out.first_logits.dtype == model.dtype == getattr(torch, dtype)
         assert out.computed.shape == (STEPS, 4)
@@ -118,7 +121,7 @@ def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pyte
     expected = lazyllm.generate(model, prompt_tensor(30), method, STEPS, ())
     revived = expected.computed[1:] - expected.computed[:-1]
     assert (revived > 1).any()
-    monkeypatch.setattr(devices, "LARGE_MATRIX", 1)
+    monkeypatch.setattr(cpu_linear, "LARGE_MATRIX", 1)
     found = lazyllm.generate(model, prompt_tensor(30), method, STEPS, ())
     assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
 
@@ -213,12 +216,12 @@ def test_weights_on_disk_change_nothing(saved: str, dtype: str, attention: str) 
     plain = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention))
     model = load_weights(ModelSpec(saved, dtype=dtype, attn_implementation=attention, device_map=place))
     assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"  # it is read when it is its turn
-    assert devices_of(model) == (home_of(model),) == (torch.device("cpu"),)
+    assert devices_of(model) == (main_device(model),) == (torch.device("cpu"),)
     for method in PRUNING.values():
         expected = lazyllm.generate(plain, prompt_tensor(30), method, 3, ())
         same(lazyllm.generate(model, prompt_tensor(30), method, 3, ()), expected)
         if isinstance(method, Lazy):
-            check_packed(model, method, expected)
+            check_batched(model, method, expected)
 
 
 def test_auto_is_the_cpu_on_a_machine_without_accelerators(saved: str) -> None:
@@ -295,7 +298,7 @@ def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised
         assert len(synchronised) == len(used) * (STEPS + 1 + isinstance(method, CHOOSING))  # the clock is read
         if isinstance(method, Lazy):
             with Pretending():
-                check_packed(model, method, expected)
+                check_batched(model, method, expected)
 
 
 def test_later_turn_takes_tokens_on_the_models_device(synchronised: list[torch.device]) -> None:
@@ -316,9 +319,8 @@ def test_spread_model_costs_one_move_a_boundary_between_devices(synchronised: li
     with Pretending() as pretended:
         lazyllm.generate(model, prompt_tensor(30), lazyllm.methods.Baseline(), STEPS, ())
     # there: hidden states, positions, cos and sin before layer 3 (not again before layer 4), the same but cos and sin
-    # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits. And once,
-    # before the clock starts: one token's hidden state and position before the rotary embedding, to find the layout
-    assert pretended.moves["cuda:0", "cuda:1"] == STEPS * (4 + 2 + 1) + 2
+    # before the rotary embedding, the last token's before the norm; back: cos and sin, hidden states, logits
+    assert pretended.moves["cuda:0", "cuda:1"] == STEPS * (4 + 2 + 1)
     assert pretended.moves["cuda:1", "cuda:0"] == STEPS * (2 + 1 + 1)
 
 
@@ -328,7 +330,7 @@ def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchro
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
     with Pretending(), pytest.raises(RuntimeError, match="tensors on cpu and cuda:0 met"):
         torch.ones(2, device=FIRST) + torch.ones(2)
-    monkeypatch.setattr(decoder, "moved", lambda value, device: value)
+    monkeypatch.setattr(decoder, "to_device", lambda value, device: value)
     with Pretending(), pytest.raises(RuntimeError, match="met"):
         lazyllm.generate(model, prompt_tensor(30), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
 
@@ -337,11 +339,11 @@ def test_peaks_of_several_devices_add_up_and_the_clock_waits_for_each(monkeypatc
     reset: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * (device.index + 1))
-    devices.reset_peak(FIRST, SECOND)
+    measuring.reset_peak(FIRST, SECOND)
     assert reset == [FIRST, SECOND]
-    assert devices.read_peak(FIRST, SECOND) == 300
-    assert devices.read_peak(FIRST, torch.device("mps")) is None
-    devices.read_clock(FIRST, torch.device("cpu"), SECOND)
+    assert measuring.read_peak(FIRST, SECOND) == 300
+    assert measuring.read_peak(FIRST, torch.device("mps")) is None
+    read_clock(FIRST, torch.device("cpu"), SECOND)
     assert synchronised == [FIRST, SECOND]
 
 

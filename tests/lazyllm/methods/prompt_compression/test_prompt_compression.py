@@ -20,7 +20,7 @@ from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods import prompt_compression as module
-from lazyllm.methods.prompt_compression import droppable, most_informative
+from lazyllm.methods.prompt_compression import droppable, most_informative, unit_means
 from lazyllm.methods.prompt_compression.scoring import scoring_flops
 from lazyllm.methods.support import other_models
 from lazyllm.models.load import load_config
@@ -121,7 +121,8 @@ def test_most_informative_units_are_those_of_sorting() -> None:
         info = [draw.choice([0.0, 0.25, 0.5, 1.0, 2.0]) for _ in range(c)]  # many ties, exact in binary
         unit_of = sorted(draw.choices(range(draw.choice([1, 5, 50])), k=c))
         budget = draw.randint(1, c)
-        kept = most_informative(np.array(info), np.array(unit_of), budget).nonzero()[0].tolist()
+        means = unit_means(np.array(info), np.array(unit_of))
+        kept = most_informative(means, np.array(unit_of), budget).nonzero()[0].tolist()
         assert kept == slow_choice(info, unit_of, budget)
         each = most_informative(np.array(info), np.arange(c), budget)
         assert each.sum() == budget
@@ -224,6 +225,7 @@ def test_prompt_without_text_or_offsets_is_refused() -> None:
     model, bare = model_of(), [5, 6, 7, 8]
     for method, message in (
         (PromptCompression(0.5, "sentence"), "unit='sentence' needs the prompt's text: give a lazyllm.Prompt"),
+        (PromptCompression(0.5, "token", scoring="sentences"), "scoring='sentences' needs the prompt's text"),
         (PromptCompression(0.5, "token", scorer="tiny"), "scorer with a tokenizer of its own needs"),
     ):
         with pytest.raises(ValueError, match=message):

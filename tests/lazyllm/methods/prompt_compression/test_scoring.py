@@ -56,7 +56,7 @@ def test_chunks_change_nothing_and_bound_the_logits(chunk: int, monkeypatch) -> 
     token_ids = np.random.default_rng(0).integers(0, 97, 40).tolist()
     whole = found(model, token_ids, 20)
     rows: list[int] = []
-    hook = model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[0]))
+    hook = model.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[-2]))
     monkeypatch.setattr(module, "CHUNK", chunk)
     np.testing.assert_allclose(found(model, token_ids, 20), whole, rtol=0, atol=1e-10)
     hook.remove()

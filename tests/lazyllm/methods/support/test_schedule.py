@@ -160,3 +160,10 @@ def test_tokens_enter_layers_as_decimal_numbers_say(keep: dict[int, float], n: i
         if layer in keep:
             n = decimal_keep(keep[layer], n)
         assert n >= 1
+
+
+def test_methods_with_equal_schedules_are_equal_and_hashable() -> None:
+    same = {Lazy({2: 0.5}), Lazy(Schedule({2: 0.5})), Lazy({"2": 0.5})}
+    assert same == {Lazy({2: 0.5})}
+    assert len({Lazy({"50%": 0.7, 3: 0.5}), Lazy({"50%": 0.7, 3: 0.5}), Lazy({"50%": 0.7})}) == 2
+    assert Lazy({"50%": 0.7}).kept(8, 10) == {4: 7}

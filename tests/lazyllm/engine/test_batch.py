@@ -1,4 +1,4 @@
-"""Packed rows against the same rows alone, and against the slow reference of `tests/reference.py`, in float64."""
+"""Batched generations against the same alone, and against the slow reference of `tests/reference.py`, in float64."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import lazyllm
+from lazyllm.engine.batch import Batch, generate_requests
 from lazyllm.engine.checks import check_once
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.generation import Generation, Greedy, as_prompt
-from lazyllm.engine.pack import Pack, Row, answers
+from lazyllm.engine.generation import Generation, Greedy, Request, advance, as_prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.helpers import Waits, prompt_of, prompt_tensor
@@ -26,10 +26,10 @@ from tests.reference import VARIANTS, casts_in_float64, lazy_reference, random_m
 TOLERANCE = 1e-9
 
 
-def requests_of(model: Any, draw: random.Random, count: int, methods: list[Method]) -> list[Row]:
+def requests_of(model: Any, draw: random.Random, count: int, methods: list[Method]) -> list[Request]:
     """Prompts of mixed lengths, with answers of mixed lengths: 1 to 9 tokens, or up to an end token."""
     return [
-        Row(
+        Request(
             as_prompt(model, prompt_of(draw.choice([1, 2, 5, 17, 30, 41]), draw.randrange(99))),
             draw.choice(methods),
             draw.randint(1, 9),
@@ -39,38 +39,38 @@ def requests_of(model: Any, draw: random.Random, count: int, methods: list[Metho
     ]
 
 
-def check(model: Any, requests: list[Row], rows: int) -> list[Generation]:
-    """Assert that each request gives in a pack what it gives alone; return the packed answers in order."""
-    found = dict(answers(model, requests, rows))
+def check(model: Any, requests: list[Request], batch_size: int) -> list[Generation]:
+    """Assert that each request gives in a batch what it gives alone; return the batched answers in order."""
+    found = dict(generate_requests(model, requests, batch_size))
     assert sorted(found) == list(range(len(requests)))
     for index, request in enumerate(requests):
-        packed, choose = found[index], request.choose
-        assert isinstance(choose, Recording)
-        again = Recording(choose._end_ids)
-        alone = lazyllm.start(model, request.prompt, request.method).answer_by(again, None, request.max_new_tokens)
-        assert (packed.token_ids, packed.selected) == (alone.token_ids, alone.selected)
-        assert packed.computed.tolist() == alone.computed.tolist()
-        assert packed.revived.tolist() == alone.revived.tolist()
-        assert (packed.kv_bytes, packed.aux_bytes) == (alone.kv_bytes, alone.aux_bytes)
-        assert (packed.prompt_tokens, packed.scoring_tokens) == (alone.prompt_tokens, alone.scoring_tokens)
-        assert len(packed.decode_step_s) == len(packed.token_ids) - 1
-        assert torch.equal(packed.first_logits, alone.first_logits)
-        for ours, theirs in zip(choose.logits, again.logits, strict=True):
+        batched, sampler = found[index], request.sampler
+        assert isinstance(sampler, Recording)
+        again = Recording(sampler._end_ids)
+        alone = lazyllm.start(model, request.prompt, request.method).answer_with(again, None, request.max_new_tokens)
+        assert (batched.token_ids, batched.selected) == (alone.token_ids, alone.selected)
+        assert batched.computed.tolist() == alone.computed.tolist()
+        assert batched.revived.tolist() == alone.revived.tolist()
+        assert (batched.kv_bytes, batched.aux_bytes) == (alone.kv_bytes, alone.aux_bytes)
+        assert (batched.prompt_tokens, batched.scoring_tokens) == (alone.prompt_tokens, alone.scoring_tokens)
+        assert len(batched.decode_step_s) == len(batched.token_ids) - 1
+        assert torch.equal(batched.first_logits, alone.first_logits)
+        for ours, theirs in zip(sampler.logits, again.logits, strict=True):
             assert np.abs(ours - theirs).max() < TOLERANCE
     return [found[index] for index in range(len(requests))]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_in_a_pack_is_the_row_alone(name: str) -> None:
+def test_a_generation_in_a_batch_is_the_one_alone(name: str) -> None:
     draw, model = random.Random(name), random_model("llama", 5, num_layers=4)
-    check(model, requests_of(model, draw, 4, [ROWS[name].pruning]), rows=draw.randint(2, 3))
+    check(model, requests_of(model, draw, 4, [ROWS[name].pruning]), batch_size=draw.randint(2, 3))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_of_different_methods_share_a_pack(seed: int) -> None:
+def test_different_methods_share_a_batch(seed: int) -> None:
     """Their groups of layers end at different layers."""
     draw, model = random.Random(seed), random_model("qwen3", seed, num_layers=4)
-    check(model, requests_of(model, draw, 9, [row.pruning for row in ROWS.values()]), rows=draw.randint(2, 9))
+    check(model, requests_of(model, draw, 9, [row.pruning for row in ROWS.values()]), batch_size=draw.randint(2, 9))
 
 
 QUICK = {
@@ -89,85 +89,82 @@ QUICK = {
         if is_offered(*cell)
     ],
 )
-def test_a_pack_on_every_architecture(architecture: str, attention: str) -> None:
+def test_a_batch_on_every_architecture(architecture: str, attention: str) -> None:
     """Windows, softcaps, RoPEs that grow with the text."""
     draw = random.Random(architecture)
     with casts_in_float64(), flash_stand_in():
         model = random_variant(architecture, 3, "eager" if attention == "flash_attention_2" else attention)
         check_once(model)  # by its own attention: the stand-in is for ours
         model.config._attn_implementation = attention
-        check(model, requests_of(model, draw, 5, [Baseline(), Lazy({1: 0.6, 3: 0.5})]), rows=3)
+        check(model, requests_of(model, draw, 5, [Baseline(), Lazy({1: 0.6, 3: 0.5})]), batch_size=3)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_packed_lazyllm_against_the_slow_reference(seed: int) -> None:
+def test_batched_lazyllm_against_the_slow_reference(seed: int) -> None:
     draw = random.Random(seed)
     model, rows = random_model("mistral", seed, num_layers=5), draw.randint(2, 9)
     schedule = {layer: draw.choice([0.1, 0.4, 0.7, 1.0]) for layer in sorted(draw.sample(range(1, 6), 3))}
     prune_generated, steps = draw.random() < 0.4, draw.randint(2, 7)
     prompts = [prompt_of(draw.choice([1, 3, 9, 23]), draw.randrange(99)) for _ in range(rows)]
     method = Lazy(schedule, prune_generated)
-    for index, found in lazyllm.generate_many(model, prompts, method, steps, (), rows=rows):
+    for index, found in lazyllm.generate_many(model, prompts, method, steps, (), batch_size=rows):
         expected = lazy_reference(model, prompts[index], schedule, steps, (), prune_generated)
         assert (found.token_ids, found.selected) == (expected.token_ids, expected.selected)
         assert found.computed.tolist() == np.array(expected.computed).tolist()
         assert np.abs(found.first_logits.numpy() - expected.logits[0]).max() < TOLERANCE
 
 
-def test_a_pack_of_one_does_the_operations_of_a_generation_alone() -> None:
+def test_a_batch_of_one_does_the_operations_of_a_generation_alone() -> None:
     model, prompt, method = small_llama(), prompt_tensor(60), Lazy({2: 0.3, 5: 0.5})
     lazyllm.generate(model, prompt, method, 1, ())  # checks the model
     with Seen() as alone:
         expected = lazyllm.generate(model, prompt, method, 6, ())
-    with Seen() as packed:
-        [(_, found)] = lazyllm.generate_many(model, [prompt], method, 6, (), rows=1)
-    assert packed.names["linear"] == alone.names["linear"]
-    assert packed.work <= alone.work + 2 * 5  # each step splits logits and joins choices, here of one row
+    with Seen() as batched:
+        [(_, found)] = lazyllm.generate_many(model, [prompt], method, 6, (), batch_size=1)
+    assert batched.names["linear"] == alone.names["linear"]
+    assert batched.work == alone.work
     assert found.token_ids == expected.token_ids
     assert torch.equal(found.first_logits, expected.first_logits)
 
 
-def pack_of(model: Any, method: Method, lengths: list[int], steps: int) -> Pack:
-    """A pack after its prefills, whose answers all end after `steps` more tokens."""
-    pack = Pack(model, len(lengths))
+def batch_of(model: Any, method: Method, lengths: list[int], steps: int) -> Batch:
+    """A batch after its prefills, whose answers all end after `steps` more tokens."""
+    batch = Batch(model, len(lengths))
     for length in lengths:
-        pack.join(Row(as_prompt(model, prompt_tensor(length)), method, steps + 1, Greedy()))
-    return pack
+        batch.add(Request(as_prompt(model, prompt_tensor(length)), method, steps + 1, Greedy()))
+    return batch
 
 
 @pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5})], ids=str)
 def test_work_and_waits_of_a_step_do_not_grow_with_the_rows(method: Method) -> None:
     model, products, waits = small_llama(), {}, {}
     for rows in (2, 7):
-        pack = pack_of(model, method, [50 + 7 * row for row in range(rows)], 2)
-        with torch.inference_mode(), open_decoder(model) as decoder:
-            for answer in pack.answers.values():
-                answer.session.decoder = decoder.beside()
-            with Seen() as seen, Waits() as found:
-                pack._step(decoder)
+        batch = batch_of(model, method, [50 + 7 * row for row in range(rows)], 2)
+        with torch.inference_mode(), open_decoder(model, batch._decoder), Seen() as seen, Waits() as found:
+            advance([*batch.running.values()])
         products[rows], waits[rows] = seen.names["linear"], found.found
     assert products[2] == products[7] == 7 * len(model.model.layers) + 1  # q, k, v, o, gate, up, down; the head
     assert waits[2] == waits[7] == ["tolist"] * (3 if isinstance(method, Lazy) else 1)  # two boundaries, and the choice
 
 
 @pytest.mark.parametrize("method", [Baseline(), Lazy({2: 0.3, 5: 0.5})], ids=str)
-def test_memory_of_a_pack_is_that_of_its_rows(method: Method) -> None:
+def test_memory_of_a_batch_is_that_of_its_rows(method: Method) -> None:
     """One long prompt and many short ones: no tensor is as wide as all rows would be if padded."""
     model, lengths, steps = small_llama(dtype=torch.float32), [200] + [10] * 6, 2
     with Held() as alone:
         lazyllm.generate(model, prompt_tensor(200), method, steps + 1, ())
-    pack = pack_of(model, method, lengths, steps)
-    stored = sum(answer.session.kv_bytes + answer.session.aux_bytes for answer in pack.answers.values())
-    with Held() as packed, Seen() as seen:
-        pack.run()
+    batch = batch_of(model, method, lengths, steps)
+    stored = sum(answer.session.kv_bytes + answer.session.aux_bytes for answer in batch.running.values())
+    with Held() as batched, Seen() as seen:
+        batch.run()
     assert seen.largest < alone.peak
-    assert packed.peak < stored + alone.peak
+    assert batched.peak < stored + alone.peak
 
 
 def test_generate_many_leaves_the_model_as_it_was_between_results() -> None:
     model, prompts = random_model("llama", 5, num_layers=4), [prompt_of(length) for length in (5, 30, 9)]
     expected = [lazyllm.generate(model, prompt, Baseline(), 4, ()).token_ids for prompt in prompts]
-    for index, found in lazyllm.generate_many(model, prompts, Baseline(), 4, (), rows=2):
+    for index, found in lazyllm.generate_many(model, prompts, Baseline(), 4, (), batch_size=2):
         assert model.config._attn_implementation == "sdpa"
         again = lazyllm.generate(model, prompts[index], Baseline(), 4, ())
         assert found.token_ids == again.token_ids == expected[index]
@@ -175,20 +172,20 @@ def test_generate_many_leaves_the_model_as_it_was_between_results() -> None:
 
 def test_generate_many_admits_the_longest_prompt_first() -> None:
     model, prompts = random_model("llama", 5, num_layers=4), [prompt_of(length) for length in (5, 30, 9, 40)]
-    many = lazyllm.generate_many(model, prompts, Baseline(), 3, (), rows=2)
+    many = lazyllm.generate_many(model, prompts, Baseline(), 3, (), batch_size=2)
     assert [index for index, _ in many] == [3, 1, 2, 0]
 
 
-class Unpackable(Baseline):
-    packs = False
-    label = "unpackable"
+class Unbatchable(Baseline):
+    can_batch = False
+    label = "unbatchable"
 
 
 @pytest.mark.parametrize(
     ("prompts", "method", "options", "error"),
     [
-        ([[1]], Baseline(), {"rows": 0}, ValueError),
-        ([[1]], Baseline(), {"rows": True}, ValueError),
+        ([[1]], Baseline(), {"batch_size": 0}, ValueError),
+        ([[1]], Baseline(), {"batch_size": True}, ValueError),
         ([[1]], Baseline(), {"max_new_tokens": 0}, ValueError),
         ([[1], []], Baseline(), {}, ValueError),
         ([[1]], "lazy", {}, TypeError),
@@ -201,8 +198,8 @@ def test_generate_many_refuses(prompts: Any, method: Any, options: Any, error: t
         lazyllm.generate_many(random_model("llama", 5, num_layers=4), prompts, method, **options)
 
 
-def test_a_method_that_cannot_be_packed_says_so() -> None:
+def test_a_method_that_cannot_be_batched_says_so() -> None:
     model = random_model("llama", 5, num_layers=4)
-    with pytest.raises(UserError, match="rows=1"):
-        list(lazyllm.generate_many(model, [[1]], Unpackable()))
-    assert len(list(lazyllm.generate_many(model, [[1], [2]], Unpackable(), rows=1))) == 2
+    with pytest.raises(UserError, match="batch_size=1"):
+        list(lazyllm.generate_many(model, [[1]], Unbatchable()))
+    assert len(list(lazyllm.generate_many(model, [[1], [2]], Unbatchable(), batch_size=1))) == 2

@@ -1,0 +1,77 @@
+"""Which of SDPA's backends runs attention on a GPU.
+
+cuDNN is the fastest one for prefill on Hopper, 1.7 to 2.3 times as fast as FlashAttention 2 there, and slower on other
+cards (pull request 48163 of transformers). It builds a plan for every new shape, which takes 55 to 440 ms. So it never
+runs decoding steps, whose shapes are all new, and what is timed runs once before, untimed (`builds_plans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+_CUDNN, _MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
+_HOPPER = (9, 0)  # compute capability
+_AMPERE = (8, 0)
+_LEAST_CUDNN = 91_500  # torch does not prefer older releases either, for their errors
+
+# Choice -> the backends of prefill, the first that takes the inputs runs
+_ORDERS: dict[str, tuple[SDPBackend, ...]] = {
+    "flash": (_FLASH, _EFFICIENT, _MATH),
+    "cudnn": (_CUDNN, _FLASH, _EFFICIENT, _MATH),
+    "efficient": (_EFFICIENT, _MATH),
+    "math": (_MATH,),
+}
+
+
+def backend_of(model: Any, device: torch.device) -> str:
+    """The model's `sdpa_backend` (`ModelSpec`), with the fastest one on this GPU in place of "auto".
+
+    A model that `lazyllm.load_model` did not load has "auto".
+    """
+    chosen = getattr(model, "sdpa_backend", "auto")
+    if chosen != "auto":
+        return chosen
+    has_cudnn = torch.backends.cudnn.is_available() and (torch.backends.cudnn.version() or 0) > _LEAST_CUDNN
+    return "cudnn" if torch.cuda.get_device_capability(device) == _HOPPER and has_cudnn else "flash"
+
+
+def backends(model: Any, devices: Sequence[torch.device], decodes: bool) -> AbstractContextManager[Any]:
+    """A context in which SDPA takes the model's backends, in their order; afterwards all is as it was.
+
+    devices: that the model computes on; without a GPU among them, nothing changes. decodes: whether decoding steps run.
+    """
+    gpu = next((device for device in devices if device.type == "cuda"), None)
+    if gpu is None:
+        return nullcontext()
+    order = _ORDERS[backend_of(model, gpu)]
+    return sdpa_kernel([one for one in order if not (decodes and one == _CUDNN)], set_priority=True)
+
+
+def builds_plans(model: Any, devices: Sequence[torch.device]) -> bool:
+    """Whether the model's prefill runs on cuDNN, so that a shape's first run takes longer than later ones."""
+    return model.config._attn_implementation == "sdpa" and any(
+        device.type == "cuda" and backend_of(model, device) == "cudnn" for device in devices
+    )
+
+
+def shares_heads(model: Any, query: Tensor) -> bool:
+    """Whether a fused backend attends from several query heads to one key head.
+
+    On a GPU only flash and cuDNN do: for 16-bit inputs, from Ampere on. Otherwise the backend without a fused kernel
+    would run, whose memory grows with the square of the text.
+    """
+    if not query.is_cuda:
+        return True
+    is_fused = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    return (
+        is_fused
+        and torch.cuda.get_device_capability(query.device) >= _AMPERE
+        and backend_of(model, query.device) in ("flash", "cudnn")
+    )

@@ -1,0 +1,142 @@
+"""What a generation used: CPU time, memory, the attention kernel that ran, and the share of the device's peak (MFU)."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lazyllm.engine.devices import devices_of, read_clock
+from lazyllm.engine.flops import LayerShape
+from lazyllm.machine import FLASH_2, accelerator, device_name
+
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+
+
+def read_work_clock(device: torch.device) -> float:
+    """Seconds, read after the device has finished all its work; CPU time of this process with one CPU thread."""
+    is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time() if is_one_thread else read_clock(device)
+
+
+def utilisation(model: Any, flops: float, seconds: float) -> float | None:
+    """The share of the peak of the model's device that some work used; None if the peak is not known.
+
+    The peak is that of the data sheet, and on a CPU the rate of one matrix product: of 1,000 of the model's tokens, the
+    best of three. Raises UserError for more than a data sheet's.
+    """
+    device, dtype, shape = devices_of(model)[0], model.dtype, LayerShape.of(model.config)
+    if getattr(model.config, "quantization_config", None) is not None:  # its products are faster
+        return None
+    if device.type == "cpu":
+        return flops / seconds / _cpu_rate(dtype, shape.width, shape.mlp_width, torch.get_num_threads())
+    kind = accelerator(device_name(device))
+    return None if kind is None else kind.share(flops / seconds, str(dtype).removeprefix("torch."), _allows_tf32())
+
+
+def _allows_tf32() -> bool:
+    """Whether CUDA's products in float32 may use TF32. From torch 2.9 on, `allow_tf32` may raise once the newer setting
+    was used."""
+    matmul: Any = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+
+
+@cache
+def _cpu_rate(dtype: torch.dtype, width: int, mlp_width: int, threads: int) -> float:
+    """FLOP/s of a product, measured once for each number of threads."""
+    device, seconds = torch.device("cpu"), []
+    rows, weight = (torch.rand(size).to(dtype) for size in ((1000, width), (width, mlp_width)))
+    for _ in range(4):  # the first one is slower
+        began = read_work_clock(device)
+        torch.mm(rows, weight)
+        seconds.append(read_work_clock(device) - began)
+    return 2 * 1000 * width * mlp_width / min(seconds)
+
+
+# {a part of an event's name in PyTorch's profiler, in lower case: the attention kernel}, the most telling
+# first: a GPU's kernels, then operators, which are all there is where the profiler records no kernels
+_KERNELS = {
+    "cudnn": "cuDNN",
+    "flashattentionforwardsm": "FlashAttention 4",
+    "sm90": "FlashAttention 3",
+    "flash_attn_3": "FlashAttention 3",
+    "flash_attention_for_cpu": "SDPA's flash for CPUs",
+    "flash_fwd": FLASH_2,
+    "_flash_attn_forward": FLASH_2,
+    "attn_fwd": "AOTriton's flash",
+    "fmha": "memory-efficient",
+    "_efficient_attention_forward": "memory-efficient",
+    "_flash_attention_forward": "SDPA's flash",
+    "attention_math": "SDPA without a fused kernel",
+}
+
+
+def attention_events(run: Callable[[], object]) -> list[str]:
+    """The events of a run that name attention, by PyTorch's profiler: operators, and kernels of a GPU."""
+    from torch.profiler import profile
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints lines of its own, when it starts and stops
+    with profile() as recorded:
+        run()
+    words = ("flash", "fmha", "attention", "attn_fwd", "cudnn", "sdpa")
+    keys = {event.key[:120] for event in recorded.key_averages()}
+    return sorted(key for key in keys if any(word in key.lower() for word in words))
+
+
+def attention_kernel(events: Sequence[str]) -> str:
+    """The attention kernel that ran, by `attention_events`."""
+    names = " ".join(events).lower()
+    return next((kernel for part, kernel in _KERNELS.items() if part in names), "eager")
+
+
+def reset_peak(*devices: torch.device) -> None:
+    """Reset the peak memory. Without effect on a CPU if the system is not Linux."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        elif device.type == "cpu" and _CLEAR.exists():
+            _CLEAR.write_text("5")  # resets VmHWM, see proc(5)
+
+
+def read_peak(*devices: torch.device) -> int | None:
+    """The sum of all devices' peak bytes since `reset_peak`; None if a peak is unknown.
+
+    A GPU's bytes are those allocated, a CPU's those resident in this process. Peaks of several GPUs may lie at
+    different moments: the sum is the memory that these GPUs need together.
+    """
+    total = 0
+    for device in devices:
+        if device.type == "cuda":
+            total += torch.cuda.max_memory_allocated(device)
+        elif device.type == "cpu" and _CLEAR.exists():
+            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            total += int(line.split()[1]) * 1024
+        else:
+            return None
+    return total
+
+
+def memory_of(*devices: torch.device) -> int | None:
+    """Bytes of memory of all these devices together; None unless all are CUDA's."""
+    if any(device.type != "cuda" for device in devices):
+        return None
+    return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+
+
+def release_memory(*devices: torch.device) -> None:
+    """Return the memory that nothing uses any more to the system, so that a peak shows new use of it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:  # glibc has it, musl has not
+        trim(0)
+    if any(device.type == "cuda" for device in devices):
+        torch.cuda.empty_cache()  # of all GPUs

@@ -1,0 +1,275 @@
+"""Selective Context's released procedure, written from its description: strings, loops, one forward pass a token."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import lazyllm
+from lazyllm.engine.decoder import open_decoder
+from lazyllm.methods import PromptCompression
+from lazyllm.methods import prompt_compression as module
+from lazyllm.methods.prompt_compression import by_sentence
+from lazyllm.methods.prompt_compression.by_sentence import sentences_in
+from lazyllm.methods.prompt_compression.segments import phrase_starts
+from lazyllm.methods.support import other_models
+from tests.lazyllm.methods.prompt_compression.test_scoring import slow
+from tests.reference import random_model
+
+MERGES = Path("../shared/tokenizers/gpt2/merges.txt")
+TEXT = (
+    "The old  man saw\ta very small dog. Its owner, Dr. Anna Smith, had left; e.g. two red balls!  Were they\n  there? "
+    "def f(x):\n    return x.y  # 3.5 of it\n\nNo... Don't ask."
+)
+SENTENCES = [
+    "The old man saw a very small dog.",
+    "Its owner, Dr. Anna Smith, had left; e.g. two red balls! Were they there?",
+    "def f(x): return x.y # 3.5 of it No...",
+    "Don't ask.",
+]
+
+
+def released_sentences(text: str) -> list[str]:
+    """Sign by sign."""
+    text, sentences, start = " ".join(text.split()), list[str](), 0  # every run of white space is a space
+    for place, sign in enumerate(text):
+        before = text[:place]
+        if sign != " " or before[-1:] not in (".", "?"):
+            continue
+        word = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
+        abbreviation = len(before) > 3 and before[-2] in word and before[-3] == "." and before[-4] in word
+        title = len(before) > 2 and before[-1] == "." and before[-2].islower() and before[-3].isupper()
+        if not abbreviation and not title:
+            sentences.append(text[start:place])
+            start = place + 1
+    return [sentence for sentence in [*sentences, text[start:]] if sentence]
+
+
+def words_of(sentence: str) -> list[str]:
+    """A stand-in for spaCy's words: "a", "the" and "its" with the next word are a phrase; signs and "n't" are words."""
+    words = list[str]()
+    for word in sentence.split():
+        core = word.rstrip(".,;:!?()")
+        split = [core[:-3], "n't"] if core.endswith("n't") else [core]
+        words += [part for part in (*split, *word[len(core) :]) if part]
+    joined = list[str]()
+    for word in words:
+        if joined and joined[-1].lower() in ("a", "the", "its"):
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def nlp(sentence: str) -> Any:
+    """`words_of` as a document of spaCy's kind."""
+
+    class Document(list):
+        noun_chunks: list[Any]
+
+    document, chunks, at = Document(), [], 0
+    for phrase in words_of(sentence):
+        at = sentence.index(phrase, at)
+        parts = [SimpleNamespace(idx=at + match.start()) for match in re.finditer(r"\S+", phrase)]
+        at += len(phrase)
+        document += parts
+        chunks += [parts] if len(parts) > 1 else []
+    document.noun_chunks = chunks
+    return document
+
+
+def released_units(sentence: str) -> list[str]:
+    """Each word or phrase with the space before it."""
+    units, at = list[str](), 0
+    for phrase in words_of(sentence):
+        stop = sentence.index(phrase, at) + len(phrase)
+        units.append(sentence[at:stop])
+        at = stop
+    return units
+
+
+def released(
+    text: str, model: Any, tokenizer: Any, units_of: Callable[[str], list[str]] = released_units
+) -> list[tuple[str, float]]:
+    """All units of a text in order, with their information."""
+    found = []
+    for sentence in released_sentences(text):
+        units = units_of(sentence)
+        info: list[list[float]] = [[] for _ in units]
+        ids, unit, filled = tokenizer(sentence).input_ids, 0, 0
+        with torch.inference_mode():
+            logits = model(torch.tensor([[tokenizer.bos_token_id, *ids]])).logits[0].double()
+        for place, token_id in enumerate(ids):
+            own = float(-torch.log(torch.softmax(logits[place], dim=-1)[token_id]))
+            token = tokenizer.decode(token_id)
+            filled += len(token)
+            ended = []
+            while unit < len(units) and filled >= len(units[unit]):
+                filled -= len(units[unit])
+                ended.append(unit)
+                unit += 1
+            for each in ended:
+                info[each].append(own / len(ended))
+            if not ended and (token != " " or units == [sentence]):
+                info[unit].append(own)
+        found += [(text, float(np.mean(each))) for text, each in zip(units, info, strict=True)]
+    return found
+
+
+@pytest.fixture(scope="module", params=["bytes", "GPT-2's merges"])
+def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
+    """A stand-in of GPT-2 in a folder: its tokenizer, and random weights. Without merges, each byte is a token."""
+    merges, end = list[tuple[str, str]](), "<|endoftext|>"
+    if request.param != "bytes":
+        if not MERGES.is_file():
+            pytest.skip("no merges of GPT-2 beside this repository")
+        pairs = [line.split() for line in MERGES.read_text(encoding="utf-8").splitlines()[1:]]
+        merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(one + other for one, other in merges), end]
+    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    folder, bos = tmp_path_factory.mktemp("gpt2"), len(names) - 1
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(3)
+    sizes = dict(n_layer=2, n_embd=32, n_head=2, n_positions=256, vocab_size=len(names), initializer_range=0.3)
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=bos, eos_token_id=bos)).save_pretrained(folder)
+    return str(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), tokenizer
+
+
+@pytest.fixture(autouse=True)
+def stand_in_for_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "check_spacy", lambda: None)
+    monkeypatch.setattr(module, "load_splitter", lambda unit: lambda text: phrase_starts(text, nlp))
+    monkeypatch.setattr(by_sentence, "load_splitter", lambda unit: lambda text: phrase_starts(text, nlp))
+
+
+def prompt_of(tokenizer: Any, text: str, *context: str) -> lazyllm.Prompt:
+    """The text between two lines that stay, in the scorer's tokens, so that "bytes" has characters for tokens."""
+    whole = f"Read this.\n\n{text}\n\nNow answer:"
+    found = tokenizer(whole, return_offsets_mapping=True)
+    ranges = tuple((whole.index(part), whole.index(part) + len(part)) for part in context or (text,))
+    return lazyllm.Prompt(torch.tensor(found["input_ids"]), whole, tuple(map(tuple, found["offset_mapping"])), ranges)
+
+
+def made_texts(count: int) -> list[str]:
+    draw = random.Random(5)
+    parts = [*TEXT.split(" "), "the", "a dog.", "U.S.", "Mr. Po", "ok?", "\n", " ", "\u00e9t\u00e9", "x.y.", "don't"]
+    return [" ".join(draw.choices(parts, k=draw.randint(1, 25))) for _ in range(count)]
+
+
+def test_sentences_are_the_released_ones() -> None:
+    assert released_sentences(TEXT) == SENTENCES
+    for text in [TEXT, "", "  ", " One. ", *made_texts(300)]:
+        found = [*sentences_in(f"Q: {text}A. B", [(3, 3 + len(text))])]
+        assert [sentence.text for sentence in found] == released_sentences(text)
+        for sentence in found:
+            there = [f"Q: {text}A. B"[place] for place in sentence.place]
+            assert [" " if sign.isspace() else sign for sign in there] == [*sentence.text]
+
+
+@pytest.mark.parametrize("unit", ["token", "phrase", "sentence"])
+def test_units_and_their_information_are_the_released_ones(unit: str, scorer: tuple[str, Any, Any]) -> None:
+    name, model, tokenizer = scorer
+    method = PromptCompression(0.5, unit, scorer=name, scoring="sentences")
+    pieces: dict[str, Callable[[str], list[str]]] = {
+        "token": lambda sentence: [tokenizer.decode(token_id) for token_id in tokenizer(sentence).input_ids],
+        "phrase": released_units,
+        "sentence": lambda sentence: [sentence],
+    }
+    beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
+    texts = [text for text in (TEXT, *made_texts(20)) if text.isascii()]  # of others the release has no places
+    assert len(texts) > 5
+    for text in texts:
+        prompt = prompt_of(tokenizer, text)
+        with torch.inference_mode(), open_decoder(beside) as decoder:
+            starts, info = method._by_sentence(decoder, prompt)
+        expected = released(text, model, tokenizer, pieces[unit])
+        begun = [prompt.text[start:stop].split() for start, stop in pairwise([*starts, prompt.context[0][1]])]
+        assert begun == [own.split() for own, _ in expected]
+        np.testing.assert_allclose(info, [value for _, value in expected], rtol=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.8])
+def test_what_stays_is_what_the_release_leaves(share: float, scorer: tuple[str, Any, Any]) -> None:
+    """At the share of tokens to which its percentile of the phrases comes."""
+    name, model, tokenizer = scorer
+    # in one line, as indented words always stay here; and GPT-2's Don't is not cut as the release's Do n't
+    text = TEXT.replace("Don't", "Do not").replace("\n", " ")
+    prompt, left = prompt_of(tokenizer, text), ""
+    units = released(text, model, tokenizer)
+    threshold = np.percentile([info for _, info in units], 100 * share)
+    for unit, info in units:
+        left += unit if info >= threshold else ""
+    beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
+    may_go = module.droppable(prompt)
+    ends = np.array(prompt.spans)[may_go, 1] - prompt.context[0][0]  # in the text
+    letters = np.cumsum([not sign.isspace() for sign in text])  # without white space, which the release changes
+    bounds = np.cumsum([len("".join(unit.split())) for unit, _ in units])
+    unit_of = np.searchsorted(bounds, letters[ends - 1])
+    kept_tokens = sum(units[unit][1] >= threshold for unit in unit_of)
+    method = PromptCompression((kept_tokens - 0.5) / len(may_go), "phrase", scorer=name, scoring="sentences")
+    out = lazyllm.generate(beside, prompt, method, 1, ())
+    stays = sorted({*out.selected[0][0]} & {*may_go.tolist()})
+    assert "".join(prompt.text[slice(*prompt.spans[at])].strip() for at in stays) == "".join(left.split())
+    assert len(stays) == kept_tokens
+
+
+def test_one_call_a_sentence(scorer: tuple[str, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, tokenizer = scorer
+    ran: list[int] = []
+    load = other_models.load_weights
+
+    def note(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        ran.append(inputs["input_ids"].shape[1])
+
+    def counted(*arguments: Any) -> Any:
+        model = load(*arguments)
+        model.register_forward_pre_hook(note, with_kwargs=True)
+        return model
+
+    other_models._load.cache_clear()
+    monkeypatch.setattr(other_models, "load_weights", counted)
+    beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
+    method = PromptCompression(0.5, "phrase", scorer=name, scoring="sentences")
+    out = lazyllm.generate(beside, prompt_of(tokenizer, TEXT), method, 1, ())
+    assert ran == [len(tokenizer(sentence).input_ids) for sentence in SENTENCES]  # BOS, and all but the last token
+    assert out.scoring_tokens == sum(ran)
+    ran.clear()
+    lazyllm.generate(beside, prompt_of(tokenizer, TEXT), PromptCompression(0.5, "phrase", scorer=name), 1, ())
+    assert len(ran) == (1 if len(tokenizer(TEXT).input_ids) < 256 else 2)
+    other_models._load.cache_clear()
+
+
+def test_the_model_itself_may_score_sentence_by_sentence(scorer: tuple[str, Any, Any]) -> None:
+    _, _, tokenizer = scorer
+    model = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id)
+    text = "The old man saw it. Its owner had left?  Nobody asked."
+    prompt = prompt_of(tokenizer, text)
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        starts, info = PromptCompression(0.5, "sentence", scoring="sentences")._by_sentence(decoder, prompt)
+    assert [prompt.text[start:][:3] for start in starts] == ["The", "Its", "Nob"]
+    spans = prompt.spans
+    for start, value in zip(starts, info, strict=True):
+        stop = start + len(released_sentences(prompt.text[start:])[0])
+        inside = [place for place, (first, last) in enumerate(spans) if last > start and first < stop]
+        ids = prompt.token_ids[inside].tolist()
+        expected = slow(model, ids, 512, tokenizer.bos_token_id)
+        assert value == pytest.approx(np.mean(expected))
+
+
+def test_unknown_scoring_is_refused() -> None:
+    with pytest.raises(ValueError, match="scoring='words': give one of context, sentences"):
+        PromptCompression(0.5, scoring="words")
