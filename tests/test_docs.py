@@ -4,12 +4,15 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from eval.cli import VERBS
 from eval.run.config import run_config
+from eval.store.results import COLUMNS
+from eval.store.visit import MEASURED, Measurement
 from lazyllm.errors import UserError
 from scripts.dev import docs, site
 from scripts.dev.docstrings import as_list
@@ -93,6 +96,17 @@ def test_commands_exist(page: Path) -> None:
             assert verb in VERBS, line
         for target in re.findall(r"^make ([a-z-]+)", line):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
+
+
+def test_columns_exist() -> None:
+    tables = re.findall(
+        r"^\| column \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "docs/results.md").read_text(encoding="utf-8"), re.M
+    )
+    named = {
+        name for table in tables for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert named
+    assert named - set(COLUMNS) - {field.name for field in fields(Measurement)} - set(MEASURED) == set()
 
 
 def run_lines() -> list[tuple[str, str]]:

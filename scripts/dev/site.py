@@ -25,7 +25,7 @@ def links(text: str) -> list[tuple[str, str]]:
 def gather(into: Path) -> list[Path]:
     """Copy the pages and all that they link to. Raises FileNotFoundError, naming the page, for a link to nothing."""
     shutil.rmtree(into, ignore_errors=True)
-    waiting, done = [*pages(), ROOT / "docs" / "api.md"], list[Path]()
+    waiting, done = [*pages(), ROOT / "docs" / "site.css"], list[Path]()
     while waiting:
         source = waiting.pop()
         if source in done:
@@ -34,7 +34,7 @@ def gather(into: Path) -> list[Path]:
         target = into / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            (target / "README.md").parent.mkdir(parents=True, exist_ok=True)
+            target.mkdir(exist_ok=True)
             (target / "README.md").write_text(_listing(source), encoding="utf-8")
             waiting += [path for path in source.iterdir() if path.is_file()]
         elif source.suffix == ".md":
