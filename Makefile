@@ -2,6 +2,7 @@
 # make test   set up, then lint and all tests but the slow ones, which .ci/run runs too
 # make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
 # make notebooks  JupyterLab with the notebooks
+# make docs   insert the numbers of results/ into README.md and docs/, then build the site in build/site
 # make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
 
-.PHONY: run test pytest paper notebooks lint format setup setup-tests lock clean
+.PHONY: run test pytest paper notebooks docs lint format setup setup-tests lock clean
 
 run: setup
 	$(BIN)/python run.py experiment=demo
@@ -36,6 +37,13 @@ paper: setup
 notebooks: setup
 	scripts/dev/install.sh --editable '.[notebooks]'
 	$(BIN)/jupyter lab notebooks
+
+# --strict: a link to nothing, and a docstring that cannot be read, fail
+docs: setup
+	scripts/dev/install.sh --editable '.[docs]'
+	$(BIN)/python -m scripts.dev.docs
+	$(BIN)/python -m scripts.dev.site
+	$(BIN)/zensical build --strict --clean --config-file mkdocs.yml
 
 lint: setup-tests
 	$(BIN)/ruff check .

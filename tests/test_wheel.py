@@ -92,8 +92,8 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert b"lazyllm-bench = eval.cli:main" in entry_points
 
 
-def test_readme_example_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def test_example_of_the_docs_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
     example = next(block for block in blocks if "lazyllm.generate_with(" in block)
     printed = run_as_a_new_user(installed, tmp_path, example)
     assert "lantern copper" in printed  # the entry that the prompt asks for

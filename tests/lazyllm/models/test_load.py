@@ -133,7 +133,7 @@ def test_end_tokens_are_the_generation_configs(folder: Path) -> None:
 
 
 def test_load_model_is_refused_offline_with_the_remedies(offline) -> None:
-    refused("llama2", r"HF_HUB_OFFLINE.*model.name=FOLDER.*model.load_format=dummy")
+    refused("llama2", r"not in the hub's cache.*model.name=FOLDER.*model.load_format=dummy")
 
 
 @pytest.mark.parametrize(

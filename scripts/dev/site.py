@@ -1,0 +1,73 @@
+"""Gather the pages of the site in build/pages, in the repository's own layout: python -m scripts.dev.site
+
+README.md and docs/*.md come first, then every file that a page links to; a linked folder becomes its README.md, or a
+page that lists its files. `make docs` builds build/site from it and from mkdocs.yml.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from scripts.dev.docs import ROOT, pages
+
+PAGES = ROOT / "build" / "pages"
+_LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")  # ](path#anchor), not ](https://...) and not ](#anchor)
+_CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+
+
+def links(text: str) -> list[tuple[str, str]]:
+    """The relative links outside code: (path, anchor without #)."""
+    return [(match[2], match[3].strip("#)")) for match in _LINK.finditer(_CODE.sub("", text))]
+
+
+def gather(into: Path) -> list[Path]:
+    """Copy the pages and all that they link to. Raises FileNotFoundError, naming the page, for a link to nothing."""
+    shutil.rmtree(into, ignore_errors=True)
+    waiting, done = [*pages(), ROOT / "docs" / "site.css"], list[Path]()
+    while waiting:
+        source = waiting.pop()
+        if source in done:
+            continue
+        done.append(source)
+        target = into / source.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            target.mkdir(exist_ok=True)
+            (target / "README.md").write_text(_listing(source), encoding="utf-8")
+            waiting += [path for path in source.iterdir() if path.is_file()]
+        elif source.suffix == ".md":
+            text = source.read_text(encoding="utf-8")
+            waiting += [_target(source, link) for link, _ in links(text)]
+            target.write_text(_of_site(source, text), encoding="utf-8")
+        else:
+            shutil.copyfile(source, target)
+    return done
+
+
+def _target(page: Path, link: str) -> Path:
+    path = (page.parent / link).resolve()
+    if not path.exists():
+        raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {link}, which does not exist")
+    return path / "README.md" if (path / "README.md").exists() else path
+
+
+def _of_site(page: Path, text: str) -> str:
+    """The page with its links to folders turned into links to the page of the folder."""
+
+    def to_page(match: re.Match[str]) -> str:
+        folder = (page.parent / match[2]).is_dir()
+        return f"{match[1]}{match[2].rstrip('/')}/README.md{match[3]}" if folder else match[0]
+
+    parts = _CODE.split(text)  # code stands at the odd places
+    return "".join(part if i % 2 else _LINK.sub(to_page, part) for i, part in enumerate(parts))
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return "\n".join([f"# {folder.relative_to(ROOT)}", "", *(f"- [{name}]({name})" for name in names), ""])
+
+
+if __name__ == "__main__":
+    print(f"{len(gather(PAGES))} files in {PAGES.relative_to(ROOT)}")

@@ -1,0 +1,163 @@
+"""README.md and docs/ name what exists: commands, keys, columns, links; their numbers are those of results/."""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from eval.cli import VERBS
+from eval.run.config import run_config
+from eval.store.results import COLUMNS
+from eval.store.visit import MEASURED, Measurement
+from lazyllm.errors import UserError
+from scripts.dev import docs, site
+from scripts.dev.docstrings import as_list
+
+ROOT = docs.ROOT
+PAGES = docs.pages()
+WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "results" / "README.md"]
+_FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+# stands for what a reader fills in, or needs what only a GPU's owner has
+_PLACEHOLDER = re.compile(r"\.\.\.|\$|\b(FOLDER|NAME|FILE|my_|mine\b)")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def commands(text: str) -> list[str]:
+    """The command lines of a page's code blocks and of its code in running text, each on one line."""
+    blocks = [block for language, block in _FENCE.findall(text) if language in ("bash", "console", "sh", "")]
+    inline = re.findall(r"`([^`]+)`", _FENCE.sub("", text))
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines() + [" ".join(code.split()) for code in inline]
+    return [re.sub(r"\s#.*", "", line).strip() for line in lines]
+
+
+def run_arguments(line: str) -> list[str] | None:
+    """The overrides of a line that runs, plans or fetches; None for another one or one with placeholders."""
+    match = re.search(r"(?:python run\.py|lazyllm-bench (run|plan|fetch)) (.+)", line)
+    if match is None or _PLACEHOLDER.search(match[2]):
+        return None
+    words = shlex.split(re.split(r" && | \| ", match[2])[0])
+    swept = "-m" in words or match[1] in ("plan", "fetch")  # the first of a sweep's values is composed
+    return [re.sub(r"^([\w./+]+=[^\[{,]+),.*", r"\1", word) if swept else word for word in words if "=" in word]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_docs_changes_nothing(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert docs.inserted(text) == text, "python -m scripts.dev.docs"
+
+
+def test_an_old_number_is_seen() -> None:
+    source = "results/demo/demo.md"
+    page = f"<!-- insert: {source} -->\n\n| old |\n\n<!-- end -->\n"
+    table = [line for line in (ROOT / source).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert docs.inserted(page) == f"<!-- insert: {source} -->\n\n" + "\n".join(table) + "\n\n<!-- end -->\n"
+    with pytest.raises(FileNotFoundError):
+        docs.inserted("<!-- insert: results/no_such.md -->\n<!-- end -->\n")
+
+
+def test_pages_are_short() -> None:
+    """README as it is read; pages without what is inserted, such as the list of all settings."""
+    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    written = re.compile(r"(<!-- insert: .+? -->\n).*?(?=<!-- end -->)", re.DOTALL)
+    lines = {name_of(page): len(written.sub(r"\1", text).splitlines()) for page, text in texts.items()}
+    assert len(docs.inserted(texts[ROOT / "README.md"]).splitlines()) <= 110
+    assert {name: number for name, number in lines.items() if number > 160} == {}
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_relative_links_and_anchors_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link, anchor in site.links(text):
+        target = (page.parent / link).resolve()
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{link}#{anchor}"
+    own = re.findall(r"\]\(#([^)]+)\)", text)
+    assert set(own) <= anchors(text)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+def test_commands_exist(page: Path) -> None:
+    for line in commands(page.read_text(encoding="utf-8")):
+        for verb in re.findall(r"\blazyllm-bench ([a-z][\w-]*)", line):
+            assert verb in VERBS, line
+        for target in re.findall(r"^make ([a-z-]+)", line):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
+
+
+def test_columns_exist() -> None:
+    tables = re.findall(
+        r"^\| column \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "docs/results.md").read_text(encoding="utf-8"), re.M
+    )
+    named = {
+        name for table in tables for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    assert named
+    assert named - set(COLUMNS) - {field.name for field in fields(Measurement)} - set(MEASURED) == set()
+
+
+def run_lines() -> list[tuple[str, str]]:
+    found = [(page, line) for page in WRITTEN for line in commands(page.read_text(encoding="utf-8"))]
+    return [(name_of(page), line) for page, line in found if run_arguments(line)]
+
+
+@pytest.mark.parametrize(("page", "line"), run_lines(), ids=lambda value: value[:60])
+def test_settings_of_commands_exist(page: str, line: str) -> None:
+    try:
+        run_config([word for word in run_arguments(line) or [] if not word.startswith("hydra/")])
+    except UserError as error:
+        pytest.fail(f"{page}: {line}\n{error}")
+
+
+def test_an_unknown_setting_is_seen() -> None:
+    words = run_arguments("python run.py -m model=tiny,coder method=lazy answers.rows=8") or []
+    assert words == ["model=tiny", "method=lazy", "answers.rows=8"]
+    with pytest.raises(UserError, match="answers"):
+        run_config(words)
+
+
+def test_site_holds_every_page_and_what_it_links_to(tmp_path: Path) -> None:
+    gathered = site.gather(tmp_path)
+    assert set(PAGES) <= set(gathered)
+    for page in tmp_path.rglob("*.md"):
+        for link, _ in site.links(page.read_text(encoding="utf-8")):
+            assert (page.parent / link).is_file(), f"{page}: {link}"
+
+
+def test_a_link_to_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "README.md"
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "[text](docs/no_such.md#a)" if self == page else "")
+    with pytest.raises(FileNotFoundError, match=r"README.md links to docs/no_such.md"):
+        site.gather(tmp_path)
+
+
+def test_docstrings_of_fields_become_lists() -> None:
+    text = "Do it.\n\nn: how many,\n    at least 1.\nkeep: a share.\n\nRaises: never.\nA sentence: with a colon."
+    assert as_list(text).split("\n\n")[1] == "- `n`: how many, at least 1.\n- `keep`: a share."
+    assert as_list(">>> x\n{1: 2}") == ">>> x\n{1: 2}"
+
+
+@pytest.mark.slow
+def test_site_builds_with_search_and_reference() -> None:
+    site.gather(site.PAGES)
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file", "mkdocs.yml"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    built = ROOT / "build" / "site"
+    assert "first token" in (built / "index.html").read_text(encoding="utf-8")
+    reference = (built / "docs" / "api" / "index.html").read_text(encoding="utf-8")
+    for name in ("lazyllm.generate", "lazyllm.methods.Method", "lazyllm.methods.Prune", "eval.benchmarks.suite.Suite"):
+        assert f'id="{name}"' in reference
+    assert "docs/methods" in (built / "search.json").read_text(encoding="utf-8")
