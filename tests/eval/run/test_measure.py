@@ -55,6 +55,7 @@ def calls(monkeypatch) -> list[tuple]:
     monkeypatch.setattr(measure, "generate", generate)
     monkeypatch.setattr(measure, "reset_peak", lambda *devices: seen.append(("reset",)))
     monkeypatch.setattr(measure, "read_peak", lambda *devices: 123)
+    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {})  # none that an earlier test left
     return seen
 
 
