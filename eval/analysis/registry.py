@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, sensitivity, turns
+from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, printed, sensitivity, turns
 from eval.analysis.groups import FIGURE as NEEDLE
 from eval.analysis.groups import groups
 from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
@@ -35,7 +35,7 @@ SUBJECTS = {
     "claims": Subject(claims, command="python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter"),
     "verdicts": Subject(verdicts, command="python run.py -m experiment=table1 model=llama2,xgen"),
     "step_cost": Subject(step_cost, command="python run.py -m experiment=table2 model=llama2,xgen"),
-    "table1_paper": Subject(table1_paper, command="python run.py -m experiment=table1 model=llama2,xgen"),
+    "table1_paper": Subject(table1_paper, printed.FIGURE, "python run.py -m experiment=table1 model=llama2,xgen"),
     "table2_paper": Subject(table2_paper, command="python run.py -m experiment=table2 model=llama2,xgen"),
     "table1": Subject(table1, command="python run.py -m experiment=table1 model=llama2,xgen"),
     "table2": Subject(table2, command="python run.py -m experiment=table2 model=llama2,xgen"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from eval.analysis import printed
 from eval.analysis.paper_tables import claims, paper_values, table1, table1_paper, table2, table2_paper
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -120,28 +121,49 @@ def test_table2_by_hand() -> None:
 
 def test_printed_tables_have_the_papers_shape() -> None:
     runs = [llama2("lazy", over(MULTI_DOC_QA, score=0.25, ttft_s=0.1)), llama2("static_pruning", over(("trec",)))]
-    runs.append(llama2("lazy", over(MULTI_DOC_QA), model="other", paper=None))
     first, second = table1_paper(Results(runs)), table2_paper(Results(runs))
-    assert (first.cells.shape, second.cells.shape) == ((30, 2 + 4), (6, 1 + 4))
-    row = line(first.cells, Tasks="Multi-Document QA", Method="LazyLLM (Ours)")
-    assert list(row.values())[2:] == ["25.00 (22.31)", "4.00 (2.34)", "(20.68)", "(2.65)"]
+    assert (first.cells.shape, second.cells.shape) == ((30, 2 + 5), (6, 1 + 5))  # n of Llama 2, which was run
+    row = line(first.cells, Tasks="Multi-Document QA", Method="LazyLLM")
+    assert list(row.values())[2:] == ["6", "25.00 (22.31)", "4.00 (2.34)", "- (20.68)", "- (2.65)"]
     part = line(first.cells, Tasks="Few-shot Learning", Method="Static Token Pruning")
-    assert part["Llama 2 7B: score"] == "50.00* (56.54)"
-    assert "Not here: other;" in first.caption
+    assert (part["Llama 2 7B: score"], part["Llama 2 7B: n"]) == ("50.00* (56.54)", "2")
+    missing = line(first.cells, Tasks="Synthetic", Method="LazyLLM")
+    assert (missing["Llama 2 7B: score"], missing["Llama 2 7B: n"]) == ("- (4.98)", "-")
     assert line(second.cells, Tasks="Multi-Document QA")["Llama 2 7B: % tokens computed"] == "75.00 (63.94)"
     tex = first.to_latex().splitlines()
-    assert r"\multicolumn{2}{c}{} & \multicolumn{2}{c}{Llama 2 7B} & \multicolumn{2}{c}{XGen 7B} \\" in tex
-    assert r" & LazyLLM (Ours) & 25.00 (22.31) & 4.00 (2.34) & (20.68) & (2.65) \\" in tex  # its task stands above
+    assert r"\multicolumn{2}{c}{} & \multicolumn{3}{c}{Llama 2 7B} & \multicolumn{2}{c}{XGen 7B} \\" in tex
+    assert r" & LazyLLM & 6 & 25.00 (22.31) & 4.00 (2.34) & - (20.68) & - (2.65) \\" in tex  # its task stands above
 
 
-def test_printed_tables_show_other_models_without_the_papers_numbers() -> None:
+def test_printed_tables_have_the_papers_numbers_without_any_run_of_its_models() -> None:
+    for table in (table1_paper(Results([])), table2_paper(Results([]))):
+        texts = table.cells.drop(columns=["Tasks", "Method"], errors="ignore").to_numpy().ravel().tolist()
+        numbers = [float(text.removeprefix("- (").removesuffix(")")) for text in texts]
+        assert len(numbers) == len(table.cells) * 4
+        assert set(numbers) <= set(paper_values().values())
+
+
+def test_printed_tables_show_other_models_beside_the_papers() -> None:
     runs = [preset("lazy", over(("hops",))), preset("lazy", over(("hops",), score=0.2), model="coder")]
+    runs[0].about["examples"] = {"hops": 4}  # of which two were run
     cells = table1_paper(Results(runs)).cells
-    row = line(cells, Tasks="Multi-Document QA", Method="LazyLLM (Ours)")
-    assert {name: row[name] for name in list(row)[2:] if "score" in name} == {
-        "coder (embedded): score": "20.00", "tiny (embedded): score": "50.00",
+    row = line(cells, Tasks="Multi-Document QA", Method="LazyLLM")
+    assert {name: row[name] for name in list(row)[2:] if "speedup" not in name} == {
+        "Llama 2 7B: score": "- (22.31)", "XGen 7B: score": "- (20.68)",
+        "coder (embedded): n": "2", "coder (embedded): score": "20.00*",
+        "tiny (embedded): n": "2", "tiny (embedded): score": "50.00*",
     }  # fmt: skip
-    assert list(line(cells, Tasks="Synthetic", Method="Baseline").values())[2:] == [""] * 4
+    assert list(line(cells, Tasks="Synthetic", Method="Baseline").values())[-3:] == ["-"] * 3
+
+
+def test_picture_of_table_1_writes_every_cell_and_needs_a_method() -> None:
+    runs = [llama2("lazy", over(MULTI_DOC_QA, score=0.25, ttft_s=0.1))]
+    frame = printed.data(Results(runs))
+    texts = [text.get_text() for text in printed.plot(frame).axes[0].texts]
+    assert {"25.00 (22.31)", "- (20.68)", "XGen 7B", "Multi-Document QA"} <= set(texts)
+    assert sum("(" in text for text in texts) == 30 * 4
+    other = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
+    assert printed.data(Results([stored(over(MULTI_DOC_QA), "lazy", other, model="llama2", paper="llama2")])).empty
 
 
 def test_claims_are_joined_with_runs_of_the_same_settings() -> None:
