@@ -20,7 +20,7 @@ from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import needs_classes
 from eval.store.folder import fingerprint, read_planned
-from eval.store.results import Results, tell_apart
+from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun, counted, stored_runs
 from eval.store.visit import Measurement, Turn
 from lazyllm.errors import UserError, parser_of
@@ -76,7 +76,7 @@ def _submission(folder: Path) -> Submission:
     if not first.startswith("# "):
         raise UserError(f"{readme}: expected a title in its first line (# ...), then how and where it was run")
     try:
-        runs = tell_apart(stored_runs([folder]))
+        runs = with_variants(stored_runs([folder]))
     except KeyError as error:
         raise UserError(f"{folder}: a run.json lacks {error}; submit it as `lazyllm-bench run` wrote it") from error
     if not any(len(run.rows) for run in runs):
@@ -184,7 +184,7 @@ def _described(submission: Submission, beside: Path) -> str:
     """A submission's line in the list of all."""
     runs = submission.results.runs
     about = [run.about["provenance"] for run in runs]
-    facts = (
+    details = (
         (counted(len(runs), "run"),),
         (f"commit {known['git_commit'][:7]}" for known in about),
         (known["machine"].get("device") for known in about),
@@ -192,9 +192,9 @@ def _described(submission: Submission, beside: Path) -> str:
         (run.identity.get("dtype") for run in runs),
         (known.get("started", "")[:10] for known in about),
     )
-    said = "; ".join(listed for values in facts if (listed := ", ".join(sorted(set(map(str, values))))))
-    cautions = "".join(f". Caution: {sentence}" for sentence in sorted({s for run in runs for s in run.handicaps}))
-    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({said}){cautions}"
+    text = "; ".join(listed for values in details if (listed := ", ".join(sorted(set(map(str, values))))))
+    cautions = "".join(f". Caution: {sentence}" for sentence in sorted({s for run in runs for s in run.warnings}))
+    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({text}){cautions}"
 
 
 def _settings(submission: Submission, beside: Path) -> pd.DataFrame:

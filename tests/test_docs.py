@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.cli import VERBS
+from eval.cli import COMMANDS
 from eval.run.config import run_config
 from eval.store.results import COLUMNS
 from eval.store.visit import MEASURED, Measurement
@@ -102,8 +102,8 @@ def test_relative_links_and_anchors_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_commands_exist(page: Path) -> None:
     for line in commands(page.read_text(encoding="utf-8")):
-        for verb in re.findall(r"\blazyllm-bench ([a-z][\w-]*)", line):
-            assert verb in VERBS, line
+        for command in re.findall(r"\blazyllm-bench ([a-z][\w-]*)", line):
+            assert command in COMMANDS, line
         for target in re.findall(r"^make ([a-z-]+)", line):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
 

@@ -15,7 +15,7 @@ from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, c
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 
-FULL_SCORE = 100 - 1e-4  # ROUGE does not quite reach 1
+FULL_SCORE = 100 - 1e-4  # a perfect ROUGE score is slightly below 1
 _KEYS = [*SECTION, "method", "label", "task", "outcome", "layer"]
 _SHARES = ["in_prefill", "revived"]
 _COLUMNS = (
@@ -58,14 +58,16 @@ def evidence(results: Results) -> Table:
     groups = frame.groupby([*SECTION, "label", "task", "outcome"], sort=False)
     losses = groups["in_prefill"].transform(_largest_loss)
     caption = (
-        "Share of the evidence (the prompt's tokens that hold the answer) that the last layer computes in prefill, and "
-        "later in decoding (revived): mean over the examples with known evidence, separately for right answers (full "
-        "score) and wrong ones. Largest loss: the layer after which prefill drops the largest part of the evidence, in "
-        "points. Every layer is in the CSV."
+        "Share of the evidence, the prompt's tokens that hold the answer, that the last layer computes in prefill, or "
+        "later in decoding (revived). Right answers have the full score."
+    )
+    notes = (
+        "Mean over the examples with known evidence. Largest loss: the layer after which prefill drops the largest "
+        "part of the evidence, in points. Every layer is in the CSV."
     )
     title = "Evidence: the tokens that hold the answer, computed in the last layer"
     last = frame.assign(largest_loss=losses).loc[groups.tail(1).index]
-    return Table("evidence", title, caption, frame, cells(last, _COLUMNS, results), keys=4)
+    return Table("evidence", title, caption, frame, cells(last, _COLUMNS, results), keys=4, notes=notes)
 
 
 def _largest_loss(shares: pd.Series) -> str:
@@ -118,11 +120,13 @@ FIGURE = Figure(
     name="evidence",
     title="Evidence computed in prefill, layer by layer, of right and wrong answers",
     caption=(
-        "Share of the evidence (the prompt's tokens that hold the answer) that each layer computes in prefill: mean "
-        "over the examples (n) with a right answer (full score), and with a wrong one. One setting per method: the one "
-        "run on most examples; of equal ones, that with most wrong answers. The table of the same name has the other "
-        "settings, and the share that decoding revives."
+        "Share of the evidence, the prompt's tokens that hold the answer, that each layer computes in prefill. Right "
+        "answers have the full score."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "Mean over the examples (n). One setting per method: the one run on most examples; of equal ones, that with "
+        "most wrong answers. The table of the same name has the other settings, and the share that decoding revives."
+    ),
 )

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
 from eval.analysis.run_table import arm_groups
-from eval.analysis.table import COMPUTED, EXAMPLES, LABEL, MB, MODEL, Cell, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Figure, Table, cells, forms
 from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
@@ -54,14 +54,14 @@ def field(results: Results) -> Table:
     for heading in _WITHOUT_SELECTION:
         table[heading] = table[heading].mask(frame["diagnostic"], table[heading].map(_in_brackets))
     caption = (
-        "Mean over tasks; scores 0 to 100. % of baseline: the score relative to the baseline's. "
-        "Ideal: the baseline's prefill FLOPs divided by the method's, for the tokens that were computed, scoring "
-        "included; -: not known. Scoring: share of TTFT spent before the prefill. "
-        "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes. % "
-        f"computed: prompt tokens, mean over layers; {COMPUTED}. In brackets: a diagnostic, which is not a method: its "
-        "TTFT excludes the time of its selection. ±: half of the 95 % bootstrap interval over examples."
+        "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
+        "brackets: the TTFT of a diagnostic, which excludes the time of its selection."
     )
-    return Table("field", "Every method on one clock", caption, frame, table, keys=3)
+    notes = (
+        "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
+        "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes."
+    )
+    return Table("field", "Every method on one clock", caption, frame, table, keys=3, notes=notes)
 
 
 def _in_brackets(cell: Cell) -> Cell:
@@ -73,14 +73,16 @@ def memory(results: Results) -> Table:
     frame = overall(results)
     frame = frame[[*SETTING, "examples", "seeds", *forms(*(column.name for column in _MEMORY))]]
     caption = (
-        "Mean over tasks, MB = 10^6 bytes. KV cache and Aux Cache: at the end of a generation. Ratios: to the "
-        "baseline on the same examples. Peak: during a generation, weights included; on a GPU the allocated "
-        "memory, on a CPU the process's resident memory, with Python and its libraries. ±: half of the 95 % bootstrap "
-        "interval over examples. unpaired: no baseline was run."
+        "KV cache and Aux Cache at the end of a generation, and the peak during it, mean over tasks. Ratios are to the "
+        "baseline on the same examples."
+    )
+    notes = (
+        "MB = 10^6 bytes. Peak: weights included; on a GPU the allocated memory, on a CPU the process's resident "
+        "memory, with Python and its libraries."
     )
     shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
     title = "Memory: KV cache, Aux Cache and peak by method"
-    return Table("memory", title, caption, frame, shown, keys=2)
+    return Table("memory", title, caption, frame, shown, keys=2, notes=notes)
 
 
 def ttft_share(results: Results) -> Table:
@@ -108,13 +110,16 @@ def ttft_share(results: Results) -> Table:
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
     caption = (
-        "Per cent of the generation time before the first token: summed TTFT divided by summed generation time, "
-        "for generations with a prompt or an answer of this many tokens (the end token counts). The CSV has each "
-        "combination of prompt and answer length, and the number of generations. In steps: TTFT in decoding steps, "
-        "mean over generations of several tokens; the paper's baseline: 21. -: no such generation."
+        "Per cent of the generation time before the first token, by tokens of prompt or answer. In steps: TTFT in "
+        "decoding steps; the paper's baseline: 21."
+    )
+    notes = (
+        "A share is summed TTFT divided by summed generation time; steps are a mean over generations of several "
+        "tokens. The end token counts. The CSV has each combination of prompt and answer length, and the number of "
+        "generations."
     )
     title = "TTFT's share of the generation time"
-    return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2)
+    return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2, notes=notes)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -180,14 +185,16 @@ FIGURE = Figure(
     name="field",
     title="All methods at the same ideal TTFT speedups",
     caption=(
-        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks; a curve joins the "
-        "settings of a method that are given by a target speedup (1.5x, 2x, ...). Right: the measured speedup against "
-        "the ideal one, from the FLOPs of the computed tokens, scoring included. Hollow: a diagnostic, which keeps the "
-        "tokens that the full model's own answer attends to; its TTFT excludes that selection's time, so it is not a "
-        "method and is not ranked. Bars: 95 % bootstrap intervals over examples."
+        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks. Right: the "
+        "measured speedup against the ideal one, from the FLOPs of the computed tokens, scoring included."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...). Hollow: a "
+        "diagnostic, which keeps the tokens that the full model's own answer attends to; its TTFT excludes that "
+        "selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
+    ),
     opens_report=True,
 )
 

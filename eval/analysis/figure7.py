@@ -21,7 +21,7 @@ _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, label, group (from 1), layers (for people), step (0: prefill), examples, generating, pct_computed.
+    """model, label, group (from 1), layers (as shown), step (0: prefill), examples, generating, pct_computed.
 
     pct_computed: 0 to 100, distinct prompt tokens computed so far in the group's layers, mean over all `examples`. An
     example that has ended keeps its last value; `generating` counts those that have not.
@@ -101,11 +101,13 @@ FIGURE = Figure(
     name="figure7",
     title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
     caption=(
-        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples. An example that has "
-        "ended keeps its last value, so the right end shows what whole answers needed (Table 2's quantity, by group). "
-        "The baseline computes all of them in its prefill. Below: the number of examples still generating. The paper "
-        "averages 1000 random LongBench examples."
+        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; the baseline computes all "
+        "of them in its prefill. Below: the number of examples still generating."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "An example that has ended keeps its last value, so the right end shows what whole answers needed (Table 2's "
+        "quantity, by group). The paper averages 1000 random LongBench examples."
+    ),
 )

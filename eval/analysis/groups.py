@@ -40,12 +40,13 @@ def groups(results: Results) -> Table:
         columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES],
     )
     caption = (
-        "Mean over tasks of the rows of each group. answered: answers that are not empty; score of these: without "
-        "empty answers, which score 0, in the denominator. ±: half of the 95 % bootstrap interval over "
-        "examples. Datasets and tasks are in the CSV."
+        "Mean over tasks of the rows of each group. Answered: answers that are not empty; score of these: without "
+        "empty answers, which score 0, in the denominator."
     )
     shown = cells(table[table["level"] == "all"], _COLUMNS, results)
-    return Table("groups", "Scores by group of rows", caption, table, shown, keys=3)
+    return Table(
+        "groups", "Scores by group of rows", caption, table, shown, keys=3, notes="Datasets and tasks are in the CSV."
+    )
 
 
 def with_lengths(frame: Any) -> Any:
@@ -123,8 +124,8 @@ FIGURE = Figure(
     name="needle",
     title="Needle in a haystack: score by length and depth",
     caption=(
-        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. "
-        "The table of scores by group has intervals for each length and each depth."
+        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. The "
+        "table of scores by group has intervals for each length and each depth."
     ),
     data=data,
     plot=plot,

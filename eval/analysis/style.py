@@ -29,7 +29,7 @@ from eval.store.visit import Trace, read_trace
 # Figure 4's schedule with all other settings at their defaults
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart
+# Okabe and Ito's colours, which colour-blind readers can distinguish
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = (
@@ -73,7 +73,7 @@ _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def usual(results: Results) -> Results:
-    """Of each model, the runs that differ least from most of its runs: tables show all of them."""
+    """For each model, its most common kind of run. Figures show only these; tables show all runs."""
     least: dict[str, int] = {}
     for run in results.runs:
         name = run.model.removesuffix(run.variant)
@@ -107,7 +107,7 @@ def of_trace(
     keep: Callable[[StoredArm], bool] = lambda arm: True,
 ) -> Any:
     """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
-    columns with these facts of its run and arm, such as `model` and `label`; empty without a trace.
+    columns of its run and arm, such as `model` and `label`; empty without a trace.
 
     keep: which arms count.
     """
@@ -120,14 +120,14 @@ def of_trace(
     if not traced:
         return pd.DataFrame()
     run, arm, trace = min(traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING))
-    facts = {"model": run.model, "label": arm.label, "method": arm.method}
+    values = {"model": run.model, "label": arm.label, "method": arm.method}
     frame = frame_of(trace)
-    return frame.assign(**{fact: facts[fact] for fact in about})[[*about, *frame.columns]]
+    return frame.assign(**{name: values[name] for name in about})[[*about, *frame.columns]]
 
 
 @dataclass(frozen=True)
 class MethodStyle:
-    """name: the method for people. line: a matplotlib line style. hollow: its marks, as those of a diagnostic."""
+    """name: as shown. line: a matplotlib line style. hollow: whether markers are hollow, as a diagnostic's."""
 
     name: str
     colour: str

@@ -6,7 +6,7 @@
   const part = (name) => document.getElementById(`trace-${name}`);
   let trace;
   let spans = [];
-  let current = null; // position of the token whose facts are shown
+  let current = null; // position of the token that is described
   let pinned = false; // whether it stays when the pointer moves on
 
   fill(part("choice"), traces.map((one, index) => [index, `${one.dataset}, ${one.id}: ${one.label}, seed ${one.seed}, ${one.model}`]));

@@ -150,7 +150,7 @@ def start(
     chunk: run the tokens of a turn through the layers in pieces of N tokens, to save memory; results change by rounding
         only. Models that score the prompt before its prefill run it whole.
     turns: later turns "continue" from the caches: a method that drops tokens for good drops nothing more. Or they run
-        the whole text "again", with tokens selected for the new question.
+        the whole text ("recompute"), with tokens selected for the new question.
     Raises ValueError for bad arguments.
     """
     prompt = as_prompt(model, input_ids)

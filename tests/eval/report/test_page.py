@@ -84,7 +84,7 @@ def shown_ids(page: webdriver.Chrome) -> list[str]:
 
 
 def test_overview_tables_and_figures_show_what_was_measured(page: webdriver.Chrome) -> None:
-    facts = dict(zip(texts(page, ".facts dt"), texts(page, ".facts dd"), strict=True))
+    facts = dict(zip(texts(page, ".summary dt"), texts(page, ".summary dd"), strict=True))
     assert facts == {
         "Models": "mini",
         "Methods": "baseline, lazy, static_pruning",
