@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, in_order
@@ -95,7 +96,9 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite, a panel for each task and one for the legend."""
-    figure, sections = style.sections_of(frame, 11, lambda rows: 2.6 * style.task_lines(rows))
+    figure, sections = style.sections_of(
+        frame, "Evidence computed in prefill, layer by layer", 11, lambda rows: 2.6 * style.task_lines(rows)
+    )
     styles = style.styles_of(frame["method"])
     for part, section in sections:
         panels = style.task_panels(part, section)
@@ -105,11 +108,14 @@ def plot(frame: Any) -> MplFigure:
             panels[task].plot(rows["layer"], rows["in_prefill"], label=label, drawstyle="steps-mid", **look)
         for axes in panels.values():
             axes.set(ylim=(-4, 104))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.legend(title="n", fontsize=7, title_fontsize=7, handlelength=2.4, loc="lower left")
         part.supxlabel("layer", fontsize=9)
         part.supylabel("evidence computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
-        handles = [Line2D([], [], label=label, **styles[name].drawn) for name, label in labels.items()]
+        handles = [
+            Line2D([], [], label=style.shown_label(label, name), **styles[name].drawn) for name, label in labels.items()
+        ]
         for kind, line in _LINES.items():
             handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
         part.legend(handles=handles, loc="outside right center")

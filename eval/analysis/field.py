@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
@@ -138,7 +139,7 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One row per model and suite: the score on the left, ideal speedups on the right, then the legend."""
-    figure, sections = style.sections_of(frame, 11, lambda _: 4.4, note=", mean over tasks")
+    figure, sections = style.sections_of(frame, "Score and TTFT speedup, mean over tasks", 11, lambda _: 4.4)
     for part, rows in sections:
         styles = style.styles_of(rows["method"])
         scores, ideals, legend = part.subplots(1, 3, width_ratios=[3, 2.3, 1.1])
@@ -147,7 +148,7 @@ def plot(frame: Any) -> MplFigure:
         style.draw_methods(scores, rows, styles, "ttft_speedup", "relative_score")
         scores.set(xlabel="measured TTFT speedup over the baseline", ylabel="score, % of the baseline's")
         scores.set_ylim(bottom=min(0, scores.get_ylim()[0]))
-        scores.set_title("What is kept of the score")
+        scores.set_title("Score kept, by TTFT speedup")
         style.log_scale(scores, "x")
         with_ideal = rows.dropna(subset="ideal_ttft_speedup")
         if with_ideal.empty:  # records without FLOPs
@@ -164,7 +165,7 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> 
         style.draw(axes, points, "ideal_ttft_speedup", "ttft_speedup", **look)
     axes.axline((1, 1), (2, 2), **style.REFERENCE)
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
-    axes.set_title("How much of the ideal is reached (dotted: all)")
+    axes.set_title("Measured against ideal speedup (dotted: equal)")
     reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
     axes.set(xlim=reach, ylim=reach)
     style.log_scale(axes, "x")
@@ -201,30 +202,31 @@ FIGURE = Figure(
 
 @style.styled
 def plot_comparison(results: Results, table: Table) -> MplFigure:
-    """Score against TTFT speedup of the arms of a run, one colour per arm. Returns a matplotlib figure.
+    """Score against TTFT speedup of the arms of a run. Returns a matplotlib figure.
 
-    Small marks are tasks; the large one, with its intervals, is the mean over tasks.
-    results: of one run. table: its `run_table`. A method's first arm that is not an ablation gets the method's style.
+    Small marks are tasks; the large one, with its intervals, is the mean over tasks. results: of one run. table: its
+    `run_table`. A method's first arm that is not an ablation gets the method's style, the others paler ones.
     """
     figure = style.new_figure(7.2, 4.4)
     axes = figure.subplots()
     frame: Any = table.frame[table.frame["kind"].isin(["task", "all"])]
     whole = frame["name"].iloc[-1]  # the mean over tasks, or the only task
     (run,) = results.runs
-    looks: dict[str, str] = {}
-    for name, (label, *_) in arm_groups(run).items():
-        arm = run.arms[label]
-        is_spare = arm.method in looks.values() or is_ablation(arm.settings)
-        looks[name] = name if is_spare else arm.method
-    styles = style.styles_of(looks.values())
-    for name, look in looks.items():
+    arms = {name: run.arms[label] for name, (label, *_) in arm_groups(run).items()}
+    styles = style.styles_of(arm.method for arm in arms.values())
+    ordinary = [name for name, arm in arms.items() if not is_ablation(arm.settings)]
+    for name, arm in arms.items():
+        alike = [other for other in ordinary if arms[other].method == arm.method]
+        others = [other for other in arms if arms[other].method == arm.method and other not in alike[:1]]
         rows = frame[frame["method"] == name]
-        mark: dict[str, Any] = {"color": styles[look].colour, "marker": styles[look].marker}
+        mark = styles[arm.method].paler(others.index(name) + 1 if name in others else 0)
         tasks, mean = rows[rows["name"] != whole], rows[rows["name"] == whole]
         axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
-        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none", "label": name}
+        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none"}
+        mark["label"] = style.shown_label(name, arm.method)
         style.draw(axes, mean, "ttft_speedup", "score", with_x=True, **mark)
     axes.set(xlabel="TTFT speedup over the baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
-    axes.set_title(table.title, fontsize=11)
+    axes.set_title(f"Score against speed to the first token: {table.title}", fontsize=11)
+    axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10]))
     style.legend_beside(axes, title=f"large: {whole}\nsmall: one task", alignment="left")
     return figure

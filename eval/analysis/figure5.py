@@ -78,7 +78,11 @@ def plot(frame: Any) -> MplFigure:
     """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of KL
     if it was measured."""
     figure, sections = style.sections_of(
-        frame, 11, lambda rows: 2.65 * style.task_lines(rows) * len(_measured(rows)), most=2
+        frame,
+        "Score and KL against TTFT speedup",
+        11,
+        lambda rows: 2.65 * style.task_lines(rows) * len(_measured(rows)),
+        most=2,
     )
     styles = style.styles_of(frame["method"])
     for section, rows in sections:

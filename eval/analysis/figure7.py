@@ -12,6 +12,7 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FuncFormatter
 
 from eval.analysis import style
+from eval.analysis.columns import STUDIED
 from eval.analysis.table import Figure
 from eval.store.results import Results, first_turns
 from eval.store.runs import counted
@@ -52,7 +53,8 @@ def plot(frame: Any) -> MplFigure:
         upper.axhline(100, label="baseline", **style.REFERENCE)
         upper.set(ylim=(0, 103), xlim=(0, max(steps, 1)), ylabel="% of prompt tokens computed so far")
         examples = counted(rows["examples"].iloc[0], "example")
-        upper.set_title(f"{rows['model'].iloc[0]}: {rows['label'].iloc[0]}, {examples}")
+        label = style.shown_label(rows["label"].iloc[0], STUDIED)
+        upper.set_title(f"Prompt tokens computed so far: {rows['model'].iloc[0]}, {label}, {examples}")
         style.legend_beside(upper)
         counts = rows[rows["group"] == 1]
         lower.stairs(counts["generating"], np.append(counts["step"], steps + 1) - 0.5, fill=True, color="#BDBDBD")

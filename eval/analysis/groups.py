@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
-from eval.analysis.style import GREY, new_figure, panels_of, styled
+from eval.analysis.style import GREY, new_figure, panels_of, shown_label, styled
 from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells, forms
 from eval.store.results import Results
 
@@ -92,9 +92,11 @@ def plot(frame: Any) -> MplFigure:
     figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines, left_out)
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     picture: Any = None
-    for place, ((model, *_, label), rows) in zip(axes.flat, panels, strict=False):
+    for place, ((model, _, method, _, label), rows) in zip(axes.flat, panels, strict=False):
         picture = _draw_map(place, rows.pivot(index="depth", columns="length", values="score"))
-        place.set_title("\n".join([*wrap(model, 30), *wrap(label, 30, max_lines=2, placeholder="…")]))
+        place.set_title(
+            "\n".join([*wrap(model, 30), *wrap(shown_label(label, method), 30, max_lines=2, placeholder="…")])
+        )
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes.flat[max(0, len(panels) - columns) : len(panels)]:  # no panel below

@@ -94,11 +94,14 @@ def data(results: Results) -> pd.DataFrame:
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
 
+_TITLE = "LazyLLM with one pruning layer, mean over tasks"
+
+
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One line per model and suite: the score, then KL if it was measured; one curve per kept share."""
     has_kl = frame["kl"].notna().any()
-    figure, sections = style.sections_of(frame, 5.6 + 4.4 * has_kl, lambda _: 3.6, note=", mean over tasks")
+    figure, sections = style.sections_of(frame, _TITLE, 5.6 + 4.4 * has_kl, lambda _: 3.6)
     for part, rows in sections:
         panels = part.subplots(1, 1 + has_kl, squeeze=False)[0]
         _draw_curves(panels[0], rows, "score", "score (0 to 100)")

@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -141,6 +141,15 @@ class MethodStyle:
         face = "white" if self.hollow else self.colour
         return {"color": self.colour, "marker": self.marker, "linestyle": self.line, "markerfacecolor": face}
 
+    def paler(self, number: int) -> dict[str, Any]:
+        """Colour and marker of the method's number-th other arm; 0: the method's own."""
+        if number == 0:
+            return {"color": self.colour, "marker": self.marker}
+        share = number / (number + 2)
+        colour = to_hex([(1 - share) * part + share for part in to_rgb(self.colour)])
+        place = MARKERS.index(self.marker) if self.marker in MARKERS else 0
+        return {"color": colour, "marker": MARKERS[(place + number) % len(MARKERS)]}
+
 
 # for methods that declare no colour and marker
 _SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "2")]
@@ -161,6 +170,13 @@ def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
             line = LINES[0] if name in (BASELINE, STUDIED) else LINES[1 + kind.order % (len(LINES) - 1)]
             styles[name] = MethodStyle(kind.label, kind.colour, kind.marker, line, kind.diagnostic)
     return styles
+
+
+def shown_label(label: str, method: str) -> str:
+    """A setting's label with the method's name as shown, `LazyLLM, schedule=paper`; an arm's own label in words."""
+    rest = label.removesuffix(" (diagnostic)").removeprefix(method)
+    words = rest if rest.startswith(",") else rest.replace("_", " ")
+    return styles_of([method])[method].name + words if label.startswith(method) else words
 
 
 def look_of(number: int, total: int) -> dict[str, Any]:
@@ -191,18 +207,19 @@ def panels_of(frame: Any, keys: Sequence[str], most: int = MOST) -> tuple[list[t
 
 
 def sections_of(
-    frame: Any, width: float, height: Callable[[Any], float], most: int = MOST, note: str = ""
+    frame: Any, title: str, width: float, height: Callable[[Any], float], most: int = MOST
 ) -> tuple[MplFigure, list[tuple[Any, Any]]]:
     """A figure, and (its part, its rows) for each model and suite, from top to bottom. `most`: as in `panels_of`.
 
-    width, height: in inches, height from a part's rows. note: after the model and suite in a part's title.
+    title: what is seen; each part's title has it, with model and suite. width, height: in inches, height from a part's
+    rows.
     """
     panels, left_out = panels_of(frame, SECTION, most)
     heights = [height(rows) for _, rows in panels]
     figure = new_figure(width, sum(heights), left_out)
     parts = figure.subfigures(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, ((model, suite), _) in zip(parts, panels, strict=True):
-        part.suptitle(f"{model}, {suite}{note}", x=0.01, ha="left", fontsize=10, fontweight="bold")
+        part.suptitle(f"{title}: {model}, {suite}", x=0.01, ha="left", fontsize=10, fontweight="bold")
     return figure, [(part, rows) for part, (_, rows) in zip(parts, panels, strict=True)]
 
 
@@ -220,7 +237,7 @@ def task_panels(part: Any, rows: Any) -> dict[str, Any]:
         axes.set_axis_off()
     panels = dict(zip(tasks, places, strict=False))
     for task, axes in panels.items():
-        axes.set_title("mean over tasks" if task == "all" else task)
+        axes.set_title("mean over tasks" if task == "all" else task.replace("_", " ").replace(" qa", " QA"))
         axes.tick_params(labelbottom=True, labelleft=True)
     return panels
 

@@ -76,6 +76,7 @@ _PANELS = {  # {value: (axis label, whether the axis is logarithmic)}
     "speedup_so_far": ("speedup of all turns so far", True),
     "revived_tokens": ("revived tokens, mean over layers", False),
 }
+_TITLE = "What each later question gets, mean over tasks"
 _TITLES = {"continue": "each later turn goes on", "recompute": "each later turn runs the whole text again"}
 
 
@@ -91,7 +92,7 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value, a column for methods that continue and one for others."""
-    figure, sections = style.sections_of(frame, 9.5, lambda _: 2.3 * len(_PANELS), most=2, note=", mean over tasks")
+    figure, sections = style.sections_of(frame, _TITLE, 9.5, lambda _: 2.3 * len(_PANELS), most=2)
     for part, section in sections:
         rows, baseline = section[section["method"] != BASELINE], section[section["label"] == BASELINE]
         titles = {turns: title for turns, title in _TITLES.items() if turns in set(rows["turns"])}
@@ -126,7 +127,10 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         curve = curves[label]
         method = curve["method"].iloc[0]
         number = counts[method] = counts.get(method, -1) + 1
-        look = styles[method].drawn | {"label": label.replace(", turns=recompute", ""), "markersize": 4}
+        look = styles[method].drawn | {
+            "label": style.shown_label(label.replace(", turns=recompute", ""), method),
+            "markersize": 4,
+        }
         if number:
             look |= {"linestyle": style.LINES[number % len(style.LINES)], "markerfacecolor": "white"}
         style.draw(axes, curve, "turn", value, **look)

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.analysis.table import legend
 from eval.store.results import Results, add_choice
 from eval.store.runs import counted
 from lazyllm.errors import parser_of
@@ -37,7 +36,9 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
 
     subjects: such as `eval.analysis.registry.SUBJECTS`. Raises UserError if a file cannot be written.
     """
-    paths, sections, tables, missing = list[Path](), list[str](), list[Table](), list[str]()
+    from eval.analysis.table import legend  # not at the top: it imports pandas
+
+    paths, sections, tables, missing = [], [], [], []
     notes = results.unfinished
     for number, (name, subject) in enumerate(subjects.items(), start=1):
         log.info("%d of %d: %s", number, len(subjects), name)

@@ -196,7 +196,7 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
         for run in group:
             lacking.setdefault(frozenset(wanted - {*run.keys}), []).append(run)
         sentences += [
-            f"Means over fewer examples: without {len(keys)} of the {len(wanted)} that other runs of {model} hold, of "
+            f"Fewer examples: {len(keys)} of the {len(wanted)} that other runs of {model} have are missing, of "
             f"{_listed(sorted(dataset for dataset, _ in keys))} ({_names(named)})."
             for keys, named in lacking.items()
             if keys

@@ -77,7 +77,7 @@
     const writes = quoted(trace.generated[at]);
     const name = at === 0 ? "Prefill reads the prompt" : `Decoding step ${at} of ${trace.steps.length - 1} reads ${quoted(textOf(run - 1))}`;
     const anew = at === 0 || trace.anew[at] ? "" : " It selects nothing anew: shown is the prefill's selection.";
-    part("said").textContent = `${name} and writes ${writes}.${anew}`;
+    part("status").textContent = `${name} and writes ${writes}.${anew}`;
   }
 
   function legend(at, run, revived) {
