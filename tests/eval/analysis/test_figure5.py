@@ -119,7 +119,7 @@ def test_figure5_has_panels_for_each_model_and_suite() -> None:
         ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
     ]  # fmt: skip
     written = texts(drawn(FIGURE, frame))
-    assert {"tiny, longbench", "llama2, longbench"} <= set(written)
+    assert all(any(text.endswith(name) for text in written) for name in ("tiny, longbench", "llama2, longbench"))
     assert "1 more in the CSV: --where KEY=VALUE chooses the runs to draw" in written
 
 
