@@ -40,9 +40,9 @@ FLOPs, KL and gold answers are as submitted. How to submit: docs/adding.md.
 """
 _CAPTION = """
 Mean over tasks. ±: half of the 95 % bootstrap interval over examples. KL: of the first token's distribution from the
-baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. Effective
-keep: the least share of a prefill's FLOPs at which the method scores within 1 % of its own baseline, over all of its
-settings in the submission; 100: at none. Diagnostic: a reference, no method; selection time excluded. -: not
+baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. FLOPs
+for 99 %: the least share of a prefill's FLOPs at which the method keeps 99 % of its own baseline's score, over all of
+its settings in the submission; 100: at none. Diagnostic: a reference, no method; selection time excluded. -: not
 measured. Machine: a hash of machine, attention kernel and versions; times compare within one. MFU: FLOPs of the
 prefill over TTFT and the accelerator's dense peak (on a CPU: the rate of a measured matrix product).
 """
@@ -166,7 +166,7 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
         Column("kl", "KL, nats", 5),
         Column("ttft_speedup", "TTFT speedup", 2),
         Column("ideal_ttft_speedup", "ideal", 2),
-        Column("keep", "effective keep, %", 1),
+        Column("keep", "FLOPs for 99 %, %", 1),
         Column("prefill_mfu", "MFU, %", 1, interval=False),
         Column("machines", "machine"),
         Column("runs", "runs"),
@@ -198,7 +198,7 @@ def _described(submission: Submission, beside: Path) -> str:
 
 
 def _settings(submission: Submission, beside: Path) -> pd.DataFrame:
-    """A row for each setting: its mean over tasks, effective keep rate, links to its runs, and machines."""
+    """A row for each setting: its mean over tasks, FLOPs needed for 99 % of the score, its runs and machines."""
     from eval.analysis.columns import SECTION
     from eval.analysis.ranking import effective_keep
     from eval.analysis.table import random_models

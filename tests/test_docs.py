@@ -60,6 +60,14 @@ def test_make_docs_changes_nothing(page: Path) -> None:
     assert docs.inserted(text) == text, "python -m scripts.dev.docs"
 
 
+def test_rows_and_columns_are_chosen() -> None:
+    """The heading, the rule and a row of each arm of the demo; columns from 1."""
+    begin, end = "<!-- insert: results/demo/demo.md mean over tasks columns 2-4 -->\n", "<!-- end -->\n"
+    head, rule, *rows = [line for line in docs.inserted(f"{begin}\n{end}").splitlines() if line.startswith("|")]
+    assert (head, rule) == ("| method | n | score |", "|---|---:|---:|")
+    assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy"]
+
+
 def test_an_old_number_is_seen() -> None:
     source = "results/demo/demo.md"
     page = f"<!-- insert: {source} -->\n\n| old |\n\n<!-- end -->\n"

@@ -126,7 +126,8 @@ def generate(
     input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included; or a `lazyllm.Prompt`, which also holds the
         text, for methods that read it.
     method: how to prune, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
-    max_new_tokens: at least 1. eos_token_ids: tokens that end the answer; None takes the model's own, () none.
+    max_new_tokens: at least 1.
+    eos_token_ids: tokens that end the answer; None takes the model's own, () none.
     min_new_tokens: end tokens are not chosen before this many tokens (as `min_length` in transformers).
 
     Only the last position's logits are computed. The clock is read after the device has finished.
