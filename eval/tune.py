@@ -33,9 +33,10 @@ from omegaconf import DictConfig, OmegaConf
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import setting
-from eval.run.config import RunConfig, TrackerConfig, model_arguments, to_run_config
+from eval.run.config import model_arguments, to_run_config
 from eval.run.job import job, start
 from eval.run.run import Run
+from eval.run.settings import RunConfig, TrackerConfig
 from eval.run.targets import FILE, as_yaml
 from eval.store.folder import InUseError, check_same, fingerprint
 from lazyllm.errors import UserError, require

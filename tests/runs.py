@@ -8,8 +8,9 @@ from typing import Any
 
 from eval.benchmarks.datasets import DATASETS
 from eval.run.arms import Arm
-from eval.run.config import ModelConfig, RunConfig, check_arguments, compose_config, register_schema, to_run_config
+from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
 from eval.run.run import Run
+from eval.run.settings import ModelConfig, RunConfig
 
 registered = cache(register_schema)  # takes as long as half a run's settings; who registers another restores this one
 

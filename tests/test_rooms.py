@@ -24,7 +24,7 @@ FLOORS = [
     ["lazyllm"],
     ["lazyllm.bench", "lazyllm.check", "eval.benchmarks"],
     ["eval.score", "eval.store"],
-    ["eval.analysis", "eval.server"],
+    ["eval.analysis", "eval.openai_api", "eval.server"],
     ["eval.report", "eval.run"],
     ["eval.board", "eval.serve", "eval.tune"],
     ["eval.cli"],

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from eval.run import targets
-from eval.run.config import CONF, RunConfig
+from eval.run.config import CONF
+from eval.run.settings import RunConfig
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method, by_name, known, make, settings_of

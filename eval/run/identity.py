@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -73,9 +74,21 @@ def suite_code(module: str) -> str:
 
 
 def method_code(name: str) -> str:
-    """What changes with the code of a method: `code_sha256` of its own files, or the version of another package."""
-    module = ".".join(by_name(name).__module__.split(".")[:3])
-    return code_of(name) or code_sha256(tuple(sorted(_own_files(module, "lazyllm.methods"))))
+    """What changes with the code of a method: `code_sha256` of its own files, or the version of another package.
+
+    Of a class that was entered into `METHODS` by hand, in a notebook for example, the source of its functions.
+    """
+    kind = by_name(name)
+    if kind.__module__.partition(".")[0] != "lazyllm":
+        return code_of(name) or sha256_of([inspect.getsource(part) for part in _functions(kind)])[:16]
+    module = ".".join(kind.__module__.split(".")[:3])
+    return code_sha256(tuple(sorted(_own_files(module, "lazyllm.methods"))))
+
+
+def _functions(kind: type) -> list[Any]:
+    """The functions that a class defines itself, without those that `dataclass` has made."""
+    own = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
+    return [part for part in own if part.__code__.co_filename != "<string>"]
 
 
 def _own_files(module: str, package: str) -> set[str]:

@@ -27,16 +27,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.run.config import (
-    CONF,
-    RunConfig,
-    check_arguments,
-    compose_config,
-    one_line,
-    register_schema,
-    to_run_config,
-)
+from eval.run.config import CONF, check_arguments, compose_config, one_line, register_schema, to_run_config
 from eval.run.run import RUNS, Run, check_writable
+from eval.run.settings import RunConfig
 from lazyllm.errors import FailedExamplesError, UserError
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, sha
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, Example, LoadedDataset, Suite
 from eval.run import targets
 from eval.run.arms import Arm, about_the_method, arms_asked, build_method, later_turns, parameters_of
-from eval.run.config import QUIET, SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, prompt_limit
+from eval.run.config import QUIET, prompt_limit
+from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
 from lazyllm.errors import UserError, require
 from lazyllm.machine import may_have_gpu

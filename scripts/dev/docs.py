@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from eval.run.config import RunConfig, documented
+from eval.run.settings import RunConfig, documented
 
 ROOT = Path(__file__).parents[2]
 _PART = re.compile(r"(<!-- insert: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)

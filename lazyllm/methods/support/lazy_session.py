@@ -226,14 +226,14 @@ class LazySession(Session):
         if len(tokens) > 1:
             aux.put(tokens.positions[:-1], tokens.hidden[0, :-1])
             newest = replace(tokens[-1:], is_newest=True)
-        if positions is None or len(positions) <= 1:
+        if positions is None:
             return newest
-        revived = positions[:-1]
-        if (
-            self._prune_generated and self._turn.generated is not None
-        ):  # counts are of prompt tokens, as a turn's newest
-            generated = self._turn.generated[revived].sum() - int(step.opens_turn)
+        revived, turn = positions[:-1], self._turn
+        if self._prune_generated and turn.generated is not None:  # counts are of prompt tokens, as a turn's newest is
+            generated = turn.generated[revived].sum() - int(step.opens_turn)
             self._num_computed[index + 1] = self._num_computed[index + 1] - generated
+        if not len(revived):
+            return newest
         # the turn's own tokens are in `revived` too
         old = (revived < self._turn.first_new).sum() if step.opens_turn else len(revived)
         self._num_revived[index + 1] = self._num_revived[index + 1] + old

@@ -20,8 +20,8 @@ from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.mrcr import SUITE, MrcrConfig, load, score
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import TEMPLATE, DataSettings, check_lengths
-from eval.run.config import DataConfig
 from eval.run.loop import measure
+from eval.run.settings import DataConfig
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec

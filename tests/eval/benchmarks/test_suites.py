@@ -11,7 +11,7 @@ from pathlib import Path
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import CHOICES, DATASETS, TASKS
 from eval.benchmarks.metrics import METRICS, score_example
-from eval.run.config import RunConfig
+from eval.run.settings import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -15,16 +15,8 @@ import pytest
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
 from eval.run.arms import build_method
-from eval.run.config import (
-    CONF,
-    LAUNCHERS,
-    ModelConfig,
-    RunConfig,
-    compose_config,
-    documented,
-    model_nodes,
-    to_run_config,
-)
+from eval.run.config import CONF, LAUNCHERS, compose_config, model_nodes, to_run_config
+from eval.run.settings import ModelConfig, RunConfig, documented
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, StaticPruning, settings_of

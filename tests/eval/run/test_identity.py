@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eval.benchmarks import SUITES
 from eval.run import identity
 from eval.run.identity import ENGINE, SERVED, code_sha256, method_code, suite_code
-from lazyllm.methods import METHODS
+from lazyllm.methods import METHODS, Prune
 
 SOURCE = '''"""A module."""
 def scaled(x: float) -> float:
@@ -122,3 +125,24 @@ def changed_by(tree: Path, *files: str) -> set[str]:
 )
 def test_a_methods_or_a_suites_own_file_changes_it_alone(tree: Path, file: str, changed: set[str]) -> None:
     assert changed_by(tree, file) == changed
+
+
+def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, where a class has no file."""
+
+    def kind(kept: str) -> type:
+        source = (
+            "@dataclass(frozen=True)\nclass Mine(Prune):\n    layer: int = 2\n"
+            f"    def kept(self, layers, n):\n        return {kept}\n"
+        )
+        file = f"<cell {kept}>"
+        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # as IPython does
+        names: dict[str, Any] = {"__name__": "__main__", "dataclass": dataclass, "Prune": Prune}
+        exec(compile(source, file, "exec"), names)
+        return names["Mine"]
+
+    def code(kept: str) -> str:
+        monkeypatch.setitem(METHODS, "mine", kind(kept))
+        return method_code("mine")
+
+    assert code("{2: n}") == code("{2: n}") != code("{2: 1}")

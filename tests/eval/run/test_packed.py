@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from eval.run import measure
-from eval.run.config import ModelConfig
 from eval.run.loop import measure as measure_run
+from eval.run.settings import ModelConfig
 from eval.run.work import Model, rows_of_answers
 from eval.store.folder import read_visits
 from eval.store.visit import Visit

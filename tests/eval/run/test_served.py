@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from eval import server
@@ -26,11 +25,12 @@ from eval.run.run import Run
 from eval.store.folder import read_visits
 from eval.store.results import Results, find_runs
 from eval.store.visit import Measurement, Visit
+from lazyllm.engine.generation import Conversation
 from lazyllm.errors import UserError
-from lazyllm.integrations import transformers_generate
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
 from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted, usage
+from tests.eval.serving import tiny_server
 from tests.runs import run_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -300,37 +300,22 @@ def test_absent_server_is_told_before_anything_runs(tmp_path: Path, url: str) ->
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     """The URL of a server around the tiny model, in a thread."""
-    uvicorn = pytest.importorskip("uvicorn", reason="needs the extra [serve]")
-    from eval.serve import app_of
-
-    app, names = app_of([run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}", "baseline=false")])
-    assert names == ["tiny", "tiny/lazy", "tiny/baseline"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    yield f"http://127.0.0.1:{port}/v1"
-    server.should_exit = True
-    thread.join(5)
+    with tiny_server() as url:
+        yield url
 
 
 def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_path: Path, monkeypatch) -> None:
     engine: list[float] = []
 
-    def answers(*arguments: Any) -> Any:
-        for index, out in of_pack(*arguments):
-            engine.append(out.ttft_s)
-            yield index, out
+    def answer_with(*arguments: Any, **options: Any) -> Any:
+        engine.append((out := original(*arguments, **options)).ttft_s)
+        return out
 
-    of_pack = transformers_generate.generate_requests
-    monkeypatch.setattr(transformers_generate, "generate_requests", answers)
+    original = Conversation.answer_with
     shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "warmup=0")
     loop.measure(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
     names = ("model.name=tiny/baseline", "method=server", "method.model=tiny")
+    monkeypatch.setattr(Conversation, "answer_with", answer_with)
     run(endpoint, tmp_path / "there", *names, *shared)
     here, there = (read_visits(tmp_path / name) for name in ("here", "there"))
     for ours, theirs in zip(here, there, strict=True):
@@ -344,27 +329,6 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
     answers.sort(key=lambda one: one.request.sent_at if one.request else 0)
     assert all(one.ttft_s >= own for one, own in zip(answers, engine, strict=True))
     assert len(find_runs([tmp_path])) == 2
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    ("fields", "status", "said"),
-    [
-        ({"prompt": "lamp " * 5000}, 400, "4096"),
-        ({"prompt": [1, 2]}, 400, "string"),
-        ({"prompt": "lamp", "max_tokens": "x"}, 400, "'x'"),
-        ({"prompt": "lamp", "stop": [2]}, 400, "list of texts"),
-        ({"prompt": "lamp", "depth": 2}, 422, "depth"),
-        ({"prompt": "lamp", "model": "other"}, 404, "other"),
-    ],
-)
-def test_serve_refuses_a_bad_request_and_lives(
-    endpoint: str, stream: bool, fields: dict[str, Any], status: int, said: str
-) -> None:
-    ask = {"model": "tiny", "max_tokens": 2, "stream": stream}
-    refused = httpx2.post(f"{endpoint}/completions", json=ask | fields, timeout=60)
-    assert (refused.status_code, said in refused.text) == (status, True)
-    assert httpx2.post(f"{endpoint}/completions", json=ask | {"prompt": "lamp"}, timeout=60).status_code == 200
 
 
 def test_baseline_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: str, tmp_path: Path, capsys) -> None:

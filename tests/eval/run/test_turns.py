@@ -14,10 +14,10 @@ import eval.run.measure
 import lazyllm
 from eval.run.arms import Arm
 from eval.run.cases import Case
-from eval.run.config import ModelConfig
 from eval.run.loop import load_model, measure
 from eval.run.measure import Bench, Todo
 from eval.run.run import Run
+from eval.run.settings import ModelConfig
 from eval.store.folder import read_visits
 from eval.store.results import Results
 from eval.store.visit import Measurement, Visit

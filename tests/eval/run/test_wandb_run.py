@@ -17,8 +17,8 @@ import pytest
 
 from eval.analysis.run_table import run_table
 from eval.analysis.table import Table
-from eval.run.config import TrackerConfig
 from eval.run.loop import measure
+from eval.run.settings import TrackerConfig
 from eval.run.wandb_run import open_trackers
 from eval.store.folder import read_about, read_visits
 from eval.store.results import Results

@@ -98,6 +98,11 @@ def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypa
     four_turns(model, schedule, rng, rng.choice([None, None, 1, 4]), **settings)
 
 
+@pytest.mark.parametrize("settings", [{}, {"prune_generated": True}, {"revive": False}])
+def test_turns_that_keep_a_single_token_and_revive_none(settings: dict[str, bool]) -> None:
+    four_turns(random_model("qwen2", 4, num_layers=4), {1: 0.05, 4: 0.05}, random.Random(1), **settings)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_turns_of_every_kind_of_model(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_session, "MANY", 1)

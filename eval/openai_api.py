@@ -1,0 +1,420 @@
+"""OpenAI's API around one model and its methods: completions and chat, streamed or not, one generation at a time.
+
+A field that is not honoured is refused, never ignored: a value of a known field with 400, an unknown field with 422.
+Every error is OpenAI's object, {"error": {"message", "type", "param", "code"}}, in which `param` names the field.
+Sampling is as asked: by default OpenAI's, temperature 1 and top_p 1. Nothing is taken from the model's own settings
+but its end tokens. Equal requests with equal seeds get equal answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from starlette.exceptions import HTTPException
+from torch import Tensor
+from transformers import PreTrainedModel, TopPLogitsWarper
+
+from lazyllm import start
+from lazyllm.engine.generation import Greedy, end_ids_of
+from lazyllm.errors import UserError, reason_of
+from lazyllm.methods import Method
+from lazyllm.models.chat_template import render
+
+log = logging.getLogger(__name__)
+
+
+def _as_list(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _as_text(content: object) -> object:
+    """The text of a message in parts; anything else as it is, to be refused."""
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        """A null is a field that was left out, as in OpenAI's API."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class StreamOptions(_Fields):
+    include_usage: bool = False
+
+
+class Asked(_Fields):
+    """The fields that both kinds of request have. Those of one value are known, and refused with another."""
+
+    model: str | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[list[_Text], BeforeValidator(_as_list)] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str = ""
+    n: Literal[1] = 1
+    presence_penalty: _Zero = 0
+    frequency_penalty: _Zero = 0
+    logit_bias: dict[str, float] = Field({}, max_length=0)
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_in_streams(cls, options: StreamOptions, info: ValidationInfo) -> StreamOptions:
+        if not info.data.get("stream"):
+            raise ValueError("expected stream=true with it")
+        return options
+
+
+class CompletionRequest(Asked):
+    prompt: _Text
+    max_tokens: int = Field(16, ge=1)
+    echo: Literal[False] = False
+    best_of: Literal[1] = 1
+    logprobs: None = None
+    suffix: None = None
+
+
+class Message(_Fields):
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_as_text)]
+
+
+class ChatRequest(Asked):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: Literal[False] = False
+    top_logprobs: _Zero = 0
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class RefusedError(Exception):
+    """An answer's error: its HTTP status, and the `param` and `code` of OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    @property
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status)
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of an answer. tokens: of the prompt and of the answer, its end token included."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": total}
+
+
+class TextSampler(Greedy):
+    """Chooses the tokens of a request, and hands on their text: each token's at once, unless its characters are
+    incomplete or may begin a stop string. Stop strings and special tokens are not part of the text.
+
+    put: called with each piece of the text. is_cancelled: whether to end with the next token.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        put: Callable[[str], object],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        super().__init__(end_ids_of(model))
+        self._asked, self._tokenizer, self._put, self._is_cancelled = asked, tokenizer, put, is_cancelled
+        self._keep_top = TopPLogitsWarper(asked.top_p)
+        self._random = torch.Generator(model.device)
+        _ = self._random.seed() if asked.seed is None else self._random.manual_seed(asked.seed)
+        self._token_ids: list[int] = []
+        self._before = self._told = 0  # the text of the tokens before `_told` was handed on, from `_before` on together
+        self._held = ""  # what may begin a stop string
+        self._has_ended = self._was_cut = False  # by an end token, by a stop string
+
+    @property
+    def reason(self) -> Literal["stop", "length"]:
+        """Why the answer ended."""
+        return "stop" if self._has_ended or self._was_cut else "length"
+
+    def sample(self, logits: Tensor) -> Tensor:
+        if self._asked.temperature == 0:
+            return super().sample(logits)
+        scores = logits.float()[None]
+        scores = (scores - scores.max()) / self._asked.temperature  # at most 0, so that no temperature overflows
+        no_ids: Any = None  # the rule reads no tokens
+        odds = self._keep_top(no_ids, scores)[0].softmax(dim=0)
+        # the winner of an exponential race is a draw; unlike torch.multinomial, NaN does not fail on the device
+        token_id = (odds / torch.empty_like(odds).exponential_(generator=self._random)).argmax()
+        return torch.stack([odds[token_id].double(), token_id.double()])
+
+    def read(self, sampled: list[float]) -> tuple[int, bool]:
+        token_id, self._has_ended = super().read(sampled)
+        self._token_ids.append(token_id)
+        if not self._has_ended:
+            self._hand_on(self._new_text())
+        return token_id, self._has_ended or self._was_cut or self._is_cancelled()
+
+    def finish(self) -> None:
+        """Hand on what was held, after the last token."""
+        if not self._was_cut:
+            self._hand_on(self._new_text(is_last=True), is_last=True)
+
+    def _new_text(self, is_last: bool = False) -> str:
+        """The text of the tokens since `_told`, "" while its last character is incomplete.
+
+        Tokens before them are decoded too, as a text may begin otherwise than it goes on.
+        """
+        old, new = self._token_ids[self._before : self._told], self._token_ids[self._before :]
+        before, text = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (old, new))
+        if len(text) <= len(before) or (text.endswith("\N{REPLACEMENT CHARACTER}") and not is_last):
+            return ""
+        self._before, self._told = self._told, len(self._token_ids)
+        return text[len(before) :]
+
+    def _hand_on(self, text: str, is_last: bool = False) -> None:
+        held, stop = self._held + text, self._asked.stop
+        found = [at for at in map(held.find, stop) if at >= 0]
+        begun = [n for word in stop for n in range(1, len(word)) if held.endswith(word[:n])]
+        until = min(found) if found else len(held) - (0 if is_last else max(begun, default=0))
+        self._held, self._was_cut = held[until:], bool(found)
+        if until:
+            self._put(held[:until])
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model, its tokenizer, and the methods that requests choose by name; the first is for those that name none.
+
+    is_ending: set when the process shall end: answers in progress and waiting ones are refused at the next token.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    methods: Mapping[str, Method]
+    is_ending: threading.Event = field(default_factory=threading.Event)
+    _one_at_a_time: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    @property
+    def positions(self) -> int:
+        return self.model.config.max_position_embeddings
+
+    def name_of(self, asked: Asked) -> str:
+        """The name that the request asks for. Raises RefusedError."""
+        name = next(iter(self.methods)) if asked.model is None else asked.model
+        if name not in self.methods:
+            there = ", ".join(self.methods)
+            raise RefusedError(404, f"model: no model {name!r}; there are {there}", "model", "model_not_found")
+        return name
+
+    def prompt_of(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], int]:
+        """The prompt's tokens, and the most new ones. Raises RefusedError for a prompt that is too long."""
+        if isinstance(asked, CompletionRequest):
+            param, most = "prompt", asked.max_tokens
+            ids = self.tokenizer(asked.prompt, verbose=False)["input_ids"]
+        else:
+            param, most = "messages", asked.max_completion_tokens or asked.max_tokens
+            text = self._chat_text(asked)
+            ids = self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template, verbose=False)["input_ids"]
+        most = most or max(1, self.positions - len(ids))
+        if not ids or len(ids) + most > self.positions:
+            said = f"{param}: {len(ids)} tokens and {most} new ones; expected 1 or more, and {self.positions} together"
+            raise RefusedError(400, said, param, "context_length_exceeded" if ids else None)
+        return ids, most
+
+    def _chat_text(self, asked: ChatRequest) -> str:
+        """The messages in the chat template; without one, a line each, before the answer's line."""
+        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+        if not self.tokenizer.chat_template:
+            return "\n".join(message["content"] for message in messages)
+        try:
+            return render(self.tokenizer, messages, asked.chat_template_kwargs)
+        except UserError as error:
+            raise RefusedError(400, str(error), "messages") from error
+
+    async def answer(self, asked: CompletionRequest | ChatRequest) -> AsyncGenerator[str | End]:
+        """The pieces of the answer's text as they come, then its end. A reader that goes away ends the generation.
+
+        Raises RefusedError.
+        """
+        method, (ids, most) = self.methods[self.name_of(asked)], self.prompt_of(asked)
+        loop, told, is_left = asyncio.get_running_loop(), asyncio.Queue[str | End | Exception](), threading.Event()
+
+        def put(item: str | End | Exception) -> None:
+            loop.call_soon_threadsafe(told.put_nowait, item)
+
+        def is_cancelled() -> bool:
+            return is_left.is_set() or self.is_ending.is_set()
+
+        sampler = TextSampler(asked, self.model, self.tokenizer, put, is_cancelled)
+
+        def work() -> None:
+            try:
+                put(self._generate(sampler, ids, most, method, is_cancelled))
+            except RefusedError as error:
+                put(error)
+            except ValueError as error:  # of a method that cannot take this prompt
+                put(RefusedError(400, str(error)))
+            except Exception as error:
+                log.exception("a request failed")
+                put(RefusedError(500, reason_of(error)))
+
+        self._one_at_a_time.submit(work)
+        try:
+            while True:
+                item = await told.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if isinstance(item, End):
+                    return
+        finally:
+            is_left.set()
+
+    def _generate(
+        self, sampler: TextSampler, ids: Sequence[int], most: int, method: Method, is_cancelled: Callable[[], bool]
+    ) -> End:
+        if not is_cancelled():
+            with start(self.model, ids, method) as conversation:
+                tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
+            if not self.is_ending.is_set():
+                sampler.finish()
+                return End(sampler.reason, len(ids), tokens)
+        raise RefusedError(503, "the server is ending")
+
+
+def make_app(endpoint: Endpoint) -> FastAPI:
+    """The ASGI app."""
+    app = FastAPI(title="lazyllm-bench serve", version=version("lazyllm-bench"))
+
+    @app.post("/v1/completions", response_model=None)
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        return await _respond(endpoint, asked, request)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await _respond(endpoint, asked, request)
+
+    @app.get("/health")
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        facts = {"object": "model", "created": 0, "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
+        facts["max_model_len"] = endpoint.positions
+        return {"object": "list", "data": [{"id": name, **facts} for name in endpoint.methods]}
+
+    @app.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> JSONResponse:
+        return error.response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        if first["type"] == "json_invalid":
+            return RefusedError(400, f"the body is no JSON: {first['ctx']['error']}").response
+        if first["type"] == "extra_forbidden":
+            return RefusedError(422, f"{where}: an unknown field", where, "unknown_parameter").response
+        given = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
+        said = first["msg"].removeprefix("Value error, ")
+        return RefusedError(400, f"{where or 'body'}: {said}{given}", where or None).response
+
+    @app.exception_handler(HTTPException)
+    async def no_such_page(request: Request, error: HTTPException) -> JSONResponse:
+        return RefusedError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response
+
+    return app
+
+
+async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
+    is_chat = isinstance(asked, ChatRequest)
+    about = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": endpoint.name_of(asked),
+    }
+    answer = endpoint.answer(asked)
+    first = await anext(answer)  # an error before it gets its own status
+    if asked.stream:
+        events = _events(about, asked, first, answer)
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    text = ""
+    async with aclosing(answer):
+        while not isinstance(first, End):
+            if await request.is_disconnected():
+                return Response(status_code=499)
+            text, first = text + first, await anext(answer)
+    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+    choice = {"index": 0, **said, "logprobs": None, "finish_reason": first.reason}
+    return JSONResponse({**about, "choices": [choice], "usage": first.usage})
+
+
+async def _events(
+    about: Mapping[str, Any], asked: Asked, first: str | End, answer: AsyncGenerator[str | End]
+) -> AsyncGenerator[str]:
+    """The lines of a stream. Its last choice has the usage too, unless `stream_options` says where to tell it."""
+    is_chat = isinstance(asked, ChatRequest)
+    about = {**about, "object": "chat.completion.chunk"} if is_chat else about
+
+    def event(text: str, reason: str | None = None, **more: Any) -> str:
+        said = {"delta": {"content": text} if text else {}} if is_chat else {"text": text}
+        return _line({**about, "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": reason}], **more})
+
+    try:
+        async with aclosing(answer):
+            if is_chat:
+                choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                yield _line({**about, "choices": [choice]})
+            while not isinstance(first, End):
+                yield event(first)
+                first = await anext(answer)
+        yield event("", first.reason, **({} if asked.stream_options else {"usage": first.usage}))
+        if asked.stream_options and asked.stream_options.include_usage:
+            yield _line({**about, "choices": [], "usage": first.usage})
+        yield "data: [DONE]\n\n"
+    except RefusedError as error:  # the status has been sent
+        yield _line(error.body)
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"

@@ -1,0 +1,175 @@
+"""A run's settings: the schema, one `setting(default, text)` each, from which `--help` and the docs are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from omegaconf import MISSING as MISSING_VALUE
+
+from eval.benchmarks.chat_format import TODAY
+from eval.benchmarks.datasets import SuiteSettings
+from eval.benchmarks.suite import setting
+
+# The name of an arm's method that is a server, and its settings: `server.*` and `model.name`, unless they differ
+SERVER = "server"
+SERVER_SETTINGS = ("model", "url", "kind", "extra_body")
+SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
+
+
+@dataclass
+class ModelConfig:
+    """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
+
+    name: str = setting(MISSING_VALUE, "a preset, a folder or a hub id; of a server's model, its name there")
+    load_format: str = setting("auto", "`dummy` builds random weights and downloads nothing, for timing")
+    dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`, `coder`), `float16`, `float64`")
+    device: str = setting("auto", "`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
+    revision: str | None = setting(None, "branch, tag or commit of a hub id; `null`: the newest")
+    tokenizer: str | None = setting(None, "folder or hub id of another tokenizer; `null`: the model's")
+    attn_implementation: str = setting("sdpa", "`sdpa`, `eager`, `flash_attention_2`")
+    sdpa_backend: str = setting(
+        "auto", "of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's fastest"
+    )
+    quantise: str | None = setting(
+        None, "`int8`, `int4`, `bnb_int8`, `bnb_nf4` round linear weights while loading (extra `[quantised]`)"
+    )
+    device_map: Any = setting(
+        None, "`auto` spreads the layers over all GPUs, then the host's memory (extra `[devices]`); or {module: device}"
+    )
+    max_prompt_tokens: int | None = setting(
+        None, "longer prompts lose their middle, as in LongBench; `null`: LongBench's share of the model's positions"
+    )
+    chat: str | None = setting(
+        "none", "`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a template"
+    )
+    chat_args: Any = setting(None, "arguments of the template, such as `{enable_thinking: true}`")
+    system: str | None = setting(None, "a system message before the prompt")
+    today: str = setting(TODAY, "the date, for templates that write one into the prompt")
+    thinking_tokens: int = setting(0, "extra tokens for thinking; the text after `</think>` is scored")
+    paper: str | None = setting(None, "the column of the paper's tables to compare with: `llama2`, `xgen`")
+
+
+@dataclass
+class DataConfig:
+    """Files of rows."""
+
+    dir: str | None = setting(
+        None,
+        "folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
+        "`prompts/0shot.txt`, RULER's `constants.py` and `synthetic.yaml`, or SCBench's `<task>.jsonl` and "
+        "`eval_utils.py`; `null` fetches them once",
+    )
+    on_error: str = setting("raise", "`skip` leaves out invalid rows, and reports their number")
+
+
+@dataclass
+class ServerConfig:
+    """The server that answers, instead of a model in this process."""
+
+    url: str | None = setting(None, "of a server with the model, such as `http://127.0.0.1:8000/v1`")
+    kind: str | None = setting(
+        None, "its software: `vllm`, `sglang`, `llama.cpp`, `transformers`, `plain`; `null`: it is asked"
+    )
+    api: str = setting("completions", "`chat` for a server without `/v1/completions`, which then applies its template")
+    extra_body: dict[str, Any] = setting({}, "further fields of each request")
+    cache: str = setting("cold", "`warm` asks twice and times the second request")
+    allow_token_mismatch: bool = setting(False, "accept a server whose count of prompt tokens differs from ours")
+    api_key_env: str = setting("OPENAI_API_KEY", "the environment variable that holds the server's key")
+    timeout_s: float = setting(600.0, "seconds for a whole answer")
+
+
+@dataclass
+class LoadConfig:
+    """The load on a server."""
+
+    concurrency: int = setting(1, "requests at once, each sent when another has ended")
+    rate: float | None = setting(None, "requests per second instead, at random times (Poisson)")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a server answers several requests at once."""
+        return self.concurrency > 1 or self.rate is not None
+
+
+@dataclass
+class TrackerConfig:
+    """Weights & Biases."""
+
+    name: str = setting("none", "`wandb`")
+    project: str = setting("lazyllm-bench", "W&B's project")
+    entity: str | None = setting(None, "W&B's user or team; `null`: the key's owner")
+    group: str | None = setting(None, "W&B's group; `null`: the name of the run's folder")
+    mode: str = setting("offline", "`offline` writes to `<run folder>/wandb`; `online` needs a key")
+    tags: list[str] = setting([], "W&B's tags")
+
+
+@dataclass
+class RunConfig(SuiteSettings):
+    """All settings of a run, those of each suite under its name. A method's own are the fields of its class."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    method: dict[str, Any] = field(default_factory=dict)
+    compare: Any = setting(
+        None,
+        "several arms instead of `method`: `compare=[lazy,fastkv]`, or `compare={label: {name: lazy, schedule: "
+        "paper}, ...}`; a list of values, or `seeds: 5`, makes an arm of each",
+    )
+    baseline: bool = setting(True, "also measure the standard model on every example, among the arms")
+    aa_test: bool = setting(
+        False, "also measure the baseline once more, as an arm: how much answers and times vary by chance"
+    )
+    dataset: dict[str, bool] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    limit: int | None = setting(
+        None, "N examples of each dataset; `null`: all (embedded: 12; `stdlib`: 24; `ruler`: 500)"
+    )
+    subset: str = setting(
+        "first", "which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths"
+    )
+    split: str | None = setting(
+        None, "`dev` or `test`: half of each dataset, for searching settings, or the other; `limit` counts in it"
+    )
+    turns: int | None = setting(
+        None, "questions asked of each row, in turns of one conversation; `null`: all that a row has (`embedded`: 1)"
+    )
+    max_new_tokens: int | None = setting(None, "shorter answers than the dataset allows, for a quick look")
+    shard: str | None = setting(None, "`i/n`: the i-th (from 1) of n jobs that share the run's examples")
+    batch_size: int | None = setting(
+        None,
+        "answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as many as fit "
+        "into a GPU's memory, up to 8, and 1 on a CPU",
+    )
+    warmup: int = setting(5, "warm-up runs of each arm before the first example")
+    seed: int = setting(0, "of random weights, of random subsets, and the default of methods with a `seed`")
+    threads: int | None = setting(None, "CPU threads; `null`: torch's choice (`tiny`, `coder`: 1)")
+    out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`")
+    trace: int = setting(0, "keep each layer's importance and selection for the first N examples of each dataset")
+    fidelity: str | None = setting(
+        None, "`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
+    )
+    evidence: bool = setting(True, "record which tokens of the evidence each layer computes, for rows that name it")
+    speedup: str | None = setting(
+        None, "the ideal TTFT speedup at which `experiment=field` and `turns` compare methods, such as `2x`"
+    )
+    draft: str | None = setting(
+        None,
+        "another model, by folder, hub id or preset: SpecPrefill's in `experiment=field`, the scorer in `compression`",
+    )
+    label: str | None = setting(None, "the comparison's name, in titles and folders")
+    server: ServerConfig = field(default_factory=ServerConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+
+def documented(schema: Any) -> list[tuple[str, str, str]]:
+    """(key, default, description) of every setting with a description, in the schema's order. schema: an instance."""
+    rows = []
+    for item in fields(schema):
+        value = getattr(schema, item.name)
+        if is_dataclass(value):
+            rows += [(f"{item.name}.{key}", *rest) for key, *rest in documented(value)]
+        elif "text" in item.metadata:
+            default = "" if value == MISSING_VALUE else "null" if value is None else str(value)
+            rows.append((item.name, default.lower() if isinstance(value, bool) else default, item.metadata["text"]))
+    return rows
