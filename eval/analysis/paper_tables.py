@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, overall, place_of
-from eval.analysis.table import COMPUTED, MODEL, Cell, Column, Table, cells, forms, model_name, random_models
+from eval.analysis.table import MODEL, Cell, Column, Table, cells, forms, model_name, random_models
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
@@ -59,8 +59,7 @@ def table1(results: Results) -> Table:
     title = "Table 1: score and TTFT speedup beside the paper's"
     note = (
         "Scores 0 to 100, mean over seeds; their standard deviation is in the CSV. Prompt compression keeps half "
-        "of its context, as no share has the paper's speedup. "
-        "KL: of the first token's distribution from the baseline's; - if it was not measured."
+        "of its context, as no share has the paper's speedup."
     )
     return _with_published(results, "table1", title, _TABLE1, note)
 
@@ -69,8 +68,8 @@ def table2(results: Results) -> Table:
     """Share of prompt tokens computed and generation speedup of LazyLLM by model and task, with the paper's."""
     title = "Table 2: prompt tokens computed and generation speedup of LazyLLM, beside the paper's"
     note = (
-        f"% tokens computed: by the end of generation, mean over layers; {COMPUTED}. Generation speedup compares whole "
-        "answers, which may differ in length."
+        "% tokens computed: by the end of generation. Generation speedup compares whole answers, which may differ in "
+        "length."
     )
     return _with_published(results, "table2", title, _TABLE2, note)
 
@@ -127,13 +126,14 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
     )
     failures = f" Failed, not counted: {counted(failed, 'answer')}." if failed else ""
     caption = (
-        f"{note} Arms with the preset table1 and the baseline. The paper does not publish its parameters; ours are "
-        "solved for its TTFT speedups. ±: half of the 95 % bootstrap interval over examples; both ends are in "
-        "the CSV. Δ: measured minus paper, if every example of the task was run (no scores of random weights). "
-        f"n: examples, with a note if only a part was run.{failures} unpaired: no baseline was run. "
-        "-: the paper has no such model."
+        "The baseline and arms with the preset table1: the paper does not publish its parameters; ours are solved for "
+        "its TTFT speedups."
     )
-    return Table(name, title, caption, frame, _cells(frame, values, results), keys=3)
+    notes = (
+        f"{note} Δ: measured minus paper, if every example of the task was run (no scores of random weights). n: "
+        f"examples, with a note if only a part was run.{failures} -: the paper has no such model."
+    )
+    return Table(name, title, caption, frame, _cells(frame, values, results), keys=3, notes=notes)
 
 
 def _status(row: Mapping[Any, Any], datasets: int, examples: int) -> str:
@@ -205,11 +205,11 @@ def _as_printed(table: Table, title: str, values: Sequence[Column], results: Res
         name = model_name({"model": model, "suite": suite}, results).replace(model, MODEL_NAMES.get(column, model))
         texts[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
     others = sorted(set(ran["model"]) - {model for model, *_ in chosen})
-    caption = (
-        "Each cell: ours (the paper's); blank: not run, or not in the paper. *: only a part of the task was run. Means "
-        f"over seeds. {table.title.partition(':')[0]} of all runs has intervals, numbers of examples and differences."
-    ) + (f" Not here: {', '.join(others)}; `--where` chooses the runs." if others else "")
-    return Table(f"{table.name}_paper", f"{title} as the paper prints it", caption, lines, pd.DataFrame(texts), keys)
+    caption = "Each cell: ours (the paper's); blank: not run, or not in the paper. *: only a part of the task was run."
+    notes = f"Means over seeds. {table.title.partition(':')[0]} of all runs has intervals, counts and differences."
+    notes += f" Not here: {', '.join(others)}; `--where` chooses the runs." if others else ""
+    title = f"{title} as the paper prints it"
+    return Table(f"{table.name}_paper", title, caption, lines, pd.DataFrame(texts), keys, notes=notes)
 
 
 def _both(row: Mapping[Any, Any], paper: float, value: Column) -> Cell:
@@ -252,12 +252,11 @@ def claims(results: Results) -> Table:
     table = cells(frame.assign(name=[place_of(name)[1] for name in frame["method"]], setting=settings), _CLAIMS)
     table.loc[frame["measured_score"].isna(), ["score, ours", "full, ours", "TTFT speedup, ours"]] = "no run"
     caption = (
-        "Numbers as published, each measured with its authors' own harness. full: the unpruned model there; for the "
-        "same model it differs by 13 points between papers. Ours: the mean over LongBench's tasks with the same "
-        "settings, and the baseline beside them. why they differ: what the published run did differently. -: not "
-        "published."
+        "Numbers as published, each measured with its authors' own harness. Ours: the mean over LongBench's tasks with "
+        "the same settings, and the baseline beside them."
     )
-    return Table("claims", "What their authors report", caption, frame, table, keys=3)
+    notes = "full: the unpruned model; for the same model it differs by 13 points between papers. -: not published."
+    return Table("claims", "What their authors report", caption, frame, table, keys=3, notes=notes)
 
 
 def _name_of(row: Mapping[str, Any]) -> str:

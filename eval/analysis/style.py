@@ -146,7 +146,8 @@ class MethodStyle:
         if number == 0:
             return {"color": self.colour, "marker": self.marker}
         share = number / (number + 2)
-        colour = to_hex([(1 - share) * part + share for part in to_rgb(self.colour)])
+        red, green, blue = ((1 - share) * part + share for part in to_rgb(self.colour))
+        colour = to_hex((red, green, blue))
         place = MARKERS.index(self.marker) if self.marker in MARKERS else 0
         return {"color": colour, "marker": MARKERS[(place + number) % len(MARKERS)]}
 

@@ -26,13 +26,12 @@ _LATEX = {
 }  # fmt: skip
 MB = 1e6
 _LEAST = 2  # even the narrowest terminal shows this many columns of values
-COMPUTED = "tokens run by any model to score the prompt are included"  # in "% tokens computed"
 _EMPTY = "No run for this table."
 # {what occurs in a heading or a cell: what it stands for}, explained once a page
 _SIGNS = {
     "±": "±: half of the 95 % bootstrap interval over examples",
     "ideal": "ideal: the speedup by prefill FLOPs, scoring included",
-    "computed": f"% computed: prompt tokens, mean over layers; {COMPUTED}",
+    "computed": "% computed: prompt tokens, mean over layers; tokens run by any model to score the prompt are included",
     "KL": "KL: divergence of the first token's distribution from the baseline's, in nats",
     "diagnostic": "diagnostic: a reference, not a method; its TTFT excludes the time of its selection",
     "unpaired": "unpaired: no baseline was run",

@@ -127,7 +127,7 @@ def test_printed_tables_have_the_papers_shape() -> None:
     assert list(row.values())[2:] == ["25.00 (22.31)", "4.00 (2.34)", "(20.68)", "(2.65)"]
     part = line(first.cells, Tasks="Few-shot Learning", Method="Static Token Pruning")
     assert part["Llama 2 7B: score"] == "50.00* (56.54)"
-    assert "Not here: other;" in first.caption
+    assert "Not here: other;" in first.notes
     assert line(second.cells, Tasks="Multi-Document QA")["Llama 2 7B: % tokens computed"] == "75.00 (63.94)"
     tex = first.to_latex().splitlines()
     assert r"\multicolumn{2}{c}{} & \multicolumn{2}{c}{Llama 2 7B} & \multicolumn{2}{c}{XGen 7B} \\" in tex
