@@ -20,7 +20,7 @@ from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import needs_classes
 from eval.store.folder import fingerprint, read_planned
-from eval.store.results import Results, tell_apart
+from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun, counted, stored_runs
 from eval.store.visit import Measurement, Turn
 from lazyllm.errors import UserError, parser_of
@@ -40,9 +40,9 @@ FLOPs, KL and gold answers are as submitted. How to submit: docs/adding.md.
 """
 _CAPTION = """
 Mean over tasks. ±: half of the 95 % bootstrap interval over examples. KL: of the first token's distribution from the
-baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. Effective
-keep: the least share of a prefill's FLOPs at which the method scores within 1 % of its own baseline, over all of its
-settings in the submission; 100: at none. Diagnostic: a reference, no method; selection time excluded. -: not
+baseline's, in nats. Ideal: the FLOPs of the baseline's prefills over the method's, scoring included. FLOPs
+for 99 %: the least share of a prefill's FLOPs at which the method keeps 99 % of its own baseline's score, over all of
+its settings in the submission; 100: at none. Diagnostic: a reference, no method; selection time excluded. -: not
 measured. Machine: a hash of machine, attention kernel and versions; times compare within one. MFU: FLOPs of the
 prefill over TTFT and the accelerator's dense peak (on a CPU: the rate of a measured matrix product).
 """
@@ -76,7 +76,7 @@ def _submission(folder: Path) -> Submission:
     if not first.startswith("# "):
         raise UserError(f"{readme}: expected a title in its first line (# ...), then how and where it was run")
     try:
-        runs = tell_apart(stored_runs([folder]))
+        runs = with_variants(stored_runs([folder]))
     except KeyError as error:
         raise UserError(f"{folder}: a run.json lacks {error}; submit it as `lazyllm-bench run` wrote it") from error
     if not any(len(run.rows) for run in runs):
@@ -166,7 +166,7 @@ def board_page(board: Sequence[Submission], beside: Path) -> str:
         Column("kl", "KL, nats", 5),
         Column("ttft_speedup", "TTFT speedup", 2),
         Column("ideal_ttft_speedup", "ideal", 2),
-        Column("keep", "effective keep, %", 1),
+        Column("keep", "FLOPs for 99 %, %", 1),
         Column("prefill_mfu", "MFU, %", 1, interval=False),
         Column("machines", "machine"),
         Column("runs", "runs"),
@@ -184,7 +184,7 @@ def _described(submission: Submission, beside: Path) -> str:
     """A submission's line in the list of all."""
     runs = submission.results.runs
     about = [run.about["provenance"] for run in runs]
-    facts = (
+    details = (
         (counted(len(runs), "run"),),
         (f"commit {known['git_commit'][:7]}" for known in about),
         (known["machine"].get("device") for known in about),
@@ -192,13 +192,13 @@ def _described(submission: Submission, beside: Path) -> str:
         (run.identity.get("dtype") for run in runs),
         (known.get("started", "")[:10] for known in about),
     )
-    said = "; ".join(listed for values in facts if (listed := ", ".join(sorted(set(map(str, values))))))
-    cautions = "".join(f". Caution: {sentence}" for sentence in sorted({s for run in runs for s in run.handicaps}))
-    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({said}){cautions}"
+    text = "; ".join(listed for values in details if (listed := ", ".join(sorted(set(map(str, values))))))
+    cautions = "".join(f". Caution: {sentence}" for sentence in sorted({s for run in runs for s in run.warnings}))
+    return f"- {_link(submission.folder.name, submission.folder, beside)}: {submission.title} ({text}){cautions}"
 
 
 def _settings(submission: Submission, beside: Path) -> pd.DataFrame:
-    """A row for each setting: its mean over tasks, effective keep rate, links to its runs, and machines."""
+    """A row for each setting: its mean over tasks, FLOPs needed for 99 % of the score, its runs and machines."""
     from eval.analysis.columns import SECTION
     from eval.analysis.ranking import effective_keep
     from eval.analysis.table import random_models

@@ -1,4 +1,4 @@
-"""The entry point of every command: `lazyllm-bench VERB ...`; `lazyllm-bench VERB --help` describes it."""
+"""The entry point of every command: `lazyllm-bench COMMAND ...`; `lazyllm-bench COMMAND --help` describes it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib import import_module
 
 from lazyllm.errors import UserError
 
-# Verb -> (module whose `main(arguments)` returns the exit code, summary)
-VERBS = {
+# Command -> (module whose `main(arguments)` returns the exit code, summary)
+COMMANDS = {
     "run": ("eval.run.job", "measure methods beside the baseline: model=tiny method=lazy dataset=hotpotqa ..."),
     "plan": ("eval.run.plan", "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs"),
     "doctor": ("eval.run.doctor", "check whether this machine is ready, with the command that fixes each problem"),
@@ -34,22 +34,22 @@ VERBS = {
 
 
 def usage() -> str:
-    lines = [f"  {verb:<14}{what}" for verb, (_, what) in VERBS.items()]
-    return "\n".join(["usage: lazyllm-bench VERB ...", "", *lines, "", "More: lazyllm-bench VERB --help"])
+    lines = [f"  {command:<14}{what}" for command, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: lazyllm-bench COMMAND ...", "", *lines, "", "More: lazyllm-bench COMMAND --help"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Call a verb; returns the exit code: the verb's, or a `UserError`'s with one line on stderr."""
+    """Call a command; returns the exit code: the command's, or a `UserError`'s with one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-        if verb in ("-h", "--help"):
+        command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+        if command in ("-h", "--help"):
             print(usage())
             return 0
-        if verb not in VERBS:
-            print(f"error: no such verb: {verb}\n\n{usage()}", file=sys.stderr)
+        if command not in COMMANDS:
+            print(f"error: no such command: {command}\n\n{usage()}", file=sys.stderr)
             return 2
-        code = import_module(VERBS[verb][0]).main(rest) or 0
+        code = import_module(COMMANDS[command][0]).main(rest) or 0
         sys.stdout.flush()
         return code
     except UserError as error:

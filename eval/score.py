@@ -151,7 +151,7 @@ def as_text(scores: FolderScores) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb `score`. Returns the exit code. Raises UserError if the folder cannot be scored."""
+    """The command `score`. Returns the exit code. Raises UserError if the folder cannot be scored."""
     parser = parser_of("score", __doc__)
     parser.add_argument("folder", help="folder of <dataset>.jsonl files of LongBench's pred.py")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

@@ -30,7 +30,7 @@ _ADVICE = {  # by status
 
 
 class RequestError(Exception):
-    """This request failed; others may succeed. The message is one line for people."""
+    """This request failed; others may succeed. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Server:
-    """A model of a server: the settings `server.*` of the same names, and what the server said (`describe`): its
+    """A model of a server: the settings `server.*` of the same names, and what the server reports (`describe`): its
     version, the positions of prompt and answer, the models that it lists."""
 
     url: str
@@ -98,7 +98,7 @@ class Server:
 
     @property
     def takes(self) -> Kind:
-        """What its kind takes, once that is known."""
+        """The request fields that this kind of server accepts; set by `describe`."""
         return KINDS[str(self.kind)]
 
     @property
@@ -113,7 +113,7 @@ class Server:
     @cached_property
     def _http(self) -> httpx2.Client:
         """Connections, as many as requests at once. The key is in the headers only. Raises UserError."""
-        if not (self._key.isascii() and self._key.isprintable()):  # the client's error would tell it
+        if not (self._key.isascii() and self._key.isprintable()):  # the client's own error would show the key
             raise UserError(
                 f"the key in {self.api_key_env} (server.api_key_env) has characters that no header can hold"
             )
@@ -159,13 +159,13 @@ class Server:
             time.sleep(max(pause_s, min(60, float(after)) if after.isdigit() else 0))
         raise AssertionError
 
-    def _read(self, response: httpx2.Response, start: float, **told: Any) -> Answer:
-        """The answer of a stream, in which each event is one line of data. told: fields of `Request`."""
+    def _read(self, response: httpx2.Response, start: float, **reported: Any) -> Answer:
+        """The answer of a stream, in which each event is one line of data. reported: fields of `Request`."""
         text, reasoning, other, usage, ended = "", "", "", {}, False
         tokens: list[float] = []  # stamps of the events with a token
         try:
             if response.status_code != 200:
-                raise self._refusal(response, told["retries"])
+                raise self._refusal(response, reported["retries"])
             for line in _lines(response):
                 now = time.perf_counter() - start
                 if now > self.timeout_s:
@@ -173,7 +173,7 @@ class Server:
                 if not line.startswith("data:"):
                     other = line.strip() or other
                     continue
-                told.setdefault("first_event_s", now)
+                reported.setdefault("first_event_s", now)
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
                     ended = True
@@ -191,7 +191,7 @@ class Server:
                 if content or thought or delta.get("tool_calls") or reason == "stop" or (reason and not tokens):
                     tokens.append(now)
                 if content:
-                    told.setdefault("first_content_s", now)
+                    reported.setdefault("first_content_s", now)
             if not ended or not tokens:
                 raise httpx2.RemoteProtocolError(self._message(other) or "without an end")
         except (httpx2.RequestError, AttributeError, TypeError) as error:  # of the connection, or no such events
@@ -199,7 +199,7 @@ class Server:
             raise RequestError(f"{broken}: {str(error) or repr(error)}") from error
         number, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if all tokens came in one event
         request = Request(
-            **{"first_content_s": None, **told},
+            **{"first_content_s": None, **reported},
             end_s=time.perf_counter() - start,
             tpot_s=later_s / (number - 1) if number is not None and number > 1 and later_s > 0 else None,
             prompt_tokens=usage.get("prompt_tokens"),
@@ -209,11 +209,11 @@ class Server:
         return Answer(text, reasoning, tokens[0], tokens[-1], request)
 
     def _refusal(self, response: httpx2.Response, retries: int = 0) -> Exception:
-        """What a response means that is no answer: UserError if all others would be the same."""
-        said = f"HTTP {response.status_code}: {self._message(response.read().decode(errors='replace'))}"
+        """The error for a response without an answer: UserError if every other request would get the same response."""
+        message = f"HTTP {response.status_code}: {self._message(response.read().decode(errors='replace'))}"
         if advice := _ADVICE.get(response.status_code, ""):
-            return UserError(f"{self.url}: {said}; {advice.format(**vars(self))}")
-        return RequestError(f"{said} after {retries} retries" if retries else said)
+            return UserError(f"{self.url}: {message}; {advice.format(**vars(self))}")
+        return RequestError(f"{message} after {retries} retries" if retries else message)
 
     def _no_server(self, error: Exception) -> UserError:
         return UserError(
@@ -222,9 +222,9 @@ class Server:
         )
 
     def _message(self, text: str) -> str:
-        """What a server says of an error, in one line, without the key."""
-        said = _json(text)
-        error = said.get("error") or said.get("detail") or said.get("message") or text
+        """The server's error message on one line, without the key."""
+        body = _json(text)
+        error = body.get("error") or body.get("detail") or body.get("message") or text
         line = " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())
         return (line.replace(self._key, "***") if self._key else line)[:300]
 
@@ -258,7 +258,7 @@ def describe(server: Server) -> Server:
     if {"vllm", "lazyllm-bench"} & {*owners} and server.name not in ("", *models):  # others may answer for any name
         raise UserError(f"{server.url} has no model {server.name!r}: give one of {', '.join(models)}")
     kind = server.kind or next((name for name, it in KINDS.items() if it.owner in owners), None)
-    if kind is None:  # transformers serve tells no owner of its own
+    if kind is None:  # transformers serve reports no owner
         paths = server.ask("GET", f"{server.root}/openapi.json").get("paths", {})
         kind = "transformers" if {"/load_model", "/v1/completions"} <= paths.keys() else "plain"
     page = server.ask("GET", f"{server.root}{KINDS[kind].page}") if KINDS[kind].page else {}

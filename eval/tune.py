@@ -1,4 +1,4 @@
-"""The verb `tune`: search pruning layers and keep ratios on the split `dev` of the examples; report on `test`.
+"""The command `tune`: search pruning layers and keep ratios on the split `dev` of the examples; report on `test`.
 
 lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3           the best score at an ideal TTFT speedup
 lazyllm-bench tune model=tiny dataset=embedded -m target_speedup=1.5,2,3    a study of each
@@ -89,7 +89,7 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `tune`. Returns the exit code. Raises UserError."""
+    """The command `tune`. Returns the exit code. Raises UserError."""
     if find_spec("optuna") is None and not {"-h", "--help"} & set(arguments):
         raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
     start(tune_job, arguments, TuneConfig)

@@ -43,7 +43,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
-from lazyllm.machine import LONG, device_name, git_commit, handicaps
+from lazyllm.machine import LONG, device_name, git_commit, machine_warnings
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, make
 from lazyllm.methods.support.schedule import Schedule
 from lazyllm.presets import fields_of
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str]) -> None:
                 write_whole(options.json, json.dumps({**about, "cases": list(map(asdict, cases))}) + "\n")
     long = [pair.baseline.mfu for case in cases if case.tokens >= LONG for pair in case.pairs]
     least = min((100 * mfu for mfu in long if mfu is not None), default=math.nan)
-    signs = handicaps(about["device"], [about["attention_kernel"]], least, options.dtype)
+    signs = machine_warnings(about["device"], [about["attention_kernel"]], least, options.dtype)
     print(*(f"Caution: {sign}." for sign in signs), sep="\n")
 
 

@@ -32,8 +32,8 @@ def require(holds: bool, key: str, value: Any, expected: str) -> None:
         raise UserError(f"{key}={value}: expected {expected}")
 
 
-def parser_of(verb: str, description: str | None) -> ArgumentParser:
-    """The parser of `lazyllm-bench VERB`, whose help shows the description as it is written."""
+def parser_of(command: str, description: str | None) -> ArgumentParser:
+    """The parser of `lazyllm-bench COMMAND`, whose help shows the description as it is written."""
     return ArgumentParser(
-        prog=f"lazyllm-bench {verb}", description=description, formatter_class=RawDescriptionHelpFormatter
+        prog=f"lazyllm-bench {command}", description=description, formatter_class=RawDescriptionHelpFormatter
     )

@@ -93,7 +93,7 @@ def accelerator(device: str) -> Accelerator | None:
     return next((kind for kind in ACCELERATORS.values() if words >= {*kind.name.split()}), None)
 
 
-def handicaps(device: str, kernels: Collection[str], least_mfu: float, dtype: str | None = None) -> list[str]:
+def machine_warnings(device: str, kernels: Collection[str], least_mfu: float, dtype: str | None = None) -> list[str]:
     """A sentence for each sign that a baseline is slower than it could be, which flatters every speedup.
 
     device: the driver's name. kernels: of its attention. least_mfu: in per cent, of its prefills of `LONG` prompts; NaN

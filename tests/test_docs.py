@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.cli import VERBS
+from eval.cli import COMMANDS
 from eval.run.config import run_config
 from eval.store.results import COLUMNS
 from eval.store.visit import MEASURED, Measurement
@@ -19,7 +19,8 @@ from scripts.dev.docstrings import as_list
 
 ROOT = docs.ROOT
 PAGES = docs.pages()
-WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "results" / "README.md"]
+RESULTS = sorted((ROOT / "results").rglob("README.md"))
+WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *RESULTS]
 _FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 # stands for what a reader fills in, or needs what only a GPU's owner has
 _PLACEHOLDER = re.compile(r"\.\.\.|\$|\b(FOLDER|NAME|FILE|my_|mine\b)")
@@ -59,6 +60,14 @@ def test_make_docs_changes_nothing(page: Path) -> None:
     assert docs.inserted(text) == text, "python -m scripts.dev.docs"
 
 
+def test_rows_and_columns_are_chosen() -> None:
+    """The heading, the rule and a row of each arm of the demo; columns from 1."""
+    begin, end = "<!-- insert: results/demo/demo.md mean over tasks columns 2-4 -->\n", "<!-- end -->\n"
+    head, rule, *rows = [line for line in docs.inserted(f"{begin}\n{end}").splitlines() if line.startswith("|")]
+    assert (head, rule) == ("| method | n | score |", "|---|---:|---:|")
+    assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy"]
+
+
 def test_an_old_number_is_seen() -> None:
     source = "results/demo/demo.md"
     page = f"<!-- insert: {source} -->\n\n| old |\n\n<!-- end -->\n"
@@ -68,13 +77,22 @@ def test_an_old_number_is_seen() -> None:
         docs.inserted("<!-- insert: results/no_such.md -->\n<!-- end -->\n")
 
 
-def test_pages_are_short() -> None:
-    """README as it is read; pages without what is inserted, such as the list of all settings."""
-    texts = {page: page.read_text(encoding="utf-8") for page in PAGES}
-    written = re.compile(r"(<!-- insert: .+? -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    lines = {name_of(page): len(written.sub(r"\1", text).splitlines()) for page, text in texts.items()}
-    assert len(docs.inserted(texts[ROOT / "README.md"]).splitlines()) <= 110
-    assert {name: number for name, number in lines.items() if number > 160} == {}
+def test_pages_are_short_and_say_whom_they_are_for() -> None:
+    lines = {name_of(page): page.read_text(encoding="utf-8").splitlines() for page in PAGES}
+    assert {name: len(page) for name, page in lines.items() if len(page) > (110 if name == "README.md" else 150)} == {}
+    assert [name for name, page in lines.items() if name != "README.md" and not page[2].startswith("For ")] == []
+
+
+def test_glossary_is_short() -> None:
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    terms = [row for row in rows if row != "term"]
+    assert len(terms) == len({*terms}) <= 40
+
+
+def test_every_folder_of_results_says_how_it_was_made() -> None:
+    folders = [*(ROOT / "results").iterdir(), *(ROOT / "results" / "reference").iterdir()]
+    without = [name_of(folder) for folder in folders if folder.is_dir() and folder / "README.md" not in RESULTS]
+    assert without == ["results/reference"]  # its folders have one each
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
@@ -92,8 +110,8 @@ def test_relative_links_and_anchors_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_commands_exist(page: Path) -> None:
     for line in commands(page.read_text(encoding="utf-8")):
-        for verb in re.findall(r"\blazyllm-bench ([a-z][\w-]*)", line):
-            assert verb in VERBS, line
+        for command in re.findall(r"\blazyllm-bench ([a-z][\w-]*)", line):
+            assert command in COMMANDS, line
         for target in re.findall(r"^make ([a-z-]+)", line):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
 

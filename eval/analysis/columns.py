@@ -1,4 +1,4 @@
-"""What tables and figures share: methods' names, order of settings, columns that show values, ranges of lengths."""
+"""Shared by tables and figures: methods' names, order of settings, columns that show values, ranges of lengths."""
 
 from __future__ import annotations
 

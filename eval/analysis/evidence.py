@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, in_order
@@ -15,7 +16,7 @@ from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, c
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 
-FULL_SCORE = 100 - 1e-4  # ROUGE does not quite reach 1
+FULL_SCORE = 100 - 1e-4  # a perfect ROUGE score is slightly below 1
 _KEYS = [*SECTION, "method", "label", "task", "outcome", "layer"]
 _SHARES = ["in_prefill", "revived"]
 _COLUMNS = (
@@ -58,14 +59,16 @@ def evidence(results: Results) -> Table:
     groups = frame.groupby([*SECTION, "label", "task", "outcome"], sort=False)
     losses = groups["in_prefill"].transform(_largest_loss)
     caption = (
-        "Share of the evidence (the prompt's tokens that hold the answer) that the last layer computes in prefill, and "
-        "later in decoding (revived): mean over the examples with known evidence, separately for right answers (full "
-        "score) and wrong ones. Largest loss: the layer after which prefill drops the largest part of the evidence, in "
-        "points. Every layer is in the CSV."
+        "Share of the evidence, the prompt's tokens that hold the answer, that the last layer computes in prefill, or "
+        "later in decoding (revived). Right answers have the full score."
+    )
+    notes = (
+        "Mean over the examples with known evidence. Largest loss: the layer after which prefill drops the largest "
+        "part of the evidence, in points. Every layer is in the CSV."
     )
     title = "Evidence: the tokens that hold the answer, computed in the last layer"
     last = frame.assign(largest_loss=losses).loc[groups.tail(1).index]
-    return Table("evidence", title, caption, frame, cells(last, _COLUMNS, results), keys=4)
+    return Table("evidence", title, caption, frame, cells(last, _COLUMNS, results), keys=4, notes=notes)
 
 
 def _largest_loss(shares: pd.Series) -> str:
@@ -93,7 +96,9 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite, a panel for each task and one for the legend."""
-    figure, sections = style.sections_of(frame, 11, lambda rows: 2.6 * style.task_lines(rows))
+    figure, sections = style.sections_of(
+        frame, "Evidence computed in prefill, layer by layer", 11, lambda rows: 2.6 * style.task_lines(rows)
+    )
     styles = style.styles_of(frame["method"])
     for part, section in sections:
         panels = style.task_panels(part, section)
@@ -103,11 +108,14 @@ def plot(frame: Any) -> MplFigure:
             panels[task].plot(rows["layer"], rows["in_prefill"], label=label, drawstyle="steps-mid", **look)
         for axes in panels.values():
             axes.set(ylim=(-4, 104))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.legend(title="n", fontsize=7, title_fontsize=7, handlelength=2.4, loc="lower left")
         part.supxlabel("layer", fontsize=9)
         part.supylabel("evidence computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
-        handles = [Line2D([], [], label=label, **styles[name].drawn) for name, label in labels.items()]
+        handles = [
+            Line2D([], [], label=style.shown_label(label, name), **styles[name].drawn) for name, label in labels.items()
+        ]
         for kind, line in _LINES.items():
             handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
         part.legend(handles=handles, loc="outside right center")
@@ -118,11 +126,13 @@ FIGURE = Figure(
     name="evidence",
     title="Evidence computed in prefill, layer by layer, of right and wrong answers",
     caption=(
-        "Share of the evidence (the prompt's tokens that hold the answer) that each layer computes in prefill: mean "
-        "over the examples (n) with a right answer (full score), and with a wrong one. One setting per method: the one "
-        "run on most examples; of equal ones, that with most wrong answers. The table of the same name has the other "
-        "settings, and the share that decoding revives."
+        "Share of the evidence, the prompt's tokens that hold the answer, that each layer computes in prefill. Right "
+        "answers have the full score."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "Mean over the examples (n). One setting per method: the one run on most examples; of equal ones, that with "
+        "most wrong answers. The table of the same name has the other settings, and the share that decoding revives."
+    ),
 )

@@ -7,11 +7,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
 from eval.analysis.run_table import arm_groups
-from eval.analysis.table import COMPUTED, EXAMPLES, LABEL, MB, MODEL, Cell, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Figure, Table, cells, forms
 from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
@@ -54,14 +55,14 @@ def field(results: Results) -> Table:
     for heading in _WITHOUT_SELECTION:
         table[heading] = table[heading].mask(frame["diagnostic"], table[heading].map(_in_brackets))
     caption = (
-        "Mean over tasks; scores 0 to 100. % of baseline: the score relative to the baseline's. "
-        "Ideal: the baseline's prefill FLOPs divided by the method's, for the tokens that were computed, scoring "
-        "included; -: not known. Scoring: share of TTFT spent before the prefill. "
-        "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes. % "
-        f"computed: prompt tokens, mean over layers; {COMPUTED}. In brackets: a diagnostic, which is not a method: its "
-        "TTFT excludes the time of its selection. ±: half of the 95 % bootstrap interval over examples."
+        "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
+        "brackets: the TTFT of a diagnostic, which excludes the time of its selection."
     )
-    return Table("field", "Every method on one clock", caption, frame, table, keys=3)
+    notes = (
+        "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
+        "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes."
+    )
+    return Table("field", "Every method on one clock", caption, frame, table, keys=3, notes=notes)
 
 
 def _in_brackets(cell: Cell) -> Cell:
@@ -73,14 +74,16 @@ def memory(results: Results) -> Table:
     frame = overall(results)
     frame = frame[[*SETTING, "examples", "seeds", *forms(*(column.name for column in _MEMORY))]]
     caption = (
-        "Mean over tasks, MB = 10^6 bytes. KV cache and Aux Cache: at the end of a generation. Ratios: to the "
-        "baseline on the same examples. Peak: during a generation, weights included; on a GPU the allocated "
-        "memory, on a CPU the process's resident memory, with Python and its libraries. ±: half of the 95 % bootstrap "
-        "interval over examples. unpaired: no baseline was run."
+        "KV cache and Aux Cache at the end of a generation, and the peak during it, mean over tasks. Ratios are to the "
+        "baseline on the same examples."
+    )
+    notes = (
+        "MB = 10^6 bytes. Peak: weights included; on a GPU the allocated memory, on a CPU the process's resident "
+        "memory, with Python and its libraries."
     )
     shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
     title = "Memory: KV cache, Aux Cache and peak by method"
-    return Table("memory", title, caption, frame, shown, keys=2)
+    return Table("memory", title, caption, frame, shown, keys=2, notes=notes)
 
 
 def ttft_share(results: Results) -> Table:
@@ -108,13 +111,16 @@ def ttft_share(results: Results) -> Table:
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
     caption = (
-        "Per cent of the generation time before the first token: summed TTFT divided by summed generation time, "
-        "for generations with a prompt or an answer of this many tokens (the end token counts). The CSV has each "
-        "combination of prompt and answer length, and the number of generations. In steps: TTFT in decoding steps, "
-        "mean over generations of several tokens; the paper's baseline: 21. -: no such generation."
+        "Per cent of the generation time before the first token, by tokens of prompt or answer. In steps: TTFT in "
+        "decoding steps; the paper's baseline: 21."
+    )
+    notes = (
+        "A share is summed TTFT divided by summed generation time; steps are a mean over generations of several "
+        "tokens. The end token counts. The CSV has each combination of prompt and answer length, and the number of "
+        "generations."
     )
     title = "TTFT's share of the generation time"
-    return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2)
+    return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2, notes=notes)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -133,7 +139,7 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One row per model and suite: the score on the left, ideal speedups on the right, then the legend."""
-    figure, sections = style.sections_of(frame, 11, lambda _: 4.4, note=", mean over tasks")
+    figure, sections = style.sections_of(frame, "Score and TTFT speedup, mean over tasks", 11, lambda _: 4.4)
     for part, rows in sections:
         styles = style.styles_of(rows["method"])
         scores, ideals, legend = part.subplots(1, 3, width_ratios=[3, 2.3, 1.1])
@@ -142,7 +148,7 @@ def plot(frame: Any) -> MplFigure:
         style.draw_methods(scores, rows, styles, "ttft_speedup", "relative_score")
         scores.set(xlabel="measured TTFT speedup over the baseline", ylabel="score, % of the baseline's")
         scores.set_ylim(bottom=min(0, scores.get_ylim()[0]))
-        scores.set_title("What is kept of the score")
+        scores.set_title("Score kept, by TTFT speedup")
         style.log_scale(scores, "x")
         with_ideal = rows.dropna(subset="ideal_ttft_speedup")
         if with_ideal.empty:  # records without FLOPs
@@ -159,7 +165,7 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> 
         style.draw(axes, points, "ideal_ttft_speedup", "ttft_speedup", **look)
     axes.axline((1, 1), (2, 2), **style.REFERENCE)
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
-    axes.set_title("How much of the ideal is reached (dotted: all)")
+    axes.set_title("Measured against ideal speedup (dotted: equal)")
     reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
     axes.set(xlim=reach, ylim=reach)
     style.log_scale(axes, "x")
@@ -180,44 +186,47 @@ FIGURE = Figure(
     name="field",
     title="All methods at the same ideal TTFT speedups",
     caption=(
-        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks; a curve joins the "
-        "settings of a method that are given by a target speedup (1.5x, 2x, ...). Right: the measured speedup against "
-        "the ideal one, from the FLOPs of the computed tokens, scoring included. Hollow: a diagnostic, which keeps the "
-        "tokens that the full model's own answer attends to; its TTFT excludes that selection's time, so it is not a "
-        "method and is not ranked. Bars: 95 % bootstrap intervals over examples."
+        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks. Right: the "
+        "measured speedup against the ideal one, from the FLOPs of the computed tokens, scoring included."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...). Hollow: a "
+        "diagnostic, which keeps the tokens that the full model's own answer attends to; its TTFT excludes that "
+        "selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
+    ),
     opens_report=True,
 )
 
 
 @style.styled
 def plot_comparison(results: Results, table: Table) -> MplFigure:
-    """Score against TTFT speedup of the arms of a run, one colour per arm. Returns a matplotlib figure.
+    """Score against TTFT speedup of the arms of a run. Returns a matplotlib figure.
 
-    Small marks are tasks; the large one, with its intervals, is the mean over tasks.
-    results: of one run. table: its `run_table`. A method's first arm that is not an ablation gets the method's style.
+    Small marks are tasks; the large one, with its intervals, is the mean over tasks. results: of one run. table: its
+    `run_table`. A method's first arm that is not an ablation gets the method's style, the others paler ones.
     """
     figure = style.new_figure(7.2, 4.4)
     axes = figure.subplots()
     frame: Any = table.frame[table.frame["kind"].isin(["task", "all"])]
     whole = frame["name"].iloc[-1]  # the mean over tasks, or the only task
     (run,) = results.runs
-    looks: dict[str, str] = {}
-    for name, (label, *_) in arm_groups(run).items():
-        arm = run.arms[label]
-        is_spare = arm.method in looks.values() or is_ablation(arm.settings)
-        looks[name] = name if is_spare else arm.method
-    styles = style.styles_of(looks.values())
-    for name, look in looks.items():
+    arms = {name: run.arms[label] for name, (label, *_) in arm_groups(run).items()}
+    styles = style.styles_of(arm.method for arm in arms.values())
+    ordinary = [name for name, arm in arms.items() if not is_ablation(arm.settings)]
+    for name, arm in arms.items():
+        alike = [other for other in ordinary if arms[other].method == arm.method]
+        others = [other for other in arms if arms[other].method == arm.method and other not in alike[:1]]
         rows = frame[frame["method"] == name]
-        mark: dict[str, Any] = {"color": styles[look].colour, "marker": styles[look].marker}
+        mark = styles[arm.method].paler(others.index(name) + 1 if name in others else 0)
         tasks, mean = rows[rows["name"] != whole], rows[rows["name"] == whole]
         axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
-        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none", "label": name}
+        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none"}
+        mark["label"] = style.shown_label(name, arm.method)
         style.draw(axes, mean, "ttft_speedup", "score", with_x=True, **mark)
     axes.set(xlabel="TTFT speedup over the baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
-    axes.set_title(table.title, fontsize=11)
+    axes.set_title(f"Score against speed to the first token: {table.title}", fontsize=11)
+    axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10]))
     style.legend_beside(axes, title=f"large: {whole}\nsmall: one task", alignment="left")
     return figure

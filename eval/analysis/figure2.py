@@ -96,11 +96,13 @@ FIGURE = Figure(
     name="figure2",
     title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
     caption=(
-        "Importance (Eq. 1) of every token of one prompt, without pruning. Left: by layer, on a log scale; "
-        "if there are more tokens than columns, a column shows the largest score of its tokens. Scores below 1 % of "
-        "an equal share (1/n) have the darkest colour. Right: each token's mean score over the layers; inset: the "
-        "first tokens."
+        "Importance (Eq. 1) of every token of one prompt, without pruning: by layer on the left, as a mean over the "
+        "layers on the right."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "Colours have a log scale; scores below 1 % of an equal share (1/n) have the darkest one. If there are more "
+        "tokens than columns, a column shows the largest score of its tokens. Inset: the first tokens."
+    ),
 )

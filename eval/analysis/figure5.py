@@ -78,7 +78,11 @@ def plot(frame: Any) -> MplFigure:
     """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of KL
     if it was measured."""
     figure, sections = style.sections_of(
-        frame, 11, lambda rows: 2.65 * style.task_lines(rows) * len(_measured(rows)), most=2
+        frame,
+        "Score and KL against TTFT speedup",
+        11,
+        lambda rows: 2.65 * style.task_lines(rows) * len(_measured(rows)),
+        most=2,
     )
     styles = style.styles_of(frame["method"])
     for section, rows in sections:
@@ -156,15 +160,16 @@ FIGURE = Figure(
     name="figure5",
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
-        "Scores of every setting, relative to the baseline's, without ablations of LazyLLM; bars are "
-        "95 % bootstrap intervals over examples. Seeds of a setting are pooled. A curve joins a method's settings that "
-        "are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, the curve joins the settings that no other "
-        "one of the method beats in both score and speedup, which flatters methods with many settings. Hollow: the "
-        "paper's Table 1, with the mean of its task means; crosses: the claims in its text on multi-document QA. "
-        "Below, on a log scale: the KL divergence of the first token's distribution from the baseline's, which does "
-        "not saturate like a score."
+        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the KL divergence of the "
+        "first token's distribution from the baseline's. Hollow: the paper's Table 1; crosses: the claims in its text."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "Bars: 95 % bootstrap intervals over examples. Seeds of a setting are pooled; ablations of LazyLLM are left "
+        "out. A curve joins a method's settings that are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, "
+        "the curve joins the settings that no other one of the method beats in both score and speedup, which flatters "
+        "methods with many settings. The paper's mean is that of its task means."
+    ),
     opens_report=True,
 )

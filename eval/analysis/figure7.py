@@ -12,6 +12,7 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FuncFormatter
 
 from eval.analysis import style
+from eval.analysis.columns import STUDIED
 from eval.analysis.table import Figure
 from eval.store.results import Results, first_turns
 from eval.store.runs import counted
@@ -21,7 +22,7 @@ _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, label, group (from 1), layers (for people), step (0: prefill), examples, generating, pct_computed.
+    """model, label, group (from 1), layers (as shown), step (0: prefill), examples, generating, pct_computed.
 
     pct_computed: 0 to 100, distinct prompt tokens computed so far in the group's layers, mean over all `examples`. An
     example that has ended keeps its last value; `generating` counts those that have not.
@@ -52,7 +53,8 @@ def plot(frame: Any) -> MplFigure:
         upper.axhline(100, label="baseline", **style.REFERENCE)
         upper.set(ylim=(0, 103), xlim=(0, max(steps, 1)), ylabel="% of prompt tokens computed so far")
         examples = counted(rows["examples"].iloc[0], "example")
-        upper.set_title(f"{rows['model'].iloc[0]}: {rows['label'].iloc[0]}, {examples}")
+        label = style.shown_label(rows["label"].iloc[0], STUDIED)
+        upper.set_title(f"Prompt tokens computed so far: {rows['model'].iloc[0]}, {label}, {examples}")
         style.legend_beside(upper)
         counts = rows[rows["group"] == 1]
         lower.stairs(counts["generating"], np.append(counts["step"], steps + 1) - 0.5, fill=True, color="#BDBDBD")
@@ -101,11 +103,13 @@ FIGURE = Figure(
     name="figure7",
     title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
     caption=(
-        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples. An example that has "
-        "ended keeps its last value, so the right end shows what whole answers needed (Table 2's quantity, by group). "
-        "The baseline computes all of them in its prefill. Below: the number of examples still generating. The paper "
-        "averages 1000 random LongBench examples."
+        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; the baseline computes all "
+        "of them in its prefill. Below: the number of examples still generating."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "An example that has ended keeps its last value, so the right end shows what whole answers needed (Table 2's "
+        "quantity, by group). The paper averages 1000 random LongBench examples."
+    ),
 )

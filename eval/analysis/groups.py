@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
-from eval.analysis.style import GREY, new_figure, panels_of, styled
+from eval.analysis.style import GREY, new_figure, panels_of, shown_label, styled
 from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells, forms
 from eval.store.results import Results
 
@@ -40,12 +40,13 @@ def groups(results: Results) -> Table:
         columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES],
     )
     caption = (
-        "Mean over tasks of the rows of each group. answered: answers that are not empty; score of these: without "
-        "empty answers, which score 0, in the denominator. ±: half of the 95 % bootstrap interval over "
-        "examples. Datasets and tasks are in the CSV."
+        "Mean over tasks of the rows of each group. Answered: answers that are not empty; score of these: without "
+        "empty answers, which score 0, in the denominator."
     )
     shown = cells(table[table["level"] == "all"], _COLUMNS, results)
-    return Table("groups", "Scores by group of rows", caption, table, shown, keys=3)
+    return Table(
+        "groups", "Scores by group of rows", caption, table, shown, keys=3, notes="Datasets and tasks are in the CSV."
+    )
 
 
 def with_lengths(frame: Any) -> Any:
@@ -91,9 +92,11 @@ def plot(frame: Any) -> MplFigure:
     figure = new_figure(0.8 + 2.6 * columns, 0.4 + 2.8 * lines, left_out)
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     picture: Any = None
-    for place, ((model, *_, label), rows) in zip(axes.flat, panels, strict=False):
+    for place, ((model, _, method, _, label), rows) in zip(axes.flat, panels, strict=False):
         picture = _draw_map(place, rows.pivot(index="depth", columns="length", values="score"))
-        place.set_title("\n".join([*wrap(model, 30), *wrap(label, 30, max_lines=2, placeholder="…")]))
+        place.set_title(
+            "\n".join([*wrap(model, 30), *wrap(shown_label(label, method), 30, max_lines=2, placeholder="…")])
+        )
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for place in axes.flat[max(0, len(panels) - columns) : len(panels)]:  # no panel below
@@ -123,8 +126,8 @@ FIGURE = Figure(
     name="needle",
     title="Needle in a haystack: score by length and depth",
     caption=(
-        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. "
-        "The table of scores by group has intervals for each length and each depth."
+        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. The "
+        "table of scores by group has intervals for each length and each depth."
     ),
     data=data,
     plot=plot,

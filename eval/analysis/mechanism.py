@@ -238,10 +238,13 @@ FIGURE = Figure(
     title="What LazyLLM does with each token, layer by layer and step by step",
     caption=(
         "One traced example: columns are tokens, rows are layers, panels are steps. In each step, every pruning layer "
-        "(black lines) selects anew which tokens continue. A selected token that was not computed there before is "
-        "revived from the Aux Cache; no token is computed twice in a layer. Shown is the part of the prompt with the "
-        "most revived tokens; the numbers on the right count the whole prompt."
+        "(black lines) selects anew which tokens continue."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "A selected token that was not computed there before is revived from the Aux Cache; no token is computed twice "
+        "in a layer. Shown is the part of the prompt with the most revived tokens; the numbers on the right count the "
+        "whole prompt."
+    ),
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, overall, place_of
-from eval.analysis.table import COMPUTED, MODEL, Cell, Column, Table, cells, forms, model_name, random_models
+from eval.analysis.table import MODEL, Cell, Column, Table, cells, forms, model_name, random_models
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
@@ -58,8 +58,7 @@ def table1(results: Results) -> Table:
     title = "Table 1: score and TTFT speedup beside the paper's"
     note = (
         "Scores 0 to 100, mean over seeds; their standard deviation is in the CSV. Prompt compression keeps half "
-        "of its context, as no share has the paper's speedup. "
-        "KL: of the first token's distribution from the baseline's; - if it was not measured."
+        "of its context, as no share has the paper's speedup."
     )
     return _with_published(results, "table1", title, _TABLE1, note)
 
@@ -68,8 +67,8 @@ def table2(results: Results) -> Table:
     """Share of prompt tokens computed and generation speedup of LazyLLM by model and task, with the paper's."""
     title = "Table 2: prompt tokens computed and generation speedup of LazyLLM, beside the paper's"
     note = (
-        f"% tokens computed: by the end of generation, mean over layers; {COMPUTED}. Generation speedup compares whole "
-        "answers, which may differ in length."
+        "% tokens computed: by the end of generation. Generation speedup compares whole answers, which may differ in "
+        "length."
     )
     return _with_published(results, "table2", title, _TABLE2, note)
 
@@ -126,13 +125,14 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
     )
     failures = f" Failed, not counted: {counted(failed, 'answer')}." if failed else ""
     caption = (
-        f"{note} Arms with the preset table1 and the baseline. The paper does not publish its parameters; ours are "
-        "solved for its TTFT speedups. ±: half of the 95 % bootstrap interval over examples; both ends are in "
-        "the CSV. Δ: measured minus paper, if every example of the task was run (no scores of random weights). "
-        f"n: examples, with a note if only a part was run.{failures} unpaired: no baseline was run. "
-        "-: the paper has no such model."
+        "The baseline and arms with the preset table1: the paper does not publish its parameters; ours are solved for "
+        "its TTFT speedups."
     )
-    return Table(name, title, caption, frame, _cells(frame, values, results), keys=3)
+    notes = (
+        f"{note} Δ: measured minus paper, if every example of the task was run (no scores of random weights). n: "
+        f"examples, with a note if only a part was run.{failures} -: the paper has no such model."
+    )
+    return Table(name, title, caption, frame, _cells(frame, values, results), keys=3, notes=notes)
 
 
 def _status(row: Mapping[Any, Any], datasets: int, examples: int) -> str:
@@ -192,7 +192,9 @@ def _as_printed(table: Table, title: str, values: Sequence[Column], note: str, r
     texts = {"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)}
     texts = texts if texts["Method"].nunique() > 1 else {"Tasks": texts["Tasks"]}
     keys = len(texts)
-    sides = [(MODEL_NAMES[column], column, ran[ran["paper_model"] == column]) for column in PAPER_MODELS]
+    sides: list[tuple[str, str | None, Any]] = [
+        (MODEL_NAMES[column], column, ran[ran["paper_model"] == column]) for column in PAPER_MODELS
+    ]
     for (model, suite), rows in ran[~ran["paper_model"].isin(PAPER_MODELS)].groupby(["model", "suite"], sort=False):
         sides.append((model_name({"model": model, "suite": suite}, results), None, rows))
     for name, column, ours in sides:
@@ -206,11 +208,10 @@ def _as_printed(table: Table, title: str, values: Sequence[Column], note: str, r
             if column is not None:
                 lines[f"{name}: paper_{value.name}"] = paper
             texts[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
-    caption = (
-        "Ours (the paper's); -: not run; n: examples; *: only a part of the task was run. Means over seeds; "
-        f"{title} of all runs has intervals and differences. {note}"
-    )
-    return Table(f"{table.name}_paper", f"{title} as the paper prints it", caption, lines, pd.DataFrame(texts), keys)
+    caption = "Ours (the paper's); -: not run; n: examples; *: only a part of the task was run."
+    notes = f"Means over seeds. {note} {title} of all runs has intervals and differences."
+    title = f"{title} as the paper prints it"
+    return Table(f"{table.name}_paper", title, caption, lines, pd.DataFrame(texts), keys, notes=notes)
 
 
 def _both(row: Mapping[Any, Any], paper: float | None, value: Column) -> Cell:
@@ -254,12 +255,11 @@ def claims(results: Results) -> Table:
     table = cells(frame.assign(name=[place_of(name)[1] for name in frame["method"]], setting=settings), _CLAIMS)
     table.loc[frame["measured_score"].isna(), ["score, ours", "full, ours", "TTFT speedup, ours"]] = "no run"
     caption = (
-        "Numbers as published, each measured with its authors' own harness. full: the unpruned model there; for the "
-        "same model it differs by 13 points between papers. Ours: the mean over LongBench's tasks with the same "
-        "settings, and the baseline beside them. why they differ: what the published run did differently. -: not "
-        "published."
+        "Numbers as published, each measured with its authors' own harness. Ours: the mean over LongBench's tasks with "
+        "the same settings, and the baseline beside them."
     )
-    return Table("claims", "What their authors report", caption, frame, table, keys=3)
+    notes = "full: the unpruned model; for the same model it differs by 13 points between papers. -: not published."
+    return Table("claims", "What their authors report", caption, frame, table, keys=3, notes=notes)
 
 
 def _name_of(row: Mapping[str, Any]) -> str:

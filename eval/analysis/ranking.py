@@ -16,7 +16,7 @@ from eval.store.aggregate import drawn_means, on_common_examples
 from eval.store.join import beside
 from eval.store.results import Results, first_turns
 
-LEAST = 0.9  # of its target: a setting whose prefills' measured ideal speedup is lower is not ranked
+LEAST = 0.9  # share of its target speedup that a setting must reach (by computed FLOPs) to be ranked
 _VALUES = {"kl": 5, "score": 2}  # digits shown
 _COLUMNS = (
     MODEL,
@@ -54,14 +54,13 @@ def ranking(results: Results) -> Table:
         **{f"{name}_shown": [_difference(row, name) for row in rows] for name in _VALUES},
     )
     caption = (
-        "Settings given by an ideal TTFT speedup, ranked by the mean KL divergence of the first token's distribution "
-        "from the baseline's, smallest first. Means over tasks, on the examples that all methods of that "
-        "speedup have; seeds are pooled. ±: half of the 95 % bootstrap interval over examples. Differences: to the "
-        "method ranked first, on the same examples; in brackets both ends of their 95 % interval (paired: each "
-        "resample draws the same examples for both)."
-    ) + (f" Not ranked: {'; '.join(others)}." if others else "")
+        "Settings given by an ideal TTFT speedup, ranked by mean KL, smallest first. Differences are to the method "
+        "ranked first, on the same examples, with both ends of their paired 95 % interval."
+    )
+    notes = "Means over tasks, on the examples that all methods of that speedup have; seeds are pooled."
+    notes += f" Not ranked: {'; '.join(others)}." if others else ""
     title = "Methods ranked at equal ideal speedups"
-    return Table("ranking", title, caption, table, cells(shown, _COLUMNS, results), keys=4)
+    return Table("ranking", title, caption, table, cells(shown, _COLUMNS, results), keys=4, notes=notes)
 
 
 def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
@@ -73,7 +72,7 @@ def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
         key, name = (row["model"], row["suite"], row["label"]), columns.marked(row["label"], row["method"])
         if columns.is_diagnostic(row["method"]):
             reasons[key] = name
-        elif target is not None and ideal < LEAST * target:  # not of records that lack it: NaN
+        elif target is not None and ideal < LEAST * target:  # answers without it give NaN
             reasons[key] = f"{name}, whose prefills had an ideal speedup of {ideal:.2f}"
     return reasons
 
@@ -132,13 +131,16 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     names = [*SECTION, "method", "label", "task", "prompt_tokens", "examples", "settings", "setting", *_SHARES]
     table = in_order(pd.DataFrame(rows, columns=names)).drop(columns="label")
     caption = (
-        f"The smallest share of an unpruned prefill's FLOPs, scoring included, in %, at which the score stays "
-        f"within {within:g} % of the baseline's, by prompt tokens. It is the minimum over all settings of the "
-        "method that were run (the CSV names the best one; more settings can only lower it), on the examples that all "
-        "settings have. 100: no setting stays that near. ±: half of the 95 % bootstrap interval over examples; both "
-        "ends are in the CSV. -: no prompt of this length, or a baseline that scores 0."
+        f"The least share of an unpruned prefill's FLOPs, in %, at which the score stays within {within:g} % of the "
+        "baseline's, by prompt tokens. 100: no setting stays that near."
     )
-    return Table("effective_keep", "Effective keep rate", caption, table, _cells(table, results), keys=3)
+    notes = (
+        "Scoring is included. The minimum over all settings of the method that were run (the CSV names the best one; "
+        "more settings can only lower it), on the examples that all settings have. -: no prompt of this length, or a "
+        "baseline that scores 0."
+    )
+    title = f"FLOPs needed for {100 - within:g} % of the baseline's score"
+    return Table("effective_keep", title, caption, table, _cells(table, results), keys=3, notes=notes)
 
 
 def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from eval.store.results import Results
 
 @dataclass(frozen=True)
 class Subject:
-    """What is shown of a subject: a table, a figure, or both. command: its runs give the data."""
+    """A subject of the report: a table, a figure, or both. command: an example of a run that gives its data."""
 
     table: Callable[[Results], Table] | None = None
     figure: Figure | None = None

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import marked, range_of, ranges_in, with_ends
-from eval.analysis.table import COMPUTED, Column, Table, cells, forms
+from eval.analysis.table import Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
 from eval.store.folder import read_planned
@@ -87,7 +87,7 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
 
 
 def arm_groups(run: StoredRun) -> dict[str, list[str]]:
-    """{name for people: labels} of a run's arms; those that differ in the seed only are one, without it."""
+    """{shown name: labels} of a run's arms; those that differ in the seed only are one, without it."""
     groups: dict[str, list[str]] = {}
     names: dict[tuple[str, str], str] = {}
     for arm in run.arms.values():
@@ -162,10 +162,9 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 
 def _caption(results: Results, frame: Any) -> str:
-    """Two sentences on the numbers, then a line for each thing to know about these runs."""
+    """Two sentences about the numbers, then one line for each warning or note about these runs."""
     lines = [
-        f"Scores 0 to 100. ±: half of the 95 % bootstrap interval over examples, not shown for n below {FEWEST}; the "
-        f"CSV has both ends. % tokens computed: {COMPUTED}. KL: of the first token's distribution from the baseline's.",
+        f"Scores 0 to 100. Intervals are not shown for n below {FEWEST}; the CSV has both ends.",
         "Speedups compare answers of the same visit; generation speedup compares whole answers, which may differ in "
         "length."
         if frame["ttft_speedup"].notna().any()
@@ -174,7 +173,7 @@ def _caption(results: Results, frame: Any) -> str:
     beside_baseline = comparisons(results)
     if len(beside_baseline) <= MANY:
         lines += [f"{one.name} beside the baseline: {one.text}." for one in beside_baseline]
-    lines += list(_physics(results.runs))
+    lines += list(_hardware_notes(results.runs))
     turns = [turn for run in results.runs for visit in run.visits for turn in visit.turns[:1]]
     cut = sum(turn.tokens < turn.tokens_before_truncation for turn in turns)
     if cut:
@@ -190,7 +189,7 @@ def _caption(results: Results, frame: Any) -> str:
     return "\n".join(lines)
 
 
-def _physics(runs: Sequence[StoredRun]) -> Iterator[str]:
+def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
     """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
     if kernels := ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)):
         yield f"Attention kernel of the baseline, by profiler: {kernels}."
@@ -198,7 +197,7 @@ def _physics(runs: Sequence[StoredRun]) -> Iterator[str]:
     for device in dict.fromkeys(run.device for run in timed):
         peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"
         yield f"MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
-    for sentence in dict.fromkeys(sentence for run in runs for sentence in run.handicaps):
+    for sentence in dict.fromkeys(sentence for run in runs for sentence in run.warnings):
         yield f"Caution: {sentence}."
 
 
@@ -277,7 +276,7 @@ def _comparison(name: str, run: StoredRun, labels: Sequence[str]) -> list[Compar
 
 
 def binomial(better: int, worse: int) -> float:
-    """The chance of a split at least as uneven, if both sides are equally likely."""
+    """The probability of a split at least this uneven, if both sides are equally likely."""
     n = better + worse
     return min(1.0, 2 * sum(comb(n, k) for k in range(min(better, worse) + 1)) / 2**n)
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis import style
 from eval.analysis.columns import SECTION, SETTING, STUDIED, overall
-from eval.analysis.table import COMPUTED, EXAMPLES, MODEL, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, MODEL, Column, Figure, Table, cells, forms
 from eval.store.results import Results
 from eval.store.runs import label_of
 
@@ -43,14 +43,15 @@ def sensitivity(results: Results) -> Table:
     labels = [label.removeprefix(f"{STUDIED}, ").removeprefix("schedule=") for label in frame["label"]]
     caption = (
         "Every schedule of LazyLLM that was run ({layer: keep ratio}), by speedup; mean over tasks. Points per 0.1 "
-        "keep: change of the score per 0.1 less of the prompt kept after a single pruning layer, relative to the next "
-        "higher ratio that was run after the same layer, or to keeping everything (the baseline); - "
-        f"for schedules of several layers. % tokens computed: {COMPUTED}. KL: of the first token's distribution from "
-        "the baseline's. ±: half of the 95 % bootstrap interval over examples."
+        "keep: score lost for each 0.1 less of the prompt kept after a single pruning layer."
+    )
+    notes = (
+        "The loss is relative to the next higher ratio that was run after the same layer, or to keeping everything "
+        "(the baseline)."
     )
     title = "Sensitivity of score, KL and speed to the schedule"
     table = cells(frame.assign(schedule=labels), _COLUMNS, results)
-    return Table("sensitivity", title, caption, frame, table, keys=2)
+    return Table("sensitivity", title, caption, frame, table, keys=2, notes=notes)
 
 
 def _with_schedules(frame: Any) -> Any:
@@ -93,11 +94,14 @@ def data(results: Results) -> pd.DataFrame:
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
 
+_TITLE = "LazyLLM with one pruning layer, mean over tasks"
+
+
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One line per model and suite: the score, then KL if it was measured; one curve per kept share."""
     has_kl = frame["kl"].notna().any()
-    figure, sections = style.sections_of(frame, 5.6 + 4.4 * has_kl, lambda _: 3.6, note=", mean over tasks")
+    figure, sections = style.sections_of(frame, _TITLE, 5.6 + 4.4 * has_kl, lambda _: 3.6)
     for part, rows in sections:
         panels = part.subplots(1, 1 + has_kl, squeeze=False)[0]
         _draw_curves(panels[0], rows, "score", "score (0 to 100)")
@@ -125,11 +129,11 @@ FIGURE = Figure(
     name="figure6",
     title="Score against the layer of a single pruning point (the paper's Figure 6)",
     caption=(
-        "LazyLLM with one pruning layer, mean over tasks, with 95 % bootstrap intervals over examples: the score, and "
-        "on a log scale the KL divergence of the first token's distribution from the baseline's. The paper "
-        "claims that scores fall if fewer tokens are kept and rise if pruning is later; it gives no numbers to "
-        "overlay."
+        "LazyLLM with one pruning layer, mean over tasks: the score, and the KL divergence of the first token's "
+        "distribution from the baseline's. The paper claims that scores fall if fewer tokens are kept and rise if "
+        "pruning is later; it gives no numbers."
     ),
     data=data,
     plot=plot,
+    notes=("Bars: 95 % bootstrap intervals over examples. KL has a log scale."),
 )

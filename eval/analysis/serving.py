@@ -34,11 +34,14 @@ def serving(results: Results) -> Table:
         found.append(row | {name: group[clock].quantile(n / 100) for name, (clock, n) in _QUANTILES.items()})
     table = pd.DataFrame(found, columns=[*_KEYS, "requests", *_QUANTILES])
     caption = (
-        "TTFT: from just before the request to the first event with a token. TPOT: (last - first) / (tokens - 1), as "
-        "an event may hold several tokens; - if the server does not count them. Percentiles over requests (n), one for "
-        "each turn. Requests that failed are in no column."
+        "Percentiles over requests (n), one for each turn. TTFT: from just before the request to the first event with "
+        "a token."
     )
-    return Table("serving", "Servers under load", caption, table, cells(table, _COLUMNS, results), keys=3)
+    notes = (
+        "TPOT: (last - first) / (tokens - 1), as an event may hold several tokens; - if the server does not count "
+        "them. Failed requests are left out."
+    )
+    return Table("serving", "Servers under load", caption, table, cells(table, _COLUMNS, results), keys=3, notes=notes)
 
 
 def _load_of(run: StoredRun) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -29,7 +29,7 @@ from eval.store.visit import Trace, read_trace
 # Figure 4's schedule with all other settings at their defaults
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart
+# Okabe and Ito's colours, which colour-blind readers can distinguish
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = (
@@ -73,7 +73,7 @@ _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
 def usual(results: Results) -> Results:
-    """Of each model, the runs that differ least from most of its runs: tables show all of them."""
+    """For each model, its most common kind of run. Figures show only these; tables show all runs."""
     least: dict[str, int] = {}
     for run in results.runs:
         name = run.model.removesuffix(run.variant)
@@ -107,7 +107,7 @@ def of_trace(
     keep: Callable[[StoredArm], bool] = lambda arm: True,
 ) -> Any:
     """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
-    columns with these facts of its run and arm, such as `model` and `label`; empty without a trace.
+    columns of its run and arm, such as `model` and `label`; empty without a trace.
 
     keep: which arms count.
     """
@@ -120,14 +120,14 @@ def of_trace(
     if not traced:
         return pd.DataFrame()
     run, arm, trace = min(traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING))
-    facts = {"model": run.model, "label": arm.label, "method": arm.method}
+    values = {"model": run.model, "label": arm.label, "method": arm.method}
     frame = frame_of(trace)
-    return frame.assign(**{fact: facts[fact] for fact in about})[[*about, *frame.columns]]
+    return frame.assign(**{name: values[name] for name in about})[[*about, *frame.columns]]
 
 
 @dataclass(frozen=True)
 class MethodStyle:
-    """name: the method for people. line: a matplotlib line style. hollow: its marks, as those of a diagnostic."""
+    """name: as shown. line: a matplotlib line style. hollow: whether markers are hollow, as a diagnostic's."""
 
     name: str
     colour: str
@@ -140,6 +140,16 @@ class MethodStyle:
         """Arguments of matplotlib's `plot`."""
         face = "white" if self.hollow else self.colour
         return {"color": self.colour, "marker": self.marker, "linestyle": self.line, "markerfacecolor": face}
+
+    def paler(self, number: int) -> dict[str, Any]:
+        """Colour and marker of the method's number-th other arm; 0: the method's own."""
+        if number == 0:
+            return {"color": self.colour, "marker": self.marker}
+        share = number / (number + 2)
+        red, green, blue = ((1 - share) * part + share for part in to_rgb(self.colour))
+        colour = to_hex((red, green, blue))
+        place = MARKERS.index(self.marker) if self.marker in MARKERS else 0
+        return {"color": colour, "marker": MARKERS[(place + number) % len(MARKERS)]}
 
 
 # for methods that declare no colour and marker
@@ -161,6 +171,13 @@ def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
             line = LINES[0] if name in (BASELINE, STUDIED) else LINES[1 + kind.order % (len(LINES) - 1)]
             styles[name] = MethodStyle(kind.label, kind.colour, kind.marker, line, kind.diagnostic)
     return styles
+
+
+def shown_label(label: str, method: str) -> str:
+    """A setting's label with the method's name as shown, `LazyLLM, schedule=paper`; an arm's own label in words."""
+    rest = label.removesuffix(" (diagnostic)").removeprefix(method)
+    words = rest if rest.startswith(",") else rest.replace("_", " ")
+    return styles_of([method])[method].name + words if label.startswith(method) else words
 
 
 def look_of(number: int, total: int) -> dict[str, Any]:
@@ -191,18 +208,19 @@ def panels_of(frame: Any, keys: Sequence[str], most: int = MOST) -> tuple[list[t
 
 
 def sections_of(
-    frame: Any, width: float, height: Callable[[Any], float], most: int = MOST, note: str = ""
+    frame: Any, title: str, width: float, height: Callable[[Any], float], most: int = MOST
 ) -> tuple[MplFigure, list[tuple[Any, Any]]]:
     """A figure, and (its part, its rows) for each model and suite, from top to bottom. `most`: as in `panels_of`.
 
-    width, height: in inches, height from a part's rows. note: after the model and suite in a part's title.
+    title: what is seen; each part's title has it, with model and suite. width, height: in inches, height from a part's
+    rows.
     """
     panels, left_out = panels_of(frame, SECTION, most)
     heights = [height(rows) for _, rows in panels]
     figure = new_figure(width, sum(heights), left_out)
     parts = figure.subfigures(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, ((model, suite), _) in zip(parts, panels, strict=True):
-        part.suptitle(f"{model}, {suite}{note}", x=0.01, ha="left", fontsize=10, fontweight="bold")
+        part.suptitle(f"{title}: {model}, {suite}", x=0.01, ha="left", fontsize=10, fontweight="bold")
     return figure, [(part, rows) for part, (_, rows) in zip(parts, panels, strict=True)]
 
 
@@ -220,7 +238,7 @@ def task_panels(part: Any, rows: Any) -> dict[str, Any]:
         axes.set_axis_off()
     panels = dict(zip(tasks, places, strict=False))
     for task, axes in panels.items():
-        axes.set_title("mean over tasks" if task == "all" else task)
+        axes.set_title("mean over tasks" if task == "all" else task.replace("_", " ").replace(" qa", " QA"))
         axes.tick_params(labelbottom=True, labelleft=True)
     return panels
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
@@ -24,15 +24,25 @@ _LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "Δ": r"$\Delta$", "<": r"\textless{}",
     ">": r"\textgreater{}", "[": "{[}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
-COMPUTED = "tokens run by any model to score the prompt are included"  # for captions of "% tokens computed"
 MB = 1e6
-_LEAST = 2  # columns of values that the narrowest terminal shows
+_LEAST = 2  # even the narrowest terminal shows this many columns of values
 _EMPTY = "No run for this table."
+# {what occurs in a heading or a cell: what it stands for}, explained once a page
+_SIGNS = {
+    "±": "±: half of the 95 % bootstrap interval over examples",
+    "ideal": "ideal: the speedup by prefill FLOPs, scoring included",
+    "computed": "% computed: prompt tokens, mean over layers; tokens run by any model to score the prompt are included",
+    "KL": "KL: divergence of the first token's distribution from the baseline's, in nats",
+    "diagnostic": "diagnostic: a reference, not a method; its TTFT excludes the time of its selection",
+    "unpaired": "unpaired: no baseline was run",
+    "-": "-: not measured",
+}
 
 
 @dataclass(frozen=True)
 class Table:
-    """name: the stem of its files. title, caption: for people.
+    """name: the stem of its files. title, caption: as shown; a caption has at most two sentences, and `notes`, shown on
+    demand, explain the columns that only this table has.
 
     frame: keys and values at full precision, for the CSV. cells: what is shown (`Cell`), one column per heading; the
     first `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it. brief:
@@ -46,13 +56,18 @@ class Table:
     cells: pd.DataFrame
     keys: int = 1
     brief: pd.DataFrame | None = None
+    notes: str = ""
 
     def to_markdown(self, heading: str = "#") -> str:
-        """Title, table and caption. heading: the Markdown prefix of the title."""
+        """Title, table, caption and notes. heading: the Markdown prefix of the title."""
         body = markdown_lines(list(self.cells.columns), self.cells.to_numpy().tolist(), self.keys)
-        return "\n".join(
-            [f"{heading} {self.title}", "", *(body if len(self.cells) else [_EMPTY]), "", self.caption, ""]
-        )
+        texts = [text for text in (self.caption, self.notes) if text]
+        rows = body if len(self.cells) else [_EMPTY]
+        return "\n".join([f"{heading} {self.title}", "", *rows, "", "\n\n".join(texts), ""])
+
+    def to_page(self) -> str:
+        """`to_markdown` as a file of its own, with the `legend` of its signs."""
+        return "\n".join([self.to_markdown(), legend([self]), ""])
 
     def to_csv(self) -> str:
         """All keys and values; an empty field was not measured."""
@@ -82,7 +97,7 @@ class Table:
             shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
         texts_of = dict(zip(headings[:shows], columns.values(), strict=False))
         texts_of[headings[0]] = [_cut(text, widths[0] - 2) for text in columns[next(iter(columns))]]
-        notes = [self.caption] if self.caption else []
+        notes = [text for text in (self.caption, self.notes, legend([self])) if text]
         if self.brief is not None:
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
         if left_out := [*columns][shows:]:
@@ -120,13 +135,14 @@ class Table:
             begins = ends
         if not rows:
             headings, lines = [""], [_latex_line([_EMPTY])]
+        text = " ".join(text for text in (self.caption, self.notes, legend([self])) if text)
         head = [r"\toprule", *_latex_head(headings), r"\midrule"]  # on every page
         columns = "l" * self.keys + "r" * (len(headings) - self.keys)
         return "\n".join(
             [
                 r"% \usepackage{booktabs, longtable}",
                 rf"\begin{{longtable}}{{{columns}}}",
-                rf"\caption{{{latex(self.title)}. {latex(self.caption)}}}\label{{tab:{self.name}}} \\",
+                rf"\caption{{{latex(self.title)}. {latex(text)}}}\label{{tab:{self.name}}} \\",
                 *head,
                 r"\endfirsthead",
                 *head,
@@ -144,9 +160,21 @@ class Table:
         return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
 
 
+def legend(tables: Iterable[Table]) -> str:
+    """What the signs in these tables stand for, in sentences; "" without any."""
+    texts = {str(text) for table in tables for text in [*table.cells.columns, *table.cells.to_numpy().ravel()]}
+    found = [
+        meaning
+        for sign, meaning in _SIGNS.items()
+        if (sign in texts if sign == "-" else any(sign in text for text in texts))
+    ]
+    return " ".join(f"{meaning}." for meaning in found)
+
+
 @dataclass(frozen=True)
 class Figure:
-    """name: the stem of its files. title, caption: for people; the caption names averages and omissions.
+    """name: the stem of its files. title, caption: as shown, the caption with at most two sentences; `notes`, shown on
+    demand, name averages and omissions.
 
     data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
     plot: draws the picture from this table alone, so also from the CSV; never called with an empty table.
@@ -159,6 +187,7 @@ class Figure:
     data: Callable[[Results], pd.DataFrame]
     plot: Callable[[pd.DataFrame], MplFigure]
     opens_report: bool = False
+    notes: str = ""
 
 
 class Cell(str):
@@ -185,7 +214,7 @@ def console() -> Console:
 
 
 def forms(*names: str) -> list[str]:
-    """The columns of values and their intervals."""
+    """The names of the frame's columns with the values and both ends of their intervals."""
     return [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
 
 

@@ -40,15 +40,16 @@ def turns(results: Results) -> Table:
     frame: Any = by_turn(results)
     shown = frame[(frame["level"] == "all") & frame["turn"].isin(_TURNS)]
     caption = (
-        "Mean over tasks of rows with several questions, by question. Each later turn continues from the method's own "
-        "earlier answers, and the baseline from its own; KL and speedups compare the two in the same turn. TTFT "
-        "speedup: of this turn alone. Speedup so far: of whole answers, all turns up to this one; below 1, the method "
-        "has cost more time than the baseline. Computed, revived: prompt tokens in this turn, mean over layers. "
-        "turns=again: each turn runs the whole text anew. ±: half of the 95 % bootstrap interval over rows. The other "
-        "turns, datasets and tasks are in the CSV."
+        "Rows with several questions, by question, mean over tasks; a later turn continues from the method's own "
+        "earlier answers. KL and speedups compare with the baseline's same turn."
+    )
+    notes = (
+        "TTFT speedup: of this turn alone. Speedup so far: of whole answers, all turns up to this one; below 1, the "
+        "method has cost more time than the baseline. Computed, revived: prompt tokens in this turn, mean over layers. "
+        "turns=recompute: each turn runs the whole text anew. Other turns, datasets and tasks are in the CSV."
     )
     table = cells(shown.assign(stored_bytes=shown["kv_bytes"] + shown["aux_bytes"]), _COLUMNS, results)
-    return Table("turns", "Later questions on the same context, by turn", caption, frame, table, keys=3)
+    return Table("turns", "Later questions on the same context, by turn", caption, frame, table, keys=3, notes=notes)
 
 
 def by_turn(results: Results) -> pd.DataFrame:
@@ -75,11 +76,12 @@ _PANELS = {  # {value: (axis label, whether the axis is logarithmic)}
     "speedup_so_far": ("speedup of all turns so far", True),
     "revived_tokens": ("revived tokens, mean over layers", False),
 }
-_TITLES = {"continue": "each later turn goes on", "again": "each later turn runs the whole text again"}
+_TITLE = "What each later question gets, mean over tasks"
+_TITLES = {"continue": "each later turn goes on", "recompute": "each later turn runs the whole text again"}
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, suite, method, label, turns (continue or again), turn, examples, and the means over tasks of score, kl,
+    """model, suite, method, label, turns (continue or recompute), turn, examples, and means over tasks: score, kl,
     ttft_speedup, speedup_so_far and revived_tokens, with `_low` and `_high`; also of the baseline."""
     frame = by_turn(results)
     values = forms("score", "kl", "ttft_speedup", "speedup_so_far", "revived_tokens")
@@ -90,7 +92,7 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value, a column for methods that continue and one for others."""
-    figure, sections = style.sections_of(frame, 9.5, lambda _: 2.3 * len(_PANELS), most=2, note=", mean over tasks")
+    figure, sections = style.sections_of(frame, _TITLE, 9.5, lambda _: 2.3 * len(_PANELS), most=2)
     for part, section in sections:
         rows, baseline = section[section["method"] != BASELINE], section[section["label"] == BASELINE]
         titles = {turns: title for turns, title in _TITLES.items() if turns in set(rows["turns"])}
@@ -125,7 +127,10 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         curve = curves[label]
         method = curve["method"].iloc[0]
         number = counts[method] = counts.get(method, -1) + 1
-        look = styles[method].drawn | {"label": label.replace(", turns=again", ""), "markersize": 4}
+        look = styles[method].drawn | {
+            "label": style.shown_label(label.replace(", turns=recompute", ""), method),
+            "markersize": 4,
+        }
         if number:
             look |= {"linestyle": style.LINES[number % len(style.LINES)], "markerfacecolor": "white"}
         style.draw(axes, curve, "turn", value, **look)
@@ -138,11 +143,13 @@ FIGURE = Figure(
     title="Later questions on the same context",
     caption=(
         "Rows with several questions, mean over tasks by question. Left: each turn continues from what the method has "
-        "stored. Right: each turn runs the whole text again and selects tokens for the new question. KL and speedups "
-        "compare with the baseline's same turn, which continues from its whole KV cache. Speedup so far: of whole "
-        "answers, all turns up to this one; below the dotted line, the method has cost more time than the baseline. "
-        "Bars: 95 % bootstrap intervals over rows."
+        "stored; right: each turn runs the whole text again and selects tokens for the new question."
     ),
     data=data,
     plot=plot,
+    notes=(
+        "KL and speedups compare with the baseline's same turn, which continues from its whole KV cache. Speedup so "
+        "far: of whole answers, all turns up to this one; below the dotted line, the method has cost more time than "
+        "the baseline. Bars: 95 % bootstrap intervals over rows."
+    ),
 )

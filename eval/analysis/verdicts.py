@@ -307,13 +307,16 @@ def verdicts(results: Results) -> Table:
     columns = [*SECTION, "section", "claim", "kind", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
     frame = pd.DataFrame(rows, columns=[*columns, "ours"])
     caption = (
-        "Reproductions: agrees, if the whole 95 % interval lies within the tolerance around the paper's number; "
-        "differs, if none of it does; cannot be seen otherwise. Directions: holds or does not hold, if every interval "
-        "obeys, or one of them disobeys as a whole. not run: `python run.py -m experiment=table1 model=llama2,xgen` "
-        "and the other experiments of the paper; `lazyllm-bench plan` tells their hours."
+        "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, and differs if none "
+        "of it does. A direction holds if every interval obeys it, and does not hold if one of them disobeys as a "
+        "whole."
+    )
+    notes = (
+        "All else cannot be seen. not run: `python run.py -m experiment=table1 model=llama2,xgen` and the other "
+        "experiments of the paper; `lazyllm-bench plan` estimates their hours."
     )
     shown = cells(frame, _COLUMNS, results)
-    return Table("verdicts", "The paper's claims", caption, frame.drop(columns="ours"), shown, keys=3)
+    return Table("verdicts", "The paper's claims", caption, frame.drop(columns="ours"), shown, keys=3, notes=notes)
 
 
 def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: list[Value]) -> dict[str, Any]:
@@ -354,12 +357,16 @@ def step_cost(results: Results) -> Table:
         rows, columns=[*SECTION, *(column.name for column in _COSTS[1:-1]), *forms("generation_speedup")]
     )
     caption = (
-        "Unit of all costs: one decoding step of the baseline; a token in prefill: the baseline's. An answer's "
-        "decoding time is fitted (least squares, on the examples of all other tasks) as steps times a step's cost plus "
-        "revived tokens (mean over layers) times a revived token's cost; predicted: the speedup that this gives with "
-        "the measured TTFT. LazyLLM is slower if steps and revivals cost more than the prefill saves."
+        "All costs in decoding steps of the baseline; a token in prefill is the baseline's. LazyLLM is slower if steps "
+        "and revivals cost more than the prefill saves."
     )
-    return Table("step_cost", "What a decoding step of LazyLLM costs", caption, frame, cells(frame, _COSTS, results), 2)
+    notes = (
+        "An answer's decoding time is fitted (least squares, on the examples of all other tasks) as steps times a "
+        "step's cost plus revived tokens (mean over layers) times a revived token's cost. Predicted: the speedup that "
+        "this gives with the measured TTFT."
+    )
+    shown = cells(frame, _COSTS, results)
+    return Table("step_cost", "What a decoding step of LazyLLM costs", caption, frame, shown, 2, notes=notes)
 
 
 def _costs(section: _Section) -> list[dict[str, Any]]:

@@ -36,18 +36,21 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
 
     subjects: such as `eval.analysis.registry.SUBJECTS`. Raises UserError if a file cannot be written.
     """
-    paths, sections, missing = [], [], []
+    from eval.analysis.table import legend  # not at the top: it imports pandas
+
+    paths, sections, tables, missing = [], [], [], []
     notes = results.unfinished
     for number, (name, subject) in enumerate(subjects.items(), start=1):
         log.info("%d of %d: %s", number, len(subjects), name)
         if subject.table is not None:
             table = _with_notes(subject.table(results), notes)
-            texts = {"md": table.to_markdown(), "csv": table.to_csv(), "tex": table.to_latex()}
+            texts = {"md": table.to_page(), "csv": table.to_csv(), "tex": table.to_latex()}
             for suffix, text in texts.items():
                 paths.append(out / "tables" / f"{name}.{suffix}")
                 write_whole(paths[-1], text)
             links = " ".join(f"[{suffix}](tables/{name}.{suffix})" for suffix in texts)
             sections.append(f"{table.to_markdown('##')}\n{links}; `{subject.command}`\n")
+            tables.append(table)
             missing += [table.title] if table.frame.empty else []
     for name, subject in subjects.items():
         if subject.figure is not None:
@@ -65,7 +68,8 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
                 paths += [files["csv"], *save(figure.plot(data), out / "figures" / name, _PICTURES)]
                 links = " ".join(f"[{suffix}](figures/{file.name})" for suffix, file in files.items())
                 picture = f"![{figure.title}](figures/{name}.png)"
-                text = f"{picture}\n\n{figure.caption}\n\n{links}; `{subject.command}`\n"
+                texts = "\n\n".join(text for text in (figure.caption, figure.notes) if text)
+                text = f"{picture}\n\n{texts}\n\n{links}; `{subject.command}`\n"
             sections.append(f"## {figure.title}\n\n{text}")
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     runs, answers = len(results.runs), len(results.counting)
@@ -78,6 +82,7 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
         index += "\n".join([*(f"**{note}**" for note in notes), "", ""])
     if missing:
         index += "\n".join(["No run yet for:", "", *(f"- {title}" for title in missing), "", ""])
+    index += f"In all tables, {signs}\n\n" if (signs := legend(tables)) else ""
     write_whole(out / "README.md", index + "\n".join(sections))
     return [out / "README.md", out / "provenance.json", *paths]
 

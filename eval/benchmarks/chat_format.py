@@ -43,7 +43,7 @@ class ChatFormat:
 
     before: str = ""
     after: str = ""
-    again: str = field(default="", repr=False)  # needle rows are told apart by the rest
+    again: str = field(default="", repr=False)  # the identity of needle rows holds the rest
     from_tokenizer: bool = False
     or_none: bool = False
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -75,7 +75,7 @@ class ChatFormat:
         it refuses the messages.
         """
         roles = cycle(("user", "assistant"))
-        messages = [*self._before(), *({"role": next(roles), "content": said} for said in (*earlier, text))]
+        messages = [*self._before(), *({"role": next(roles), "content": message} for message in (*earlier, text))]
         try:
             return render(tokenizer, messages, self.template_args(tokenizer), self.today)
         except UserError as error:

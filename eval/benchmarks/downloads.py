@@ -124,7 +124,7 @@ def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
     def whole(content: bytes) -> bytes:
         return f"{key} {hashlib.sha256(content).hexdigest()}\n".encode() + content
 
-    with suppress(OSError):  # not made yet
+    with suppress(OSError):  # no such file yet
         stored = file.read_bytes()
         content = stored.partition(b"\n")[2]
         if stored == whole(content):
@@ -195,7 +195,7 @@ def official_cache(owner: str) -> Path:
 
 
 def ways_out_of(give: str, folder: str) -> str:
-    """What a user without the files can do."""
+    """The remedy in messages about missing files."""
     return f"Either give data.dir=FOLDER with {give}, or run once with a network, which fills {folder}"
 
 

@@ -85,8 +85,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         expected = "prompt, answer_nodes and problem_type"
         return loaded(dataset, mine, partial(_example, dataset), settings.on_error, expected, tokens)
     examples = tuple(_made(dataset, settings, tokens))
-    facts = [VERSION, options.lengths, options.seed, repr(settings.chat), examples[0].official]
-    about = sha256_of(facts), sha256_of([TEMPLATE, tokens]), f"made graphs, seed {options.seed}"
+    hashed = [VERSION, options.lengths, options.seed, repr(settings.chat), examples[0].official]
+    about = sha256_of(hashed), sha256_of([TEMPLATE, tokens]), f"made graphs, seed {options.seed}"
     return LoadedDataset(dataset, examples, tokens, *about, total=options.repeats * len(options.lengths))
 
 

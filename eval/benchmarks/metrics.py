@@ -120,7 +120,7 @@ def classification(prediction: str, gold: str, all_classes: Sequence[str]) -> fl
     found = [name for name in all_classes if name in prediction]
     for name in found:
         if name in gold and name != gold:
-            found.remove(name)  # while iterating: the quirk
+            found.remove(name)  # removed while iterating, as in the official code
     return 1.0 / len(found) if gold in found else 0.0
 
 
@@ -149,11 +149,11 @@ def fuzz_ratio(left: str, right: str) -> int:
 
 @cache
 def _fuzz() -> Any:
-    """The module `fuzzywuzzy.fuzz`, loaded again for us alone, with difflib's matcher."""
+    """A private copy of the module `fuzzywuzzy.fuzz` that uses difflib's matcher."""
     spec: Any = find_spec("fuzzywuzzy.fuzz")
     module: Any = module_from_spec(spec)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")  # ours is meant to be
+        warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")  # our copy is meant to use difflib
         spec.loader.exec_module(module)
     module.SequenceMatcher = difflib.SequenceMatcher
     return module

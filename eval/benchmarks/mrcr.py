@@ -70,7 +70,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def _counter(settings: DataSettings) -> tuple[str, Callable[[str], int]]:
-    """What counts tokens, for people, and the function that counts those of a text."""
+    """The name of what counts tokens, and the function that counts those of a text."""
     try:
         encoding = importlib.import_module("tiktoken").get_encoding("o200k_base")
         return "o200k_base", lambda text: len(encoding.encode(text, disallowed_special=()))
@@ -88,26 +88,26 @@ def _example(
         return None
     answer, prefix = row["answer"], row["random_string_to_prepend"]
     try:
-        roles, said = zip(*((one["role"], one["content"]) for one in json.loads(row["prompt"])), strict=True)
+        roles, texts = zip(*((one["role"], one["content"]) for one in json.loads(row["prompt"])), strict=True)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"prompt is not a list of messages with role and content ({error})") from error
-    if roles != ("user", "assistant") * (len(roles) // 2) + ("user",) or not all(map(is_filled, said)):
+    if roles != ("user", "assistant") * (len(roles) // 2) + ("user",) or not all(map(is_filled, texts)):
         raise UserError(f"prompt has messages of {shortened(roles)}: expected user, assistant, ..., user")
     if not answer.startswith(prefix):
         raise UserError("answer does not start with random_string_to_prepend")
-    tokens = sum(map(count, (*said, answer)))
+    tokens = sum(map(count, (*texts, answer)))
     bins = [end for end in lengths if end // 2 < tokens <= end]
     if not bins:
         return None
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{number}",
-        input=said[-1],
+        input=texts[-1],
         context="",
         answers=(answer, prefix),
         length=tokens,
         groups=(f"length={bins[0]}",),
-        earlier=said[:-1],
+        earlier=texts[:-1],
         official=row,
     )
 

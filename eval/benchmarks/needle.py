@@ -161,12 +161,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     places = islice(product(range(options.repeats), options.lengths, options.depths), settings.limit)
     examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
     text = sha256_of(own) if own is not None else None
-    facts = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
+    hashed = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
     return LoadedDataset(
         dataset,
         examples,
         form.max_new_tokens,
-        sha256_of(facts),
+        sha256_of(hashed),
         sha256_of([TEMPLATE, form.max_new_tokens]),
         f"needles, seed {options.seed}",
         total=options.repeats * len(options.lengths) * len(options.depths),

@@ -1,6 +1,6 @@
 """The values of a suite of tasks.
 
-A suite is a file or folder in this room with a `Suite`, which `eval.benchmarks.SUITES` lists; no other code names a
+A suite is a file or folder in this package with a `Suite`, which `eval.benchmarks.SUITES` lists; no other code names a
 suite. Differences between suites are fields here, never an `if`: its settings (`options`) too, which every command line
 and config then takes under the suite's name.
 """
@@ -137,12 +137,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class LoadedDataset:
-    """A dataset's rows, and the facts for its prompts and answers.
+    """A dataset's rows, and what its prompts and answers need.
 
     max_new_tokens: the maximum number of tokens of an answer.
     data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
     config_sha256: of the official prompts and max_new_tokens.
-    source: the origin of the rows, for people.
+    source: the origin of the rows, as shown.
     template: the official prompt, with placeholders such as `{context}` and `{input}`.
     skipped: rows left out, with `on_error="skip"` only.
     total: the number of the dataset's rows if `examples` holds only the first; None if it holds all.

@@ -9,7 +9,9 @@ import pandas as pd
 
 from eval.analysis.table import Cell
 
-MOST = 4  # columns after the keys that are shown before a reader asks for more
+# what a reader compares: these columns are shown before a reader asks for more
+COMPARED = ("score", "TTFT speedup", "% computed", "% tokens computed", "KL, nats")
+MOST = 4  # columns of a table without any of them
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,13 @@ class Shown:
 class Grid:
     """A table on the page.
 
-    name: unique on the page. filtered: a column whose values can be filtered, or None.
+    name: unique on the page. notes: shown on demand. filtered: a column whose values can be filtered, or None.
     """
 
     name: str
     title: str
     caption: str
+    notes: str
     columns: tuple[Heading, ...]
     rows: tuple[tuple[Shown, ...], ...]
     filtered: int | None = None
@@ -56,19 +59,31 @@ class Grid:
 
 
 def grid(
-    name: str, title: str, caption: str, cells: pd.DataFrame, filtered: int | None = None, keys: int | None = None
+    name: str,
+    title: str,
+    caption: str,
+    cells: pd.DataFrame,
+    filtered: int | None = None,
+    keys: int | None = None,
+    notes: str = "",
 ) -> Grid:
     """The grid of a table of `Cell`s, numbers and texts. A column with a number in any cell is numeric.
 
-    keys: number of columns that name the row; of the others, those after the first `MOST` are shown on demand. None:
-    all are shown at once.
+    keys: number of columns that name the row. Those with the same text in every row are shown on demand, as are all
+    other columns but `COMPARED`, or the first `MOST` of a table without these. None: all are shown at once.
     """
     shown = [[_shown(value) for value in cells.iloc[:, number]] for number in range(cells.shape[1])]
+    headings = [str(heading) for heading in cells.columns]
+    first = set(range(len(headings)))
+    if keys is not None:
+        named = [number for number in range(keys) if number == keys - 1 or len({*cells.iloc[:, number]}) > 1]
+        others = range(keys, len(headings))
+        first = {*named, *([number for number in others if headings[number] in COMPARED] or others[:MOST])}
     columns = tuple(
-        Heading(str(text), any(cell.value is not None for cell in column), keys is not None and number >= keys + MOST)
-        for number, (text, column) in enumerate(zip(cells.columns, shown, strict=True))
+        Heading(heading, any(cell.value is not None for cell in column), number not in first | {filtered})
+        for number, (heading, column) in enumerate(zip(headings, shown, strict=True))
     )
-    return Grid(name, title, caption, columns, tuple(zip(*shown, strict=True)), filtered)
+    return Grid(name, title, caption, notes, columns, tuple(zip(*shown, strict=True)), filtered)
 
 
 def _shown(value: Any) -> Shown:

@@ -11,7 +11,7 @@ import pandas as pd
 from eval.analysis.columns import BASELINE, is_diagnostic, marked
 from eval.analysis.run_table import SHOWN
 from eval.analysis.style import usual
-from eval.analysis.table import COMPUTED, EXAMPLES, MODEL, Column, cells
+from eval.analysis.table import EXAMPLES, MODEL, Column, cells
 from eval.benchmarks.datasets import DATASETS
 from eval.report.grid import Grid, grid
 from eval.store.results import Results, as_text
@@ -21,11 +21,11 @@ KEPT = 0.99  # of the baseline's score
 _FEW = 6  # arms that are named
 ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
-# facts that are elsewhere on the page
+# values that are elsewhere on the page
 _SHOWN_ELSEWHERE = {"arms", "baseline", "versions", "seed"}
 
 
-def facts(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
+def summary(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     """The first lines of the page: (name, value)."""
     examples = {(run.model, *key) for run in runs for key in run.keys}
     started = sorted(_moment(run) for run in runs)
@@ -50,11 +50,15 @@ def findings(results: Results) -> list[str]:
     shown = usual(results)
     whole: Any = shown.by_task[shown.by_task["level"] == "all"]
     sentences = [
-        f"{model}, {suite}: {_finding(rows.to_dict('records'))}"
+        f"{_named(model, suite)}: {_finding(rows.to_dict('records'))}"
         for (model, suite), rows in whole.groupby(["model", "suite"], sort=False)
     ]
     others = _listed(run.model for run in results.runs if run not in shown.runs)
     return [*sentences, f"Other settings, in tables only: {others}."] if others else sentences
+
+
+def _named(model: str, suite: str) -> str:
+    return model if f"({suite})" in model else f"{model} on {suite}"
 
 
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:
@@ -64,28 +68,30 @@ def _finding(rows: Sequence[dict[Any, Any]]) -> str:
     if not methods:
         return "only the baseline was measured."
     if not paired:
-        return "no speedup and no kept score: nothing was measured beside a baseline (baseline=true does)."
+        return "no speedup and no kept score, as no baseline was measured (baseline=true does)."
     if not faster:
         return f"no setting is faster to its first token than the baseline ({counted(len(paired), 'setting')})."
-    found = f"settings faster than the baseline: {len(faster)}"
+    fastest = max(faster, key=lambda row: row["ttft_speedup"])
     examples = min(row["examples"] for row in faster)
     if all(pd.isna(row["relative_score"]) for row in faster):
-        found += "; the baseline scores 0, so no score could be kept or lost."
-    elif examples < ENOUGH:
-        found += f"; {counted(examples, 'example')} cannot show whether a score is kept (at least {ENOUGH})."
-    else:
-        keeping = [row for row in faster if row["relative_score"] >= 100 * KEPT]
-        found += f"; of these {len(keeping)} keep {KEPT:.0%} of its score."
-        if not keeping:
-            return f"{found} The best score: {_described(max(faster, key=lambda row: row['score']))}"
-        faster = keeping
-    return f"{found} The fastest of these: {_described(max(faster, key=lambda row: row['ttft_speedup']))}"
+        return f"{_described(fastest)} The baseline scores 0, so no score could be kept or lost."
+    if examples < ENOUGH:
+        few = counted(examples, "example")
+        return f"{_described(fastest)} Whether it keeps the score, {few} cannot show (at least {ENOUGH} can)."
+    keeping = [row for row in faster if row["relative_score"] >= 100 * KEPT]
+    if not keeping:
+        best = _described(max(faster, key=lambda row: row["score"]))
+        return f"no setting that is faster than the baseline keeps {KEPT:.0%} of its score. The best: {best}"
+    of = f"the fastest of {len(keeping)} that keep" if len(keeping) > 1 else "the only one that keeps"
+    chosen = _described(max(keeping, key=lambda row: row["ttft_speedup"]))
+    return f"{chosen} Of {counted(len(faster), 'faster setting')}, it is {of} {KEPT:.0%} of the baseline's score."
 
 
 def _described(row: dict[Any, Any]) -> str:
+    speedup, score, theirs = row["ttft_speedup"], row["score"], row["score"] - row["score_difference"]
     return (
-        f"{row['label']}, {row['ttft_speedup']:.2f} times as fast to the first token, score {row['score']:.2f} "
-        f"against {row['score'] - row['score_difference']:.2f} (examples: {row['examples']})."
+        f"{row['label']} gives the first token {speedup:.2f} times as fast as the baseline, scoring {score:.2f} "
+        f"against {theirs:.2f} ({counted(row['examples'], 'example')})."
     )
 
 
@@ -135,26 +141,27 @@ def results_grid(results: Results) -> Grid:
     if table["suite"].nunique() > 1:
         names = names.where(table["level"] == "dataset", names + ", " + table["suite"])
     table = table.assign(row=names, setting=list(map(marked, table["label"], table["method"])))
-    caption = (
-        f"Scores 0 to 100; speedups over the baseline of the same visits; % tokens computed: {COMPUTED}. ±: half of "
-        "the 95 % bootstrap interval over examples, if each dataset has more than one; seeds count as one example."
+    caption = "Scores 0 to 100, and speedups over the baseline of the same visits."
+    notes = (
+        "Intervals are shown if each dataset has more than one example; the seeds of a setting count as one example."
     )
-    keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting"), Column("seeds", "seeds"), EXAMPLES]
-    return grid("results", "Results", caption, cells(table, [*keys, *SHOWN]), filtered=0, keys=len(keys))
+    keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting")]
+    columns = [*keys, *SHOWN, Column("seeds", "seeds"), EXAMPLES]
+    return grid("results", "Results", caption, cells(table, columns), filtered=0, keys=len(keys), notes=notes)
 
 
 def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
-    """(name, value) of the facts that all runs share; and a table of the others, None if there are none."""
-    facts_of: Any = pd.DataFrame(
+    """(name, value) of all values that the runs share; and a table of the others, None if there are none."""
+    values_of: Any = pd.DataFrame(
         as_text({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
         | as_text(run.about["provenance"])
         for run in runs
     ).fillna("")
-    is_shared = facts_of.nunique() == 1
-    differing = facts_of.loc[:, ~is_shared]
+    is_shared = values_of.nunique() == 1
+    differing = values_of.loc[:, ~is_shared]
     differing.insert(0, "folder", [run.folder.name for run in runs])
     table = None if is_shared.all() else grid("differing", "What differs between the runs", "", differing)
-    return list(facts_of.loc[0, is_shared].items()), table
+    return list(values_of.loc[0, is_shared].items()), table
 
 
 def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
@@ -170,7 +177,7 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
         "Timed without warm-up: the first examples' times include one-off costs": cold,
         "Measured with uncommitted code: it cannot be checked out again": changed,
     }
-    concerned |= {sign: [run for run in runs if sign in run.handicaps] for run in runs for sign in run.handicaps}
+    concerned |= {sign: [run for run in runs if sign in run.warnings] for run in runs for sign in run.warnings}
     sentences = [f"{text} ({_names(named)})." for text, named in concerned.items() if named] + _missing(runs)
     sentences[:0] = Results(runs).unfinished
     if most is not None and any(max(Counter(dataset for dataset, _ in run.keys).values()) > most for run in runs):
@@ -189,7 +196,7 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
         for run in group:
             lacking.setdefault(frozenset(wanted - {*run.keys}), []).append(run)
         sentences += [
-            f"Means over fewer examples: without {len(keys)} of the {len(wanted)} that other runs of {model} hold, of "
+            f"Fewer examples: {len(keys)} of the {len(wanted)} that other runs of {model} have are missing, of "
             f"{_listed(sorted(dataset for dataset, _ in keys))} ({_names(named)})."
             for keys, named in lacking.items()
             if keys

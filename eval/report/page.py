@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.analysis.registry import Subject
+from eval.analysis.table import legend
 from eval.report import overview
 from eval.report.grid import grid
 from eval.report.record_browser import embed_answers, embed_traces
@@ -53,7 +54,7 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("page.html.jinja").render(
         title=", ".join(dict.fromkeys(run.model.removesuffix(run.variant) for run in runs)),
-        facts=overview.facts(runs),
+        summary=overview.summary(runs),
         warnings=overview.warnings(runs, most),
         runs=overview.runs_grid(runs),
         settings=overview.settings_grid(runs),
@@ -61,8 +62,10 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
         common=common,
         differing=differing,
         findings=overview.findings(results),
+        legend=legend(tables),
         tables=[
-            grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys) for table in tables
+            grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys, notes=table.notes)
+            for table in tables
         ],
         first=first,
         pictures=[picture for picture in pictures if picture is not first],

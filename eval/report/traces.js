@@ -6,7 +6,7 @@
   const part = (name) => document.getElementById(`trace-${name}`);
   let trace;
   let spans = [];
-  let current = null; // position of the token whose facts are shown
+  let current = null; // position of the token that is described
   let pinned = false; // whether it stays when the pointer moves on
 
   fill(part("choice"), traces.map((one, index) => [index, `${one.dataset}, ${one.id}: ${one.label}, seed ${one.seed}, ${one.model}`]));
@@ -77,7 +77,7 @@
     const writes = quoted(trace.generated[at]);
     const name = at === 0 ? "Prefill reads the prompt" : `Decoding step ${at} of ${trace.steps.length - 1} reads ${quoted(textOf(run - 1))}`;
     const anew = at === 0 || trace.anew[at] ? "" : " It selects nothing anew: shown is the prefill's selection.";
-    part("said").textContent = `${name} and writes ${writes}.${anew}`;
+    part("status").textContent = `${name} and writes ${writes}.${anew}`;
   }
 
   function legend(at, run, revived) {

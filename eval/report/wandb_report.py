@@ -29,6 +29,7 @@ Block = dict[str, Any]  # "kind": a class of wandb_workspaces.reports.v2; the ot
 def specification(results: Results, title: str, project: str, entity: str = "") -> Block:
     """The report. The same runs give the same one."""
     from eval.analysis.registry import FIGURES, TABLES  # not at the top: matplotlib is slow to import
+    from eval.analysis.table import legend
 
     wide = dict(kind="Layout", w=24, h=16)  # a line of W&B's grid; other panels take the next free place
     own = {"entity": entity, "project": project} if entity else {}
@@ -39,12 +40,14 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
         return dict(kind="PanelGrid", runsets=[dict(kind="Runset", name="runs", filters=only, **own)], panels=shown)
 
     examples = len({key for run in runs for key in run.keys})
-    facts = {"model": [run.model for run in runs], "device": [run.device for run in runs]}
-    facts["commit"] = [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs]
-    about = "; ".join(f"{name}: {', '.join(sorted(set(values)))}" for name, values in facts.items())
+    values = {"model": [run.model for run in runs], "device": [run.device for run in runs]}
+    values["commit"] = [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs]
+    about = "; ".join(f"{name}: {', '.join(sorted(set(own)))}" for name, own in values.items())
     text = f"Runs: {len(prints)}; examples: {examples}; {about}. Speedups are over the baseline of the same visits."
     blocks = [dict(kind="P", text=text), dict(kind="TableOfContents")]
-    blocks += [dict(kind="MarkdownBlock", text=TABLES[name](results).to_markdown("#")) for name in _TABLES]
+    tables = [TABLES[name](results) for name in _TABLES]
+    blocks.append(dict(kind="P", text=legend(tables)))
+    blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in tables]
     blocks.append(dict(kind="H1", text="Figures"))
     for name, figure in FIGURES.items():
         if not figure.data(results).empty:

@@ -112,7 +112,7 @@ def _list_fields(kind: type[Method]) -> set[str]:
 
 
 def format_value(value: Any) -> str:
-    """A setting's value for people, as in YAML's flow style."""
+    """A setting's value as shown, as in YAML's flow style."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)

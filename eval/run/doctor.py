@@ -21,7 +21,7 @@ from eval.benchmarks.datasets import default_suite
 from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import parser_of
-from lazyllm.machine import handicaps, torch_build
+from lazyllm.machine import machine_warnings, torch_build
 from lazyllm.models.checkpoint import INDEX
 from lazyllm.models.convert import is_converted
 from lazyllm.presets import PRESETS, Preset
@@ -59,7 +59,7 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
         hidden = "" if os.environ.get(VISIBLE) is None else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
         return NOT_NEEDED, f"no NVIDIA GPU{hidden}: runs use the CPU, which is enough for model=tiny"
     if not gpu[2].split()[0].isdecimal():  # "[N/A]" where the GPU shares the host's memory
-        return OK, f"{gpu[0]}, its memory is not told"
+        return OK, f"{gpu[0]}, it does not report its memory"
     has = int(gpu[2].split()[0]) * 2**20 / 1e9
     if has < weights_gb:
         return MISSING, f"{gpu[0]}, {has:.0f} GB: less than {weights_gb:.0f}: try model.quantise=int8"
@@ -79,7 +79,7 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
 
     part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
     kernel = attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True)))
-    return OK, ". ".join([f"sdpa runs {kernel}", *handicaps(gpu[0], [kernel], float("nan"), "bfloat16")])
+    return OK, ". ".join([f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), "bfloat16")])
 
 
 def check_model(model: str) -> dict[str, State]:
@@ -148,13 +148,13 @@ def examine(model: str) -> dict[str, State]:
     for thing, check in checks.items():
         try:
             states[thing] = check()
-        except Exception as error:  # a broken driver makes a check fail, which is its finding
+        except Exception as error:  # a broken driver raises here: that is what the check reports
             states[thing] = MISSING, f"could not be examined ({type(error).__name__}: {error})"
     return states | check_model(model)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb `doctor`. Returns the exit code. Raises UserError."""
+    """The command `doctor`. Returns the exit code. Raises UserError."""
     parser = parser_of("doctor", __doc__)
     parser.add_argument("--model", default="llama2", metavar="NAME", help="preset, folder or hub id; default: llama2")
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
@@ -163,12 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from eval.server import Server, describe
 
         server = describe(Server(options.url, ""))
-        facts = {
+        found = {
             "kind": server.kind, "version": server.version or "unknown", "models": ", ".join(server.models),
             "positions": server.positions or "unknown", "prompts": "token ids" if server.takes.token_ids else "text",
             "not cached by": server.takes.cold, "sampling": json.dumps(server.takes.sampling),
         }  # fmt: skip
-        print("\n".join(f"{name:<15}{value}" for name, value in facts.items()))
+        print("\n".join(f"{name:<15}{value}" for name, value in found.items()))
         return 0
     states = examine(options.model)
     for thing, (state, says) in states.items():

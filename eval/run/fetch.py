@@ -19,7 +19,7 @@ from lazyllm.models.checkpoint import HubError, read_config
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `fetch`; prints a line for each thing in the caches. Returns the exit code. Raises UserError."""
+    """The command `fetch`; prints a line for each thing in the caches. Returns the exit code. Raises UserError."""
     if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
@@ -37,7 +37,7 @@ def fetched(run: Run) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards. Raises UserError."""
     models = () if run.is_served else (run.spec, *run.other_models)
     for spec in models:
-        read_config(spec)  # what the hub refuses is told before torch is imported
+        read_config(spec)  # what the hub refuses is reported before torch is imported
     from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
 
     if run.is_served:

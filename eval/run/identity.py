@@ -41,7 +41,7 @@ ENGINE = (
     "eval/run/fidelity.py",
     "eval/run/evidence.py",
 )
-SERVED = ("eval/server.py", "eval/run/served.py", "eval/run/measure.py")  # the same behind a server
+SERVED = ("eval/server.py", "eval/run/served.py", "eval/run/measure.py")  # the same for runs of servers
 _PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
@@ -149,9 +149,9 @@ def identity_of(run: Any) -> dict[str, Any]:
 
 
 def _data_identity(run: Any) -> dict[str, Any]:
-    """The facts of rows and answers. `limit` is not one of them and may be raised."""
+    """What identifies rows and answers. `limit` is left out, so it may be raised."""
     config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
-    facts: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "data": {
             data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
             for data in run.loaded
@@ -160,16 +160,16 @@ def _data_identity(run: Any) -> dict[str, Any]:
     }
     if config.subset == "by_length":  # equal for all who chose the same rows
         ids = {name: [one.id for one in examples] for name, examples in run.examples.items()}
-        facts["subset"] = sha256_of(ids)[:16]
-    return facts
+        identity["subset"] = sha256_of(ids)[:16]
+    return identity
 
 
 def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
     if run.is_served:
         server = run.servers[arm.label]
-        told = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
+        reported = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
         method = {key: plain(value) for key, value in arm.settings.items() if key != "turns"}
-        return {"method": method, "server": told}
+        return {"method": method, "server": reported}
     # of the method's other models: a local one's hash, a hub model's commit
     others = [
         weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
@@ -184,7 +184,7 @@ def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
 
 
 def _model_identity(run: Any) -> dict[str, Any]:
-    """The facts of a model in this process."""
+    """What identifies a model in this process."""
     config, model, devices = run.config, run.config.model, devices_in_use(run.spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     quantiser = packages.get(run.spec.quantise or quantised_by(run.model_config) or "")
@@ -207,7 +207,7 @@ def _model_identity(run: Any) -> dict[str, Any]:
 
 
 def _served_identity(run: Any) -> dict[str, Any]:
-    """The facts of how all servers are asked."""
+    """What identifies how all servers are asked."""
     config = run.config
     asked = {key: plain(getattr(config.server, key)) for key in ("api", "cache", "extra_body")}
     return {
@@ -220,7 +220,7 @@ def _served_identity(run: Any) -> dict[str, Any]:
 
 
 def _chat_identity(run: Any) -> dict[str, Any]:
-    """The facts of the chat format that can change a number."""
+    """What identifies the chat format: all that can change a number."""
     chat, tokenizer = run.chat, run.tokenizer
     about: dict[str, Any] = {"chat": run.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
     if chat.uses_template(tokenizer):
@@ -234,7 +234,7 @@ def _chat_identity(run: Any) -> dict[str, Any]:
 
 
 def provenance_of(run: Any) -> dict[str, Any]:
-    """Where and when the run's first job ran, with which code. It decides nothing."""
+    """Where, when and with which code the run's first job ran. Not part of the identity."""
     device = None if run.is_served else devices_in_use(run.spec)[0]
     return {"git_commit": git_commit(), "versions": versions(), "machine": machine(device), "started": now()}
 

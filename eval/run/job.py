@@ -35,14 +35,14 @@ from lazyllm.errors import FailedExamplesError, UserError
 if TYPE_CHECKING:
     from eval.run.loop import RunResult
 
-GRACE_S = 0.5  # for the regular end, which frees the device and writes down when the job ended
+GRACE_S = 0.5  # time for the regular end, which frees the device and records when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
 _BOUND = re.compile(r"(score|ttft)>=([+-]?\d+(?:\.\d+)?)")  # of a gate
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The verb `run`: one run, or a sweep (-m). Returns the exit code. Raises UserError.
+    """The command `run`: one run, or a sweep (-m). Returns the exit code. Raises UserError.
 
     --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every arm's score difference and TTFT speedup lie
     above these bounds.
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
             show_together(finished)
     whole = [result.results for result in finished if result.results is not None]
-    if bounds is None or (finished and not whole):  # the last shard decides
+    if bounds is None or (finished and not whole):  # the last shard to end checks the gate
         return 0
     from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it
 

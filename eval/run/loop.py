@@ -40,7 +40,7 @@ from lazyllm.models.load import devices_in_use, load_weights
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
-DEFAULT_THREADS = torch.get_num_threads()  # restored for a sweep's job after one that set its own number
+DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earlier job may have set its own number
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ def _failed(run: Run, store: RunStore) -> str:
 
 def _summarise(run: Run, results: Results, table: Table | None, trackers: Trackers) -> list[Path]:
     """Write the run's table and its pictures into its folder, and show them in W&B. Returns the pictures."""
-    assert table is not None  # as there are results
+    assert table is not None  # at least one arm has answered, so there are results
     folder = run.folder
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())
-    write_whole(folder / "summary.md", table.to_markdown())
+    write_whole(folder / "summary.md", table.to_page())
     pictures: list[Path] = []
     if run.baseline is not None and len(run.arms) > 2:  # the picture is of speedups, and compares methods
         from eval.analysis.field import plot_comparison  # not at the top: matplotlib is slow to import

@@ -172,7 +172,7 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     try:
         for run in runs:
             _ = run.asked, run.datasets
-            # what is not in the caches is told before torch is imported; an estimate needs only the model's shape
+            # refuse what the caches lack before torch is imported; an estimate needs only the model's shape
             read_config(replace(run.spec, load_format="dummy") if is_estimated(run) else run.spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
@@ -227,7 +227,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb `plan`. Returns the exit code. Raises UserError."""
+    """The command `plan`. Returns the exit code. Raises UserError."""
     parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
     parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU")

@@ -30,7 +30,7 @@ BLOCK = 32  # requests to one arm before the next under load, or four times thos
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers of a run: what `eval.run.measure.Bench` is for a model in this process.
+    """Measures the servers of a run, as `eval.run.measure.Bench` measures a model in this process.
 
     The prompts are text, or token ids if the server takes them. By default every prompt is kept out of the prefix
     caches (`Kind.cold`), and refused if the server counts other prompt tokens than we.
@@ -70,7 +70,9 @@ class Servers:
                         futures.append(pool.submit(self._converse, arm, block[number].case))
                         time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
                     wait(futures, return_when=FIRST_EXCEPTION)
-                    pool.shutdown(cancel_futures=True)  # a server that has gone is not tried for all the others
+                    pool.shutdown(
+                        cancel_futures=True
+                    )  # a server that is gone ends the run: the other examples would fail too
                 for (number, _), future in zip(asked, futures, strict=True):
                     answers[number][label] = future.result()
             for one, given in zip(block, answers, strict=True):
@@ -79,13 +81,14 @@ class Servers:
 
     def _converse(self, arm: Arm, case: Case) -> list[Answer] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""
-        # one server would take another arm's prompt from its cache
+        # arms that share a server must not share its prefix cache
         roots = [server.root for server in self.run.servers.values()]
-        apart = len({*roots}) == len(roots)
+        has_own_cache = len({*roots}) == len(roots)
         answers: list[Answer] = []
         try:
             for turn in range(1 + len(case.prompt.turns)):
-                mark = random.Random(f"{self._secret}{case.key}{turn}{'' if apart else arm.label}").randbytes(8).hex()
+                seed = f"{self._secret}{case.key}{turn}{'' if has_own_cache else arm.label}"
+                mark = random.Random(seed).randbytes(8).hex()
                 answers.append(self._timed(arm, case, answers, case.max_new_tokens, mark))
         except RequestError as error:
             return Failure(reason=f"{self.run.servers[arm.label].url}: {error}", traceback=repr(error))
@@ -108,11 +111,11 @@ class Servers:
         if cold == "flush":
             server.ask("POST", f"{server.root}/flush_cache")
         answer = [server.answer(body) for _ in range(1 + is_warm)][-1]
-        told, cached = answer.request.prompt_tokens, answer.request.cached_tokens
+        counted, cached = answer.request.prompt_tokens, answer.request.cached_tokens
         where = f"{case.dataset.name}, row {case.example.id}: {server.url}"
-        if None not in (told, count) and told != count and not config.server.allow_token_mismatch:
+        if None not in (counted, count) and counted != count and not config.server.allow_token_mismatch:
             raise UserError(
-                f"{where} counts {told} prompt tokens, but {count} were sent: it cuts or changes the prompt, or "
+                f"{where} counts {counted} prompt tokens, but {count} were sent: it cuts or changes the prompt, or "
                 "model.tokenizer is not its own; server.allow_token_mismatch=true accepts its count"
             )
         if cached is not None and cached > 1 and not is_warm:  # the first token may be the same in all prompts
@@ -127,13 +130,13 @@ class Servers:
     ) -> tuple[dict[str, Any], int | None]:
         """The request's fields with the conversation, and its tokens by our tokenizer; None if unknown."""
         model, prompt, tokenizer = self.run.config.model, case.prompt, self.run.tokenizer
-        said = [prompt.text]
+        texts = [prompt.text]
         for answer, turn in zip(earlier, prompt.turns, strict=False):
-            said += [answer.text, turn.text]
+            texts += [answer.text, turn.text]
         if self.run.config.server.api == "chat":
-            said[:1] = [*case.example.earlier, said[0].removeprefix("".join(case.example.earlier))]
-            said[0] = noise + said[0]
-            messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(said)]
+            texts[:1] = [*case.example.earlier, texts[0].removeprefix("".join(case.example.earlier))]
+            texts[0] = noise + texts[0]
+            messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
             messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []
             fields = {"messages": messages} | ({"chat_template_kwargs": model.chat_args} if model.chat_args else {})
             if not getattr(tokenizer, "chat_template", None):
@@ -142,7 +145,7 @@ class Servers:
             return fields, len(tokenizer.apply_chat_template(messages, **options))
         begin = str(tokenizer.bos_token or "")
         begin = begin if prompt.text.startswith(begin) else ""
-        text = begin + noise + "".join(said).removeprefix(begin)
+        text = begin + noise + "".join(texts).removeprefix(begin)
         assert prompt.encode is not None
         ids = prompt.encode(text) if noise or earlier else list(prompt.token_ids)
         if server.takes.token_ids:
@@ -168,7 +171,7 @@ class Servers:
         for turn, answer in enumerate(answers):
             thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
             text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
-            facts = scored(case, text, chat, turn)
-            facts |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
-            measured.append(Measurement(**facts, scoring_tokens=None, request=answer.request))
+            fields = scored(case, text, chat, turn)
+            fields |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
+            measured.append(Measurement(**fields, scoring_tokens=None, request=answer.request))
         return measured

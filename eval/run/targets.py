@@ -45,7 +45,7 @@ def uses_preset(settings: dict[str, Any]) -> bool:
 
 
 def check(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a valid value for each preset and tuned schedule: the rest can be checked without a model.
+    """The settings with a placeholder for each preset and tuned schedule: the others can be checked without a model.
 
     Raises UserError if the method takes no such preset.
     """
@@ -149,7 +149,7 @@ def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
 
 
 def as_yaml(name: str, schedule: dict[int, float], num_layers: int, about: dict[str, Any]) -> str:
-    """The text of a tuned schedule's file. about: facts of the search."""
+    """The text of a tuned schedule's file. about: lines about the search."""
     flow = "{" + ", ".join(f"{layer}: {ratio:g}" for layer, ratio in schedule.items()) + "}"
     lines = [f"{key}: {json.dumps(value)}" for key, value in about.items()]  # JSON is YAML
     head = f"# python run.py method.schedule=tuned/{name}      (from another folder: tuned/PATH)"

@@ -69,7 +69,7 @@ class Tracker:
 
     @property
     def is_first(self) -> bool:
-        """Whether its W&B run also has what is of all arms."""
+        """Whether its W&B run also holds what belongs to all arms: the run's table and pictures."""
         return self.arm.name == next(iter(self.run.arms))
 
     @_harmless
@@ -148,7 +148,7 @@ class Tracker:
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]]
         texts = {
             (*visit.key, number): (" | ".join(turn.answers), answer.text)
-            for visit in reversed(results.runs[0].visits)  # an arm's first answer counts
+            for visit in reversed(results.runs[0].visits)  # an arm's first answer is the one that counts
             for number, (turn, answer) in enumerate(
                 zip(visit.turns, visit.answers.get(self.arm.name, ()), strict=False), start=1
             )

@@ -12,7 +12,14 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Method
 from lazyllm.spec import ModelSpec
 
-_BYTES = {"float64": 8, "float32": 4, "int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}  # of a number; else 2
+_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "int8": 1,
+    "bnb_int8": 1,
+    "int4": 0.5,
+    "bnb_nf4": 0.5,
+}  # bytes of a number; other dtypes have 2
 ROWS = 8  # the most answers that decode together, unless the settings give a number
 USABLE = 0.9  # share of a device's memory
 

@@ -1,6 +1,6 @@
 """Stored runs as one value with the frames behind tables, figures and reports, without a model.
 
-Runs of a model share a table if they agree in everything but arms, data and seed (`tell_apart`).
+Runs of a model share a table if they agree in everything but arms, data and seed (`with_variants`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLUMNS = ["model", "paper_model", "run", "folder", *ROW_COLUMNS]
-# Facts that may differ between runs that share a table
+# Keys of an identity that may differ between runs that share a table
 _FREE = {"arms", "baseline", "data", "seed", "warmup", "fidelity", "batch_size", "suite_code"}
-_ROWS = "rows of "  # a dataset's fact: the hashes of its rows and templates
+_ROWS = "rows of "  # key of a dataset: the hashes of its rows and templates
 _MEASURED_ONCE = ["model", "method", "settings", "seed", "dataset"]
 
 
@@ -106,7 +106,7 @@ class Results:
 
     @cached_property
     def unfinished(self) -> list[str]:
-        """A sentence for each run that lacks examples; none if all are whole."""
+        """A sentence for each run that lacks answers; empty if all runs are complete."""
         return [f"Unfinished: {run.folder.name}, {part}." for run in self.runs if (part := run.unfinished)]
 
     @cached_property
@@ -147,7 +147,7 @@ def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool =
 
     where, newest: as in `chosen`. Raises UserError if there is none, or if a file is damaged.
     """
-    named = tell_apart([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
+    named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
     runs = [run for run in named if len(run.rows)]
     if not runs:
         raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
@@ -159,24 +159,23 @@ def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["turn"] == 1]  # type: ignore[return-value]
 
 
-def tell_apart(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs, with the facts in which they differ in `differences`, and `variant` set: ` (dtype=bfloat16)`.
+def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """The runs, with `differences` and `variant` set, such as ` (dtype=bfloat16)`.
 
     Runs share a table if runs of one model agree in everything but arms, data and seed, runs of one method or suite in
-    its code, and all runs in the rows and templates of a dataset. A fact differs unless it has its most common value;
-    of equally common values, that of the newest run. `variant` has no more facts than tell the run from all others.
+    its code, and all runs in the rows and templates of a dataset. `differences` holds the values that are not the most
+    common ones of the model; of equally common ones, the newest run's counts. `variant` names the fewest of them that
+    are unique to the run.
     """
-    facts = _facts(runs)
-    values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-    for run, own in sorted(zip(runs, facts, strict=True), key=_began):
-        for fact, value in own.items():
-            values[run.model, fact].append(value)
-    usual = {key: max(reversed(seen), key=seen.count) for key, seen in values.items()}
+    compared = _compared_values(runs)
+    seen: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for run, own in sorted(zip(runs, compared, strict=True), key=_began):
+        for key, value in own.items():
+            seen[run.model, key].append(value)
+    usual = {key: max(reversed(values), key=values.count) for key, values in seen.items()}
     runs = [
-        replace(
-            run, differences={name: told.strip('"') for name, told in own.items() if told != usual[run.model, name]}
-        )
-        for run, own in zip(runs, facts, strict=True)
+        replace(run, differences={key: text.strip('"') for key, text in own.items() if text != usual[run.model, key]})
+        for run, own in zip(runs, compared, strict=True)
     ]
     for digits in (4, 8, 64):  # of hashes, so that no two names are equal
         words = [(run.model, *_in_words(run.differences, digits)) for run in runs]
@@ -192,25 +191,28 @@ def _variant(words: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
     return f" ({', '.join((unique or begins[-1:])[0][1:])})" if begins else ""
 
 
-def _in_words(facts: Mapping[str, str], digits: int) -> list[str]:
-    """The facts in short, hashes of rows as one and last."""
-    lengths = {fact: digits if re.fullmatch("[0-9a-f]{16,}", value) else 6 * digits for fact, value in facts.items()}
-    words = [f"{fact}={value[: lengths[fact]]}" for fact, value in facts.items() if not fact.startswith(_ROWS)]
-    rows = {fact: value for fact, value in facts.items() if fact.startswith(_ROWS)}
+def _in_words(differences: Mapping[str, str], digits: int) -> list[str]:
+    """The differences, shortened; the hashes of rows come last, as a single one."""
+
+    def short(value: str) -> str:
+        return value[: digits if re.fullmatch("[0-9a-f]{16,}", value) else 6 * digits]
+
+    words = [f"{key}={short(value)}" for key, value in differences.items() if not key.startswith(_ROWS)]
+    rows = {key: value for key, value in differences.items() if key.startswith(_ROWS)}
     return [*words, f"rows {fingerprint(rows)[:digits]}"] if rows else words
 
 
-def _facts(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
-    """For each run, {fact that it shares with all runs of its table: JSON of its value}.
+def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
+    """For each run, {key of its identity that all runs of a table share: JSON of its value}.
 
-    A fact that other runs of the model have and this one lacks is null, such as `turns`, but for rows and code of what
-    it has not run.
+    A key that only other runs of the model have, such as `turns`, is null. Rows and code of what the run has not run
+    are left out.
     """
-    facts, names = [], defaultdict(set)
+    compared, names = [], defaultdict(set)
     for run in runs:
-        facts.append(dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE})))
-        names[run.model] |= facts[-1].keys()
-    for run, own in zip(runs, facts, strict=True):
+        compared.append(dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE})))
+        names[run.model] |= compared[-1].keys()
+    for run, own in zip(runs, compared, strict=True):
         own |= dict.fromkeys(sorted(names[run.model] - own.keys()))
         own |= {
             f"code of {arm['method']['name']}": arm["code"] for arm in run.identity["arms"].values() if "code" in arm
@@ -218,7 +220,7 @@ def _facts(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
         suites = {DATASETS[name].suite for name in run.identity["data"] if name in DATASETS}
         own |= {f"code of {suite}": run.identity.get("suite_code") for suite in suites}
         own |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
-    return [{name: json.dumps(value, sort_keys=True) for name, value in own.items()} for own in facts]
+    return [{name: json.dumps(value, sort_keys=True) for name, value in own.items()} for own in compared]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -257,20 +259,20 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
     for condition in where if left else ():
         key, equals, value = condition.partition("=")
         known = [_described(run) for run in left]
-        if not equals or not any(key in facts for facts in known):
-            names = ", ".join(sorted({name for facts in known for name in facts if "parameters." not in name}))
+        if not equals or not any(key in values for values in known):
+            names = ", ".join(sorted({name for values in known for name in values if "parameters." not in name}))
             raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {names}")
-        left = [run for run, facts in zip(left, known, strict=True) if facts.get(key) == value]
+        left = [run for run, values in zip(left, known, strict=True) if values.get(key) == value]
         if not left:
-            values = ", ".join(sorted({facts[key] for facts in known if key in facts}))
-            raise UserError(f"--where {condition}: no such run; {key} is one of {values}")
+            choices = ", ".join(sorted({values[key] for values in known if key in values}))
+            raise UserError(f"--where {condition}: no such run; {key} is one of {choices}")
     if newest:
-        pairs = list(zip(left, _facts(left), strict=True))
-        latest = {run.model: facts for run, facts in sorted(pairs, key=_began)}
+        pairs = list(zip(left, _compared_values(left), strict=True))
+        latest = {run.model: values for run, values in sorted(pairs, key=_began)}
         left = [
             run
-            for run, facts in pairs
-            if all(latest[run.model].get(name, value) == value for name, value in facts.items())
+            for run, values in pairs
+            if all(latest[run.model].get(name, value) == value for name, value in values.items())
         ]
     return left
 

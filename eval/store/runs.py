@@ -1,4 +1,4 @@
-"""Stored runs as values.
+"""Stored runs, their arms and their answers, as read from run folders.
 
 A *setting* is a method with its hyperparameters but without its seed; an arm is one setting with one seed.
 """
@@ -20,7 +20,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import files_of, read_about, read_planned, read_visits
 from eval.store.visit import MEASURED, SCALES, Measurement, Visit
 from lazyllm.errors import UserError
-from lazyllm.machine import LONG, handicaps
+from lazyllm.machine import LONG, machine_warnings
 from lazyllm.methods import Lazy, settings_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class StoredArm:
 
     @property
     def label(self) -> str:
-        """The setting, for people."""
+        """The setting, as shown."""
         return label_of(self.method, self.settings)
 
 
@@ -52,7 +52,7 @@ class StoredRun:
     """A run: run.json's content, and its visits, which are read on first use.
 
     given: the visits, if they are in memory already. variant: follows the model's short name if the run shares no table
-    with most runs of the model; differences: the facts in which it differs from them (`eval.store.results`).
+    with most runs of the model; differences: the values that make it so (`eval.store.results`).
     """
 
     folder: Path
@@ -79,7 +79,9 @@ class StoredRun:
             method, is_baseline = arm["method"], name == baseline
             settings = settings_in(method)
             if baseline is not None and not is_baseline and arm == self.identity["arms"][baseline]:
-                settings["label"] = name  # of `aa_test`: the same once more, in rows of its own
+                settings["label"] = (
+                    name  # the A/A test's arm has the baseline's settings; its label keeps it in a row of its own
+                )
             arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
         return arms
 
@@ -148,11 +150,11 @@ class StoredRun:
         return sorted({visit.attention_kernel for visit in self.visits if visit.attention_kernel is not None})
 
     @property
-    def handicaps(self) -> list[str]:
-        """`lazyllm.machine.handicaps` of its baseline."""
+    def warnings(self) -> list[str]:
+        """`lazyllm.machine.machine_warnings` of its baseline."""
         of_baseline = self.rows[self.rows["arm"] == self.identity["baseline"]]
         long: Any = of_baseline[of_baseline["prompt_tokens"] >= LONG]
-        return handicaps(self.device, self.kernels, float(long["prefill_mfu"].min()), self.identity.get("dtype"))
+        return machine_warnings(self.device, self.kernels, float(long["prefill_mfu"].min()), self.identity.get("dtype"))
 
     @property
     def visits_sha256(self) -> dict[str, str]:
@@ -191,8 +193,8 @@ def rows_of_visits(visits: Sequence[Visit], arms: Mapping[str, StoredArm]) -> pd
     for column in ("method", "label", "seed", "is_baseline"):
         frame[column] = frame["arm"].map({name: about[column] for name, about in described.items()})
     frame["settings"] = frame["arm"].map({name: canonical_json(arm.settings) for name, arm in arms.items()})
-    for fact in ("task", "suite"):
-        frame[fact] = frame["dataset"].map({name: getattr(dataset, fact) for name, dataset in DATASETS.items()})
+    for name in ("task", "suite"):
+        frame[name] = frame["dataset"].map({key: getattr(dataset, name) for key, dataset in DATASETS.items()})
     order = {
         name: place for place, name in enumerate(arms)
     }  # arms have their tables' order, whatever was measured first
@@ -237,7 +239,7 @@ def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def label_of(method: str, settings: Mapping[str, Any]) -> str:
-    """A setting for people: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones.
+    """A setting as shown: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones.
 
     A server's setting may have its own label.
     """

@@ -22,7 +22,7 @@ from lazyllm.errors import UserError
 
 PROMPT_END = 600  # characters at a prompt's end that a visit keeps, for people to read
 
-# Of the classes in a line: exact types (1 is no text, true is no number), finite numbers, no unknown fields
+# How lines are parsed: exact types (1 is not text, true is not a number), finite numbers, no unknown fields
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _PERCENT = {"scale": 100}  # for numbers stored as 0 to 1 and shown as 0 to 100
 
@@ -170,7 +170,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An arm that could not answer. reason: one line for people. traceback: of the error."""
+    """An arm that failed on an example. reason: one line to show. traceback: of the error."""
 
     __pydantic_config__ = _STRICT
 

@@ -1,1 +1,1 @@
-"""The invariants of every method, and the verb `check` that runs them on one."""
+"""The invariants of every method, and the command `check` that runs them on one."""

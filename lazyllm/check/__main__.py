@@ -1,4 +1,4 @@
-"""The verb `check`: run every invariant on a method, on small random models.
+"""The command `check`: run every invariant on a method, on small random models.
 
 lazyllm-bench check METHOD [KEY=VALUE ...]     e.g. check keep_last layer=2 keep=0.25
 

@@ -126,7 +126,8 @@ def generate(
     input_ids: the prompt, [n] or [1, n], n >= 1, special tokens included; or a `lazyllm.Prompt`, which also holds the
         text, for methods that read it.
     method: how to prune, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
-    max_new_tokens: at least 1. eos_token_ids: tokens that end the answer; None takes the model's own, () none.
+    max_new_tokens: at least 1.
+    eos_token_ids: tokens that end the answer; None takes the model's own, () none.
     min_new_tokens: end tokens are not chosen before this many tokens (as `min_length` in transformers).
 
     Only the last position's logits are computed. The clock is read after the device has finished.
@@ -150,7 +151,7 @@ def start(
     chunk: run the tokens of a turn through the layers in pieces of N tokens, to save memory; results change by rounding
         only. Models that score the prompt before its prefill run it whole.
     turns: later turns "continue" from the caches: a method that drops tokens for good drops nothing more. Or they run
-        the whole text "again", with tokens selected for the new question.
+        the whole text ("recompute"), with tokens selected for the new question.
     Raises ValueError for bad arguments.
     """
     prompt = as_prompt(model, input_ids)

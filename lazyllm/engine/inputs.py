@@ -61,7 +61,7 @@ class ScoreSpec:
 
 NO_SCORES = ScoreSpec()
 # What later turns of a conversation do: run on from what is stored, or run the whole text, with tokens selected anew
-TURNS = ("continue", "again")
+TURNS = ("continue", "recompute")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The verb `methods`: all methods, installed packages' included, with their hyperparameters. Without torch."""
+"""The command `methods`: all methods, installed packages' included, with their hyperparameters. Without torch."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ A page names its source in a pair of comments, and what stands between them is r
 
     <!-- insert: results/demo/demo.md -->           the table of a Markdown file
     <!-- insert: results/demo/demo.md mean over tasks -->   its rows that begin with these words
+    <!-- insert: results/demo/demo.md mean over tasks columns 2-7 -->   these columns of them, from 1
     <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
     <!-- end -->
 """
@@ -32,11 +33,15 @@ def inserted(text: str) -> str:
 def _source(name: str) -> str:
     if name.startswith("settings "):
         return _settings(name.split()[1:])
+    name, _, columns = name.partition(" columns ")
     file, _, row = name.partition(" ")
     lines = [line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     head, rows = lines[:2], [line for line in lines[2:] if line.strip("|* ").startswith(row)]
     if not rows:
         raise ValueError(f"{file}: no row of a table begins with {row!r}")
+    if columns:
+        first, last = map(int, columns.split("-"))
+        return "\n".join(f"|{'|'.join(line.strip('|').split('|')[first - 1 : last])}|" for line in [*head, *rows])
     return "\n".join([*head, *rows])
 
 

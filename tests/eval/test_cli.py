@@ -1,4 +1,4 @@
-"""The command line: one screen of verbs, one line per user error, and no heavy import before arguments are valid."""
+"""The command line: one screen of commands, one line per user error, and no heavy import before arguments are valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ for arguments in json.loads(sys.argv[1]):
 print(json.dumps(found))
 """
 COMMANDS = {
-    "--help": (0, "usage: lazyllm-bench VERB"),
+    "--help": (0, "usage: lazyllm-bench COMMAND"),
     "run --help": (0, "\nmax_new_tokens=null"),
     "run modl=tiny": (2, "error: Could not override 'modl': Key 'modl' not in 'RunConfig' (did you mean model?"),
     "run +foo=1": (2, "error: unknown key foo: --help lists all keys"),
@@ -154,15 +154,15 @@ def test_help_is_one_screen_with_a_line_for_each_verb(capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
-    for verb in cli.VERBS:
-        assert sum(line.split()[:1] == [verb] for line in lines) == 1
+    for command in cli.COMMANDS:
+        assert sum(line.split()[:1] == [command] for line in lines) == 1
     assert cli.main(["nosuch"]) == 2
-    assert "no such verb: nosuch" in capsys.readouterr().err
+    assert "no such command: nosuch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
-def test_every_verb_is_there(verb: str) -> None:
-    assert find_spec(cli.VERBS[verb][0]) is not None
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_is_there(command: str) -> None:
+    assert find_spec(cli.COMMANDS[command][0]) is not None
 
 
 def test_verb_gives_its_exit_code_and_one_line_for_an_error(monkeypatch, capsys) -> None:
@@ -171,7 +171,7 @@ def test_verb_gives_its_exit_code_and_one_line_for_an_error(monkeypatch, capsys)
             raise UserError(f"{arguments[0]} is wrong: give another")
         return 3
 
-    monkeypatch.setattr(import_module(cli.VERBS["status"][0]), "main", refuse)
+    monkeypatch.setattr(import_module(cli.COMMANDS["status"][0]), "main", refuse)
     assert cli.main(["status"]) == 3
     assert cli.main(["status", "this"]) == 2
     assert capsys.readouterr().err == "error: this is wrong: give another\n"

@@ -1,4 +1,4 @@
-"""The verb `tune`: its space by hand, its search against an exhaustive one, and a study of real runs."""
+"""The command `tune`: its space by hand, its search against an exhaustive one, and a study of real runs."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     sources, tokenizer = Sources(settings.dir, options.haystack), tokenizer_for_rows(settings.model, "ruler")
     reserved, count = wrap_tokens(tokenizer, settings.chat), ROWS if settings.limit is None else settings.limit
     made = list(rows(task, tokenizer, options.length, count, options.seed, sources, reserved))
-    facts = {
+    hashed = {
         "suite": VERSION,
         "task": task.name,
         "length": options.length,
@@ -91,7 +91,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
             for number, row in enumerate(made)
         ),
         task.max_new_tokens,
-        sha256_of(facts),
+        sha256_of(hashed),
         sha256_of([TEMPLATE, task.max_new_tokens]),
         f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
         total=max(ROWS, len(made)),

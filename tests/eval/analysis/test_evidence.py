@@ -64,11 +64,11 @@ def test_evidence_figure_draws_the_setting_with_most_examples() -> None:
     assert set(frame["label"]) == {"lazy, schedule=paper", "random_drop, keep=0.5"}  # the setting with most examples
     picture = drawn(FIGURE, frame)
     axes = {panel.get_title(loc="left"): panel for panel in picture.axes}
-    curves = [line.get_ydata().tolist() for line in axes["single_doc_qa"].lines]
+    curves = [line.get_ydata().tolist() for line in axes["single doc QA"].lines]
     assert sorted(curves) == [[25, 25, 25], [100, 75, 50], [100, 100, 0]]
-    assert len({str(line.get_linestyle()) for line in axes["single_doc_qa"].lines}) == 2
+    assert len({str(line.get_linestyle()) for line in axes["single doc QA"].lines}) == 2
     written = texts(picture)
-    for text in ("lazy, schedule=paper", "right answers", "wrong answers", "evidence computed in prefill, %"):
+    for text in ("LazyLLM, schedule=paper", "right answers", "wrong answers", "evidence computed in prefill, %"):
         assert text in written
     assert FIGURE.data(Results([stored([example("lookup", "a")])])).empty
 

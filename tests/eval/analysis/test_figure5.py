@@ -53,7 +53,7 @@ def test_figure5_draws_kl_in_panels_without_published_points() -> None:
     frame = FIGURE.data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)], settings=lazy(0.3))]))
     assert frame.loc[frame["source"] == "measured", "kl"].tolist() == [0.02, 0.02]
     picture = drawn(FIGURE, frame)
-    scales = [axes.get_yscale() for axes in picture.axes if axes.get_title(loc="left") == "multi_doc_qa"]
+    scales = [axes.get_yscale() for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA"]
     assert scales == ["linear", "log"]
     below = [axes for axes in picture.axes if axes.get_yscale() == "log" and axes.get_title(loc="left")]
     points = [line.get_xydata().tolist() for axes in below for line in axes.lines if len(line.get_xydata()) == 1]
@@ -98,10 +98,10 @@ def test_figure5_draws_the_published_points_of_the_model(model: str, paper: str 
     own = {"tiny": "the paper's (of Llama 2 7B,\non LongBench)", "xgen": "the paper's, XGen 7B"}
     assert own[model] in written
     assert ("the paper's claims:\n2.34x at 99 %, 3x at 90 %" in written) == (model == "tiny")
-    for text in ("LazyLLM", "random token drop", "static pruning (the paper's only)", "multi_doc_qa", "mean over tasks",
+    for text in ("LazyLLM", "random token drop", "static pruning (the paper's only)", "multi doc QA", "mean over tasks",
                  "TTFT speedup over the baseline (times)", "score, % of the baseline's"):  # fmt: skip
         assert text in written
-    panel = next(axes for axes in picture.axes if axes.get_title(loc="left") == "multi_doc_qa")
+    panel = next(axes for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA")
     hollow = {
         (round(line.get_xdata()[0], 4), round(line.get_ydata()[0], 4))
         for line in panel.lines if line.get_markerfacecolor() == "none"
@@ -119,7 +119,7 @@ def test_figure5_has_panels_for_each_model_and_suite() -> None:
         ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
     ]  # fmt: skip
     written = texts(drawn(FIGURE, frame))
-    assert {"tiny, longbench", "llama2, longbench"} <= set(written)
+    assert all(any(text.endswith(name) for text in written) for name in ("tiny, longbench", "llama2, longbench"))
     assert "1 more in the CSV: --where KEY=VALUE chooses the runs to draw" in written
 
 

@@ -50,6 +50,6 @@ def test_ranking_leaves_out_diagnostics_and_missed_speedups() -> None:
     ]
     table = ranking(Results(runs))
     assert table.frame[["rank", "method", "examples"]].to_numpy().tolist() == [[1, "fastkv", 1], [2, "random_drop", 1]]
-    caption = " Not ranked: asl, keep=2x, whose prefills had an ideal speedup of 1.00; oracle, keep=2x (diagnostic)."
-    assert table.caption.endswith(caption)
-    assert "Not ranked" not in ranking(Results(runs[:2])).caption
+    notes = " Not ranked: asl, keep=2x, whose prefills had an ideal speedup of 1.00; oracle, keep=2x (diagnostic)."
+    assert table.notes.endswith(notes)
+    assert "Not ranked" not in ranking(Results(runs[:2])).notes

@@ -7,9 +7,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import pytest
 from matplotlib.colors import to_rgb
 
-from eval.analysis.style import MOST, around, new_figure, panels_of, save, styled, styles_of, usual
+from eval.analysis.style import MOST, around, new_figure, panels_of, save, shown_label, styled, styles_of, usual
 from eval.store.results import Results
 from lazyllm.methods import METHODS
 from tests.eval.analysis.made import stored, texts
@@ -63,6 +64,19 @@ def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:
     assert b"<text" not in first[0]  # drawn as paths, which need no fonts
     assert b"dc:date" not in first[0]
     assert b"CreationDate" not in first[1]
+
+
+@pytest.mark.parametrize(
+    ("label", "method", "shown"),
+    [
+        ("lazy, schedule=tuned/my_own", "lazy", "LazyLLM, schedule=tuned/my_own"),
+        ("lazy_without_revival", "lazy", "LazyLLM without revival"),
+        ("oracle, keep=2x (diagnostic)", "oracle", "oracle (diagnostic), keep=2x"),
+        ("after_2_keep_0.3", "lazy", "after 2 keep 0.3"),
+    ],
+)
+def test_labels_have_the_methods_names_as_shown(label: str, method: str, shown: str) -> None:
+    assert shown_label(label, method) == shown
 
 
 def test_styled_restores_matplotlibs_settings() -> None:

@@ -47,7 +47,8 @@ def test_latex() -> None:
         [
             r"% \usepackage{booktabs, longtable}",
             r"\begin{longtable}{llr}",
-            r"\caption{Two \& more. 50 \% of a\_b.}\label{tab:two} \\",
+            r"\caption{Two \& more. 50 \% of a\_b. $\pm$: half of the 95 \% bootstrap interval over examples.}"
+            r"\label{tab:two} \\",
             *(r"\toprule", r"model & task & score \\", r"\midrule", r"\endfirsthead"),
             *(r"\toprule", r"model & task & score \\", r"\midrule", r"\endhead"),
             r"a & x & 0.33 $\pm$0.10 \\",

@@ -41,14 +41,14 @@ def runs() -> list[StoredRun]:
     once = row("trec", "a", (1.0, 0.5, 1.0, 2.0))
     return [
         stored(visits, "static_pruning", KEEP),
-        stored(visits, "static_pruning", {**KEEP, "turns": "again"}),
+        stored(visits, "static_pruning", {**KEEP, "turns": "recompute"}),
         stored([once], "lazy"),
     ]
 
 
 def test_turns_by_hand() -> None:
     table: Any = by_turn(Results(runs()))
-    assert set(table["turns"]) == {"continue", "again"}  # and nothing of what was asked once
+    assert set(table["turns"]) == {"continue", "recompute"}  # and nothing of what was asked once
     of_method = (table["turns"] == "continue") & (table["method"] == "static_pruning")
     found = table[(table["level"] == "all") & of_method].set_index("turn")
     assert found["score"].tolist() == [(75 + 100) / 2, (25 + 100) / 2]

@@ -88,8 +88,10 @@ def test_config_has_the_defaults() -> None:
 
 def test_docs_list_every_setting_and_experiment() -> None:
     docs = CONF.resolve().parent / "docs"
-    settings, suites = ((docs / name).read_text(encoding="utf-8") for name in ("settings.md", "suites.md"))
-    text = settings + suites
+    settings, *others = (
+        (docs / name).read_text(encoding="utf-8") for name in ("settings.md", "models.md", "suites.md", "servers.md")
+    )
+    text = "".join([settings, *others])
     rows = [
         f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |"
         for key, default, meaning in documented(RunConfig())

@@ -123,7 +123,7 @@ def test_decoding_by_hand(name: str, rows: int) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_reads_the_weights_and_what_it_attends_to(name: str, rows: int) -> None:
     method, model = ROWS[name].pruning, Model.of(TINY)
-    for n, turns in ((1, "continue"), (40, "continue"), (700, "continue"), (700, "again")):
+    for n, turns in ((1, "continue"), (40, "continue"), (700, "continue"), (700, "recompute")):
         for work in model.conversation(method, [n, 30, 1], 6, turns):
             assert work.read >= model.weights
             assert work.flops > 0
@@ -193,7 +193,7 @@ def test_work_of_a_later_turn_is_that_of_the_tokens_it_runs(method: Method, tiny
         now = session.kv_bytes // model.kv_bytes
     first, turn = model.conversation(method, [300], 5), model.conversation(method, [300, 40], 5)
     assert turn[:2] == first
-    assert model.conversation(method, [300, 40], 5, "again")[2:] == model.conversation(method, [345], 5)
+    assert model.conversation(method, [300, 40], 5, "recompute")[2:] == model.conversation(method, [345], 5)
     assert now == held + 41 * layers
     # each of the 40 tokens, and the answer's last one, attends to all stored ones, and to those before it
     pairs = 41 * held + layers * 41 * 42 // 2

@@ -1,4 +1,4 @@
-"""The verb `status` on run folders as jobs leave them."""
+"""The command `status` on run folders as jobs leave them."""
 
 from __future__ import annotations
 

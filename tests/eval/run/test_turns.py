@@ -113,7 +113,7 @@ def test_each_arm_holds_its_whole_conversation_in_its_place(monkeypatch: pytest.
 
 
 def test_divergence_and_answers_of_a_turn_again_are_those_of_a_fresh_prompt() -> None:
-    answers = turns_of("again").answers
+    answers = turns_of("recompute").answers
     own, theirs = token_ids(answers["method"]), token_ids(answers["baseline"])
     for number, measured in enumerate(answers["method"]):
         fresh = lazyllm.generate(bench().model, read(number, own), METHOD, 8, END_IDS)
@@ -161,7 +161,7 @@ def test_counts_by_hand() -> None:
 
 
 def test_turn_again_computes_the_whole_text() -> None:
-    measured, so_far = turns_of("again").answers["method"], 0.0
+    measured, so_far = turns_of("recompute").answers["method"], 0.0
     for number, one in enumerate(measured):
         n = len(read(number, token_ids(measured)))
         so_far += (2 * n + 6 * keep_count(0.5, n)) / 8

@@ -12,7 +12,7 @@ from eval.analysis.run_table import arm_groups, comparisons, run_table
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES as TABLE_VALUES
 from eval.store.join import beside
-from eval.store.results import Results, tell_apart
+from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun
 from eval.store.visit import SCALES, Failure, Measurement, Request, Visit
 from tests.eval.store import join_oracle as oracle
@@ -265,7 +265,7 @@ def test_intervals_of_a_run_are_the_oracles(seed: int) -> None:
 @pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 20))])
 def test_of_several_runs_one_counts_and_no_ratio_mixes_them(seed: int) -> None:
     rng = random.Random(200 + seed)
-    runs = tell_apart([drawn_run(rng, folder) for folder in ("a", "b", "c")])
+    runs = with_variants([drawn_run(rng, folder) for folder in ("a", "b", "c")])
     assert_by_task(runs, intervals=False)
     frame = Results(runs).frame
     other = beside(frame, frame)

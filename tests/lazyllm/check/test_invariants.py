@@ -1,4 +1,4 @@
-"""Methods that each break one rule, found by the check of that rule; and the verb that reports it."""
+"""Methods that each break one rule, found by the check of that rule; and the command that reports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lazyllm
-import lazyllm.check.__main__ as verb
+import lazyllm.check.__main__ as command
 from lazyllm.check import invariants
 from lazyllm.engine.inputs import Boundary
 from lazyllm.errors import UserError
@@ -150,34 +150,34 @@ def test_docstring_examples_pass_the_verb(base: type, settings: list[str], monke
     names: dict[str, Any] = {"__name__": __name__}
     exec("".join(lines[: next(number for number, line in enumerate(lines) if "load_model" in line)]), names)
     kind = names["KeepLast" if base is Prune else "AskFirst"]
-    monkeypatch.setattr(verb, "MODELS", {"llama": verb.MODELS["llama"]})
+    monkeypatch.setattr(command, "MODELS", {"llama": command.MODELS["llama"]})
     monkeypatch.setitem(METHODS, "example", kind)
-    assert verb.main(["example", *settings]) == 0, capsys.readouterr().out
+    assert command.main(["example", *settings]) == 0, capsys.readouterr().out
     monkeypatch.setattr(kind, "target_parameter", None)
-    assert verb.main(["example", *settings]) == 1
+    assert command.main(["example", *settings]) == 1
     told, count = capsys.readouterr().out.splitlines()[-6::5]
     assert "declare what keeps all: target_parameter = KEY" in told
     assert count == "1 failed"
 
 
 def test_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(verb, "MODELS", {"llama": verb.MODELS["llama"]})
+    monkeypatch.setattr(command, "MODELS", {"llama": command.MODELS["llama"]})
     for name, kind in (("halves", Halves), ("never_all", NeverAll)):
         monkeypatch.setitem(METHODS, name, kind)
-    assert verb.main(["halves", "keep=0.25"]) == 0
+    assert command.main(["halves", "keep=0.25"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Halves(keep=0.25): tokens computed in each layer, of 40: 40, 40, 10, 10"
     assert [line[:3] for line in lines[1:]] == ["ok "] * 5 + ["all"]
-    assert verb.main(["never_all"]) == 1
+    assert command.main(["never_all"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("failed  llama: keeping every token gives the model's own output: ")
     assert lines[-1] == "1 failed"
 
 
-@pytest.mark.parametrize("name", verb.MODELS)
+@pytest.mark.parametrize("name", command.MODELS)
 def test_models_of_the_verb_decide_selections(name: str) -> None:
     """A correct method passes every check; its selection is not accidental, as another order selects other tokens."""
-    model = verb.random_model(name, "float64")
+    model = command.random_model(name, "float64")
     invariants.is_the_model(model, invariants.keeping_everything(Halves()), PROMPT)
     there, back = (lazyllm.generate(model, prompt, Halves(0.1), 1, ()) for prompt in (PROMPT, PROMPT[::-1]))
     assert there.selected != back.selected

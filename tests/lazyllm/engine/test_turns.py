@@ -135,7 +135,7 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize("turns", ["continue", "again"])
+@pytest.mark.parametrize("turns", ["continue", "recompute"])
 def test_scoring_of_all_turns_is_in_the_share_of_tokens_computed(turns: Any) -> None:
     """Two of four layers score, so a token that is scored counts as half a token."""
     model, rng = random_model("llama", 2, num_layers=4), random.Random(turns)
@@ -181,7 +181,7 @@ def test_later_turn_of_a_method_that_drops_for_good_sees_what_is_left(variant: s
 def test_again_is_a_fresh_generation(method: Method) -> None:
     model, rng = random_model("llama", 2, num_layers=4), random.Random(0)
     text, more = draw(rng, 30), None
-    session = lazyllm.start(model, text, method, turns="again")
+    session = lazyllm.start(model, text, method, turns="recompute")
     for _ in range(3):
         text = text + (more or [])
         found, expected = session.answer(more, 3, ()), lazyllm.generate(model, text, method, 3, ())

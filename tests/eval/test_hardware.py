@@ -23,7 +23,7 @@ from eval.store.visit import Visit
 from lazyllm import measuring
 from lazyllm.engine.generation import generate
 from lazyllm.errors import UserError
-from lazyllm.machine import ACCELERATORS, FLASH_2, accelerator, handicaps
+from lazyllm.machine import ACCELERATORS, FLASH_2, accelerator, machine_warnings
 from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_config
@@ -103,9 +103,10 @@ def test_tf32_is_known_whichever_setting_was_used(settings: str, allowed: bool) 
 
 
 def test_bfloat16_without_units_for_it_gets_a_line() -> None:
-    [line] = handicaps("Tesla T4", [], float("nan"), "bfloat16")
+    [line] = machine_warnings("Tesla T4", [], float("nan"), "bfloat16")
     assert "Tesla T4 has no units for bfloat16" in line
-    assert handicaps("Tesla T4", [], float("nan"), "float16") == handicaps(H100, [], float("nan"), "bfloat16") == []
+    for device, dtype in (("Tesla T4", "float16"), (H100, "bfloat16")):
+        assert machine_warnings(device, [], float("nan"), dtype) == []
 
 
 def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +210,9 @@ def stored_on(device: str, made: Visit, folder: Path) -> StoredRun:
 )
 def test_baseline_that_flatters_speedups_is_named(device: str, made: Visit, signs: list[str], tmp_path: Path) -> None:
     stored = stored_on(device, made, tmp_path)
-    assert len(stored.handicaps) == len(signs)
+    assert len(stored.warnings) == len(signs)
     table, page = run_table(Results([stored]), "a run").to_markdown(), " ".join(warnings([stored], None))
-    for sign, sentence in zip(signs, stored.handicaps, strict=True):
+    for sign, sentence in zip(signs, stored.warnings, strict=True):
         assert sign in sentence
         assert f"Caution: {sentence}." in table
         assert sentence in page
@@ -221,8 +222,8 @@ def test_baseline_that_flatters_speedups_is_named(device: str, made: Visit, sign
 def test_table_of_runs_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
     one, other = (stored_on(H100, at(0.1, 9000, kernel), tmp_path / str(kernel)) for kernel in (None, FLASH_2))
     caption = run_table(Results([one, other]), "two").caption
-    assert len(one.handicaps) == 1  # the other one has two
-    assert [caption.count(f"Caution: {sentence}.") for sentence in other.handicaps] == [1, 1]
+    assert len(one.warnings) == 1  # the other one has two
+    assert [caption.count(f"Caution: {sentence}.") for sentence in other.warnings] == [1, 1]
     assert f"by profiler: {FLASH_2}." in caption
 
 
