@@ -88,7 +88,7 @@ def test_runs_on_servers_have_no_device_of_their_own() -> None:
 def test_report_is_made_of_public_classes() -> None:
     report = made(written("--entity", "me", "--project", "mine"))
     assert (report.entity, report.project) == ("me", "mine")
-    assert [type(block).__name__ for block in report.blocks[:3]] == ["P", "TableOfContents", "MarkdownBlock"]
+    assert [type(block).__name__ for block in report.blocks[:4]] == ["P", "TableOfContents", "P", "MarkdownBlock"]
 
 
 @pytest.mark.parametrize(
