@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import absl.logging
 import pytest
@@ -37,6 +39,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 # rouge-score brings absl, whose handler closes the stderr it began with, pytest's, as soon as Hydra configures logging
 # while a test has replaced stderr; it never closes this one
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a command sets for its own process, such as `plan` HF_HUB_OFFLINE, ends with the test."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

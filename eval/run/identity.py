@@ -37,6 +37,8 @@ ENGINE = (
     "lazyllm/models",
     "lazyllm/methods/support",
     "eval/run/measure.py",
+    "eval/run/fidelity.py",
+    "eval/run/evidence.py",
 )
 SERVED = ("eval/server.py", "eval/run/served.py", "eval/run/measure.py")  # the same behind a server
 _PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites

@@ -26,6 +26,7 @@ from eval.run.cases import Case
 from eval.run.measure import Bench, Todo, in_turn, released
 from eval.run.run import Run
 from eval.run.served import Servers
+from eval.run.tracing import traces
 from eval.run.wandb_run import Trackers, open_trackers
 from eval.store.folder import PLANNED, RunStore, open_store, planned_text
 from eval.store.results import Results
@@ -245,7 +246,7 @@ def _measure_missing(run: Run, store: RunStore, trackers: Trackers, load: Callab
             assert isinstance(subject, Bench)  # traces of servers are refused
             arms = [arm for arm in run.arms if arm.label in labels & store.answered(case.key)]
             try:
-                for trace in subject.traces(case, arms) if arms else ():
+                for trace in traces(subject.model, subject.tokenizer, case, arms) if arms else ():
                     write_whole(_trace_file(store, case, trace.arm), trace.to_json())
             except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
                 log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))

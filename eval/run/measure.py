@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import takewhile
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,16 +21,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import second_score
-from eval.benchmarks.prompts import BuiltPrompt, gold_token_ids
+from eval.benchmarks.prompts import gold_token_ids
 from eval.run.arms import Arm
 from eval.run.cases import Case
-from eval.store.visit import PROMPT_END, Failure, Measurement, Trace, Turn, Visit, compact_counts
-from lazyllm import Generation, Prompt, generate, start
+from eval.run.evidence import of_evidence
+from eval.run.fidelity import forced_logits, of_forced, of_generations
+from eval.store.visit import PROMPT_END, Failure, Measurement, Turn, Visit, compact_counts
+from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch
-from lazyllm.engine.decoder import importance_of_layers
 from lazyllm.engine.devices import devices_of, read_clock
 from lazyllm.engine.flops import prefill_flops
-from lazyllm.engine.generation import Forced, Greedy, Request, make_request
+from lazyllm.engine.generation import Greedy, Request, make_request
 from lazyllm.errors import UserError, reason_of
 from lazyllm.measuring import (
     attention_events,
@@ -307,24 +306,6 @@ class Bench:
             found[f"{name}_kl"], found[f"{name}_log_likelihood"] = of_forced(theirs, ours, token_ids)
         return found
 
-    def traces(self, case: Case, arms: Sequence[Arm]) -> Iterator[Trace]:
-        """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
-        importance = importance_of_layers(self.model, case.prompt.token_ids)
-        for arm in arms:
-            out = generate(self.model, case.prompt.as_input(), arm.method(case.dataset.name), **case.answering)
-            group_starts, computed = compact_counts(out.computed)
-            yield Trace(
-                dataset=case.dataset.name,
-                id=case.example.id,
-                arm=arm.label,
-                tokens=_texts_of_prompt(self.tokenizer, case.prompt),
-                generated=_texts_of_answer(self.tokenizer, out.token_ids),
-                importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
-                selected=selections_that_ran(out),
-                group_starts=group_starts,
-                computed=computed,
-            )
-
     def _measurement(self, case: Case, turn: int, answers: _Answers) -> Measurement:
         out = answers.outs[turn]
         decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
@@ -351,7 +332,7 @@ class Bench:
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(answers.tokens_computed, range(turn + 1))),
             total_s_so_far=None if answers.packed else sum(done.total_s for done in answers.outs[: turn + 1]),
-            **(_evidence(case.prompt, turn, answers) if self.evidence else {}),
+            **(of_evidence(case.prompt, turn, out, answers.earlier(turn)) if self.evidence else {}),
         )
 
 
@@ -397,120 +378,6 @@ def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[st
     }
 
 
-def _evidence(prompt: BuiltPrompt, turn: int, answers: _Answers) -> dict[str, Any]:
-    """The fields of `Measurement` about the evidence of a turn's question; none if it is unknown."""
-    positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
-    if not len(positions):
-        return {}
-    in_prefill, revived = evidence_computed(answers.outs[turn], positions, answers.earlier(turn))
-    return {
-        "evidence_tokens": len(positions),
-        "evidence_recall": float(in_prefill[-1]),
-        "evidence_prefill": in_prefill.tolist(),
-        "evidence_revived": revived.tolist(),
-    }
-
-
-def of_generations(baseline: Generation, own: Generation) -> dict[str, Any]:
-    """The fields of `Measurement` that compare an arm's answer with the baseline's."""
-    ours, theirs = own.token_ids, baseline.token_ids
-    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(own.first_logits)
-    return {
-        "kl": mean_kl(p, q),
-        "top1_agrees": int(p.argmax() == q.argmax()),
-        "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
-        "edit_similarity": edit_similarity(ours, theirs),
-        "same_answer": int(ours == theirs),
-    }
-
-
-def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:
-    """(mean KL per token, log-likelihood per token minus the baseline's) of forced tokens.
-
-    baseline, method: [t, v] logits before each of the t tokens.
-    """
-    p, q = _log_probabilities(baseline), _log_probabilities(method)
-    chosen = torch.tensor(token_ids)[:, None]
-    return mean_kl(p, q), float((q.gather(1, chosen) - p.gather(1, chosen)).mean())
-
-
-def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_ids: Sequence[int]) -> Tensor:
-    """[t, v] the method's logits before each of t tokens, if its answer is forced to be these tokens.
-
-    Each token but the last is run as a decoding step of the method. The logits are on the host.
-    """
-    forced = Forced(token_ids)
-    with start(model, prompt, method) as conversation:
-        conversation.answer_with(forced, None, len(token_ids))
-    return torch.stack(forced.logits).cpu()
-
-
-def mean_kl(p: Tensor, q: Tensor) -> float:
-    """KL(p || q) in nats of log-probabilities [..., v], mean over all but the last axis."""
-    terms = torch.where(p == -torch.inf, 0, p.exp() * (p - q))
-    return max(0.0, float(terms.sum(-1).mean()))  # rounding can make it negative
-
-
-def edit_similarity(a: Sequence[int], b: Sequence[int]) -> float:
-    """1 - Levenshtein distance of two lists / length of the longer one; 1 if both are empty."""
-    above = list(range(len(b) + 1))
-    for i, token in enumerate(a, start=1):
-        row = [i]
-        for j, other in enumerate(b, start=1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (token != other)))
-        above = row
-    return 1 - above[-1] / max(len(a), len(b), 1)
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    return logits.cpu().double().log_softmax(-1)
-
-
-def evidence_positions(prompt: BuiltPrompt) -> np.ndarray:
-    """Ascending positions of the tokens that overlap the evidence; none if it is not known."""
-    if prompt.spans is None:
-        return np.empty(0, dtype=int)
-    starts, stops = prompt.spans.T
-    inside = np.zeros(len(starts), dtype=bool)
-    for first, last in prompt.evidence:
-        inside |= (starts < last) & (stops > first) & (starts < stops)
-    return np.flatnonzero(inside)
-
-
-def evidence_computed(
-    out: Generation, positions: np.ndarray, earlier: Sequence[Generation] = ()
-) -> tuple[np.ndarray, np.ndarray]:
-    """([layers], [layers]) the shares of the tokens at `positions` that are computed in prefill, and revived later.
-
-    earlier: the conversation's answers before this one. What they have computed counts as prefill.
-    """
-    steps = [step for answer in (*earlier, out) for step in selections_that_ran(answer)]
-    prefill = len(steps) - len(out.selected)  # the number of this answer's first step
-    layers = out.computed.shape[1]
-    # without a selection, the very first step computes the whole prompt, and every later one nothing of it
-    ran = [(number, _in_sets(step, positions, layers)) for number, step in enumerate(steps) if step or number == 0]
-    in_prefill = np.any([sets for number, sets in ran if number <= prefill], axis=0)
-    computed = np.any([sets for _, sets in ran], axis=0)
-    return in_prefill.mean(axis=1), (computed & ~in_prefill).mean(axis=1)
-
-
-def selections_that_ran(out: Generation) -> list[dict[int, list[int]]]:
-    """The selections with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
-    first, *later = out.selected
-    is_selected_before = bool(first) and int(out.computed[0, 0]) < out.prompt_tokens
-    return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
-
-
-def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int) -> np.ndarray:
-    """[layers, positions] bool: whether the token is in a step's set for the layer; all are before the first cut."""
-    sets = []
-    present = np.ones(len(positions), dtype=bool)
-    for layer in range(layers):
-        present = np.isin(positions, selected[layer]) if layer in selected else present
-        sets.append(present)
-    return np.array(sets)
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device or the host lacks memory. cuBLAS has its own words for it."""
     return isinstance(error, torch.OutOfMemoryError) or any(
@@ -551,26 +418,3 @@ def released(devices: tuple[torch.device, ...]) -> Iterator[None]:
             release_memory(*devices)
         except RuntimeError as error:  # only logged: the run's own error is raised
             log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
-
-
-def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:
-    """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
-    names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
-    if prompt.spans is None:
-        return [str(tokenizer.decode([token_id])) for token_id in prompt.token_ids]
-    texts, done = [], 0
-    for name, (first, stop) in zip(names, prompt.spans.tolist(), strict=True):
-        texts.append(prompt.text[done:stop] if stop > first else str(name))
-        done = max(done, stop)
-    return texts
-
-
-def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
-    """The text that each token adds to the answer; a letter of several tokens belongs to the last."""
-    shown, texts = "", []
-    for end in range(1, len(token_ids) + 1):
-        whole = str(tokenizer.decode(token_ids[:end]))
-        unfinished = whole.endswith("\ufffd") and end < len(token_ids)
-        texts.append("" if unfinished else whole[len(shown) :])
-        shown = shown if unfinished else whole
-    return texts

@@ -14,7 +14,8 @@ from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
 from eval.run.cases import Case
-from eval.run.measure import Bench, Todo, evidence_computed, evidence_positions
+from eval.run.evidence import evidence_computed, evidence_positions
+from eval.run.measure import Bench, Todo
 from lazyllm import Generation
 from lazyllm.methods import (
     ASL,

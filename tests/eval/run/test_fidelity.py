@@ -22,7 +22,8 @@ from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt, gold_token_ids
 from eval.run.cases import Case
-from eval.run.measure import Bench, Todo, edit_similarity, forced_logits, of_forced, of_generations
+from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
+from eval.run.measure import Bench, Todo
 from eval.store.visit import Measurement
 from lazyllm import Prompt
 from lazyllm.methods import Baseline, Lazy, StaticPruning

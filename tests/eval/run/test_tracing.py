@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 import lazyllm
-from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.run.cases import Case
-from eval.run.measure import Bench
+from eval.run.tracing import _texts_of_prompt, traces
 from eval.store.visit import Trace, read_trace
 from lazyllm.methods import Lazy
 from lazyllm.models.load import load_tokenizer_of
@@ -21,7 +20,6 @@ from tests.runs import arm
 
 MODEL, TOKENIZER = tiny()
 ARMS = arm("lazy", name="lazy", schedule={2: 0.3, 5: 0.5}), arm("drop", name="random_drop", keep=0.5)
-BENCH = Bench(MODEL, TOKENIZER, CHAT_FORMATS["none"], ARMS, None)
 
 
 def case_of(name: str) -> Case:
@@ -34,7 +32,7 @@ def case_of(name: str) -> Case:
 @pytest.mark.parametrize("name", ["digest", "complete"])
 def test_trace_equals_the_generation_of_each_arm(name: str) -> None:
     case = case_of(name)
-    lazy, drop = BENCH.traces(case, ARMS)
+    lazy, drop = traces(MODEL, TOKENIZER, case, ARMS)
     assert (lazy.arm, drop.arm) == ("lazy", "drop")
     out = lazyllm.generate(MODEL, case.prompt.token_ids, Lazy({2: 0.3, 5: 0.5}), 12, (2,))
     assert lazy.selected == out.selected
@@ -47,7 +45,7 @@ def test_trace_equals_the_generation_of_each_arm(name: str) -> None:
 
 
 def test_trace_comes_back_from_its_file(tmp_path: Path) -> None:
-    (found,) = BENCH.traces(case_of("lookup"), ARMS[1:])
+    (found,) = traces(MODEL, TOKENIZER, case_of("lookup"), ARMS[1:])
     file = tmp_path / Trace.file_name("lookup", "../a b", "drop")
     assert file.parent == tmp_path
     file.write_text(found.to_json())
@@ -56,8 +54,6 @@ def test_trace_comes_back_from_its_file(tmp_path: Path) -> None:
 
 def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
     """The text of each token equals the prompt's, including spaces and characters that span several tokens."""
-    from eval.run.measure import _texts_of_prompt
-
     tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))
     assert tokenizer is not None
     loaded = load_rows(DATASETS["multifieldqa_en"], str(shared / "longbench"))

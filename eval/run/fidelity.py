@@ -1,0 +1,70 @@
+"""How close an arm's answer is to the baseline's, by tokens and by probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lazyllm import Generation, Prompt, start
+from lazyllm.engine.generation import Forced
+from lazyllm.methods import Method
+
+
+def of_generations(baseline: Generation, own: Generation) -> dict[str, Any]:
+    """The fields of `Measurement` that compare an arm's answer with the baseline's."""
+    ours, theirs = own.token_ids, baseline.token_ids
+    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(own.first_logits)
+    return {
+        "kl": mean_kl(p, q),
+        "top1_agrees": int(p.argmax() == q.argmax()),
+        "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
+        "edit_similarity": edit_similarity(ours, theirs),
+        "same_answer": int(ours == theirs),
+    }
+
+
+def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:
+    """(mean KL per token, log-likelihood per token minus the baseline's) of forced tokens.
+
+    baseline, method: [t, v] logits before each of the t tokens.
+    """
+    p, q = _log_probabilities(baseline), _log_probabilities(method)
+    chosen = torch.tensor(token_ids)[:, None]
+    return mean_kl(p, q), float((q.gather(1, chosen) - p.gather(1, chosen)).mean())
+
+
+def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_ids: Sequence[int]) -> Tensor:
+    """[t, v] the method's logits before each of t tokens, if its answer is forced to be these tokens.
+
+    Each token but the last is run as a decoding step of the method. The logits are on the host.
+    """
+    forced = Forced(token_ids)
+    with start(model, prompt, method) as conversation:
+        conversation.answer_with(forced, None, len(token_ids))
+    return torch.stack(forced.logits).cpu()
+
+
+def mean_kl(p: Tensor, q: Tensor) -> float:
+    """KL(p || q) in nats of log-probabilities [..., v], mean over all but the last axis."""
+    terms = torch.where(p == -torch.inf, 0, p.exp() * (p - q))
+    return max(0.0, float(terms.sum(-1).mean()))  # rounding can make it negative
+
+
+def edit_similarity(a: Sequence[int], b: Sequence[int]) -> float:
+    """1 - Levenshtein distance of two lists / length of the longer one; 1 if both are empty."""
+    above = list(range(len(b) + 1))
+    for i, token in enumerate(a, start=1):
+        row = [i]
+        for j, other in enumerate(b, start=1):
+            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (token != other)))
+        above = row
+    return 1 - above[-1] / max(len(a), len(b), 1)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.cpu().double().log_softmax(-1)

@@ -1,0 +1,60 @@
+"""Traces: an answer once more, with what visits leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eval.benchmarks.prompts import BuiltPrompt
+from eval.run.arms import Arm
+from eval.run.cases import Case
+from eval.run.evidence import selections_that_ran
+from eval.store.visit import Trace, compact_counts
+from lazyllm import generate
+from lazyllm.engine.decoder import importance_of_layers
+
+
+def traces(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case, arms: Sequence[Arm]
+) -> Iterator[Trace]:
+    """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
+    importance = importance_of_layers(model, case.prompt.token_ids)
+    for arm in arms:
+        out = generate(model, case.prompt.as_input(), arm.method(case.dataset.name), **case.answering)
+        group_starts, computed = compact_counts(out.computed)
+        yield Trace(
+            dataset=case.dataset.name,
+            id=case.example.id,
+            arm=arm.label,
+            tokens=_texts_of_prompt(tokenizer, case.prompt),
+            generated=_texts_of_answer(tokenizer, out.token_ids),
+            importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
+            selected=selections_that_ran(out),
+            group_starts=group_starts,
+            computed=computed,
+        )
+
+
+def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:
+    """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
+    names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
+    if prompt.spans is None:
+        return [str(tokenizer.decode([token_id])) for token_id in prompt.token_ids]
+    texts, done = [], 0
+    for name, (first, stop) in zip(names, prompt.spans.tolist(), strict=True):
+        texts.append(prompt.text[done:stop] if stop > first else str(name))
+        done = max(done, stop)
+    return texts
+
+
+def _texts_of_answer(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> list[str]:
+    """The text that each token adds to the answer; a letter of several tokens belongs to the last."""
+    shown, texts = "", []
+    for end in range(1, len(token_ids) + 1):
+        whole = str(tokenizer.decode(token_ids[:end]))
+        unfinished = whole.endswith("\ufffd") and end < len(token_ids)
+        texts.append("" if unfinished else whole[len(shown) :])
+        shown = shown if unfinished else whole
+    return texts
