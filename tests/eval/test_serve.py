@@ -234,7 +234,8 @@ def test_reader_that_goes_away_ends_its_generation(url: str, client: Any, monkey
 def sampler(tiny: Any, **fields: Any) -> tuple[TextSampler, list[str]]:
     told: list[str] = []
     asked = CompletionRequest(prompt="x", **fields)
-    return TextSampler(asked, *tiny, told.append, lambda: False), told
+    model, tokenizer = tiny
+    return TextSampler(asked, model, tokenizer, told.append, lambda: False), told
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.8), (1.0, 0.3)])
@@ -274,7 +275,9 @@ def expected_text(tokenizer: Any, token_ids: list[int], stop: list[str]) -> tupl
 @pytest.mark.parametrize("name", ["tiny", "coder"])
 @pytest.mark.parametrize("seed", range(12))
 def test_pieces_are_the_text_up_to_the_first_stop_string(name: str, seed: int) -> None:
-    rng, (model, tokenizer) = random.Random(seed), load_model(name)
+    rng = random.Random(seed)
+    loaded: tuple[Any, Any] = load_model(name)
+    model, tokenizer = loaded
     text = "né 漢字 🙂 the lamp, a lantern of copper.\n ab aab aaab"
     known = tokenizer(text, add_special_tokens=False)["input_ids"]
     for _ in range(20):
@@ -282,7 +285,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string(name: str, seed: int) -
         ids = [token for token in ids if token not in (model.config.eos_token_id, tokenizer.eos_token_id)]
         ids = known + ids if rng.random() < 0.5 else ids
         stop = rng.sample(["aab", "ab", "copper.", "pp", "字", "\n", " a", "lamp, a lan"], rng.randrange(4))
-        one, told = sampler((model, tokenizer), stop=stop)
+        one, told = sampler(loaded, stop=stop)
         expected, count = expected_text(tokenizer, ids, stop)
         ends = [one.read([0.0, float(token)])[1] for token in ids[:count]]
         assert ends[:-1] == [False] * (count - 1)
