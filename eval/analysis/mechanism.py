@@ -108,20 +108,44 @@ _LOOKS: dict[State, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+STANDARD, PRUNED = "Standard LLM", "LazyLLM"  # the two kinds of panels, as in the paper's Figure 3
+_STANDARD_STEPS = 2  # later ones look like the second
+
+
 def mechanism_frame(trace: Trace) -> pd.DataFrame:
-    """One row per cell of the picture: step, layer, group, position, kind (prompt, generated), text, state, computed.
+    """One row per cell of the picture: panels, step, layer, group, position, kind (prompt, generated), text, state,
+    computed.
 
     It shows the first `STEPS` steps, the `WINDOW` neighbouring prompt tokens with the most revived cells, and all
-    tokens that these steps generate.
-    state: a name of `State` in lower case; tokens that are not generated yet have no row.
-    computed: number of `prompt_tokens` computed in the layer so far.
+    tokens that these steps generate; above them the first two steps of a standard LLM on the same text.
+    panels: `STANDARD` or `PRUNED`. state: a name of `State` in lower case; tokens that are not generated yet have no
+    row. computed: number of `prompt_tokens` computed in the layer so far.
     """
     states = token_states(trace)[:STEPS]
-    n, steps = len(trace.tokens), states.shape[0]
+    steps, layers, columns = states.shape
+    n = len(trace.tokens)
     positions = np.array([*_busiest(states[:, :, :n]), *range(n, n + steps - 1)])
-    texts = [*trace.tokens, *trace.generated]
-    group_of = {layer: number for number, group in enumerate(layer_groups(trace), start=1) for layer in group}
     counts = counts_per_layer(trace)
+    standard = np.full((min(_STANDARD_STEPS, steps), layers, columns), State.CACHED, dtype=np.uint8)
+    standard[0] = State.COMPUTED
+    for step, of_step in enumerate(standard):
+        of_step[:, n + step - 1 : n + step] = State.COMPUTED  # the newest token
+        of_step[:, n + step :] = State.FUTURE
+    return pd.concat(
+        [
+            _cells_of(trace, STANDARD, standard, positions, [range(1, layers + 1)], np.full_like(counts, n)),
+            _cells_of(trace, PRUNED, states, positions, layer_groups(trace), counts),
+        ],
+        ignore_index=True,
+    )
+
+
+def _cells_of(
+    trace: Trace, model: str, states: np.ndarray, positions: np.ndarray, groups: list[range], counts: np.ndarray
+) -> pd.DataFrame:
+    """The rows of one of the two models. counts: [steps, layers]."""
+    texts, n = [*trace.tokens, *trace.generated], len(trace.tokens)
+    group_of = {layer: number for number, group in enumerate(groups, start=1) for layer in group}
     step, layer, column = np.nonzero(states[:, :, positions] != State.FUTURE)
     position = positions[column]
     return pd.DataFrame(
@@ -129,6 +153,7 @@ def mechanism_frame(trace: Trace) -> pd.DataFrame:
             "dataset": trace.dataset,
             "id": trace.id,
             "prompt_tokens": n,
+            "panels": model,
             "step": step,
             "layer": layer + 1,
             "group": [group_of[number] for number in (layer + 1).tolist()],
@@ -153,19 +178,21 @@ def data(results: Results) -> pd.DataFrame:
 
 @styled
 def plot(frame: Any) -> MplFigure:
-    """A panel for each step, layer 1 on top; the prompt's window, then the generated tokens."""
-    steps, layers, n = sorted(frame["step"].unique()), int(frame["layer"].max()), frame["prompt_tokens"].iloc[0]
+    """A panel for each step of a standard LLM, then of LazyLLM, layer 1 on top; the prompt's window, then the generated
+    tokens."""
+    layers, n = int(frame["layer"].max()), frame["prompt_tokens"].iloc[0]
+    shown = list(frame.groupby(["panels", "step"], sort=False))
     tokens = frame.drop_duplicates("position").sort_values("position").set_index("position")
     columns = pd.Series(np.arange(len(tokens)) + (tokens["kind"] == "generated"), tokens.index)  # with a gap
     panel = min(max(1.0, 0.115 * layers), 2.0)
     mark = min(3.0, 0.6 * 72 * panel / layers)  # points; cells are lower with many layers
     end = columns.max() + 0.6
-    figure = new_figure(min(11.0, 2.6 + 0.165 * end), 1.5 + len(steps) * (panel + 0.3))
-    panels = figure.subplots(len(steps), 1, squeeze=False)[:, 0]
-    for step, axes in zip(steps, panels, strict=True):
-        rows = frame[frame["step"] == step]
+    figure = new_figure(min(11.0, 2.6 + 0.165 * end), 1.5 + len(shown) * (panel + 0.3))
+    panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for ((model, step), rows), axes in zip(shown, panels, strict=True):
         newest = _shown(rows.loc[rows["position"].idxmax(), "text"])
-        title = f"Decoding step {step}: the newest token is \u201c{newest}\u201d" if step else "Prefill"
+        what = f"decoding step {step}, the newest token is \u201c{newest}\u201d" if step else "prefill"
+        title = f"{model}: {what}"
         axes.set_title(title, fontweight="bold", parse_math=False)  # a token may be a dollar sign
         for state, cells in rows.groupby("state"):
             _draw_cells(axes, State[str(state).upper()], cells["position"].map(columns), cells["layer"], mark)
@@ -237,8 +264,8 @@ FIGURE = Figure(
     name="mechanism",
     title="What LazyLLM does with each token, layer by layer and step by step",
     caption=(
-        "One traced example: columns are tokens, rows are layers, panels are steps. In each step, every pruning layer "
-        "(black lines) selects anew which tokens continue."
+        "One traced example: columns are tokens, rows are layers, panels are steps of a standard LLM and of LazyLLM. "
+        "In each step, every pruning layer (black lines) selects anew which tokens continue."
     ),
     data=data,
     plot=plot,

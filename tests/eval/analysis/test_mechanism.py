@@ -113,7 +113,8 @@ def long_trace() -> Trace:
 
 def test_mechanism_rows_are_the_states() -> None:
     trace = small_trace()
-    frame = mechanism_frame(trace)
+    both = mechanism_frame(trace)
+    frame = both[both["panels"] == mechanism.PRUNED]
     states = token_states(trace)
     assert len(frame) == 2 * (3 + 4 + 5)  # generated tokens appear one by one
     for row in frame.itertuples():
@@ -122,6 +123,16 @@ def test_mechanism_rows_are_the_states() -> None:
         assert row.kind == ("prompt" if row.position < 3 else "generated")
     assert frame.drop_duplicates("position")["text"].tolist() == ["A", " $B$", "C\n", "D", "E"]
     assert frame.drop_duplicates(["step", "layer"])["computed"].tolist() == [3, 1, 3, 2, 3, 2]
+
+
+def test_mechanism_begins_with_a_standard_llm_that_computes_all_once() -> None:
+    frame = mechanism_frame(small_trace())
+    rows = frame[frame["panels"] == mechanism.STANDARD]
+    assert frame["panels"].tolist()[: len(rows)] == [mechanism.STANDARD] * len(rows)
+    assert len(rows) == 2 * (3 + 4)  # two layers; the prefill, and the first decoding step
+    is_new = (rows["step"] == 0) | (rows["position"] == 3)
+    assert rows["state"].tolist() == is_new.map({True: "computed", False: "cached"}).tolist()
+    assert (set(rows["group"]), set(rows["computed"])) == ({1}, {3})
 
 
 def test_mechanism_shows_the_first_steps_and_the_window_with_most_revived() -> None:
@@ -137,18 +148,20 @@ def test_mechanism_shows_the_first_steps_and_the_window_with_most_revived() -> N
 def test_mechanism_figure_shows_every_cell(tmp_path: Path) -> None:
     frame = FIGURE.data(Results([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())]))
     picture = drawn(FIGURE, frame)
-    assert len(picture.axes) == 4
-    for step, axes in enumerate(picture.axes):
+    panels = list(frame.groupby(["panels", "step"], sort=False))
+    assert len(picture.axes) == len(panels) == 2 + 4
+    for ((name, step), rows), axes in zip(panels, picture.axes, strict=True):
         counts = {
             patch.get_facecolor(): len(patch.get_path().codes) // 5
             for patch in axes.patches if isinstance(patch, PathPatch)
         }  # fmt: skip
-        counted = frame[frame["step"] == step]["state"].value_counts()
-        assert sorted(counts.values()) == sorted(counted)
+        assert sorted(counts.values()) == sorted(rows["state"].value_counts())
         assert sum(counts.values()) == 6 * (WINDOW + step)
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["layers 1–2", "layers 3–6"]
+        groups = ["layers 1–6"] if name == mechanism.STANDARD else ["layers 1–2", "layers 3–6"]
+        assert [label.get_text() for label in axes.get_yticklabels()] == groups
     written = texts(picture)
-    for text in ("Prefill", "Decoding step 1: the newest token is “v”", "prompt tokens computed so far, of 120", "120",
+    for text in ("LazyLLM: prefill", "Standard LLM: decoding step 1, the newest token is “v”",
+                 "prompt tokens computed so far, of 120", "120",
                  "3", "12", "w75", *(name for name, _, _ in mechanism._LOOKS.values())):  # fmt: skip
         assert text in written
 
