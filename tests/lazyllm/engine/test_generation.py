@@ -91,7 +91,7 @@ def test_generate_and_start_refuse_bad_settings() -> None:
     for chunk in (0, 2.5, True):
         with pytest.raises(ValueError, match=f"chunk={chunk}: give a whole number of 1 or more, or None"):
             lazyllm.start(MODEL, PROMPT, Baseline(), chunk)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="turns='never': give continue or again"):
+    with pytest.raises(ValueError, match="turns='never': give continue or recompute"):
         lazyllm.start(MODEL, PROMPT, Baseline(), turns="never")
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
