@@ -32,6 +32,7 @@ from lazyllm.engine.batch import Batch
 from lazyllm.engine.devices import devices_of, read_clock
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import Greedy, Request, make_request
+from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError, reason_of
 from lazyllm.measuring import (
     attention_events,
@@ -42,7 +43,7 @@ from lazyllm.measuring import (
     utilisation,
 )
 from lazyllm.methods import Baseline, Method
-from lazyllm.methods.support.other_models import bytes_beside, park, unload
+from lazyllm.methods.support.other_models import bytes_beside, models_beside, park, unload
 from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -198,6 +199,7 @@ class Bench:
         method, devices = arm.method(case.dataset.name), devices_of(self.model)
         if self.parks:
             park(method.models())
+        self._rehearse(case, arm)
         answers = _Answers(method, arm.turns, [], [])
         reset_peak(*devices)
         if case.prompt.turns:
@@ -210,6 +212,21 @@ class Bench:
             others = sum(bytes_beside(method.models(), device) for device in devices)
             answers.peaks.append(None if peak is None else peak - others)
         return answers
+
+    def _rehearse(self, case: Case, arm: Arm) -> None:
+        """Run what is timed next once before, untimed, if its shapes may be new to a backend that builds plans."""
+        devices = devices_of(self.model)
+        if not any(builds_plans(model, devices) for model in (self.model, *models_beside())):
+            return
+        method = arm.method(case.dataset.name)
+        if case.prompt.turns and arm.turns == "again":  # later turns' prefills are as long as the answers before them
+            deque(converse(self.model, case, method, arm.turns), maxlen=0)
+        else:  # no other prefill
+            Batch(self.model, 1).add(self._request(case, method))
+
+    def _request(self, case: Case, method: Method) -> Request:
+        sampler = Greedy(case.end_ids, case.answering["min_new_tokens"])
+        return make_request(self.model, case.prompt.as_input(), method, case.max_new_tokens, sampler)
 
     def _make_room(self, used: Sequence[ModelSpec] = ()) -> bool:
         """Move the other arms' models to the host, from now on before each arm. Returns whether that freed memory."""
@@ -233,12 +250,11 @@ class Bench:
             try:
                 if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
                     one, arm = waiting.popleft()
-                    case, method = one.case, arm.method(one.case.dataset.name)
-                    sampler = Greedy(case.end_ids, case.answering["min_new_tokens"])
-                    request = make_request(self.model, case.prompt.as_input(), method, case.max_new_tokens, sampler)
+                    request = self._request(one.case, arm.method(one.case.dataset.name))
                     inside[request] = one, arm
                     if self.parks:
-                        park(method.models())
+                        park(request.method.models())
+                    self._rehearse(one.case, arm)
                     batch.add(request)
                 else:
                     done = batch.run()

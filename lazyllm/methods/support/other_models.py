@@ -42,6 +42,11 @@ def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) ->
     return other
 
 
+def models_beside() -> tuple[Any, ...]:
+    """The models loaded so far."""
+    return tuple(_LOADED.values())
+
+
 def bytes_beside(used: Collection[ModelSpec], device: torch.device) -> int:
     """Bytes on a device of the loaded models, but for those of the specs in `used`."""
     others = _unused(used)

@@ -29,8 +29,9 @@ from tests.runs import arm
 METHOD = Lazy({1: 0.5})
 ARMS = (arm("baseline", name="baseline"), arm("lazy", name="lazy", schedule={1: 0.5}))
 CONFIG = SimpleNamespace(
-    model_type="llama", num_hidden_layers=3, num_attention_heads=2, hidden_size=8, intermediate_size=16, vocab_size=10
-)
+    model_type="llama", num_hidden_layers=3, num_attention_heads=2, hidden_size=8, intermediate_size=16, vocab_size=10,
+    _attn_implementation="sdpa",
+)  # fmt: skip
 TEXTS = {5: "Assistant: Emilia is angry.\nWilliam is not.", 6: "someone else"}
 
 
@@ -249,6 +250,8 @@ DRAFTED = arm("drafted", name="prompt_compression", keep=0.5, scorer="tiny")
 
 class Draft:
     """Another model of 1,000 float32 numbers; tells where it is moved."""
+
+    config = CONFIG
 
     def __init__(self, calls: list[Any]) -> None:
         self.device, self.calls = torch.device("cuda"), calls
