@@ -86,7 +86,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.mark.parametrize(("turns", "batch_size"), [(1, 1), (1, 6), (3, 1)])
-@pytest.mark.parametrize("later", ["continue", "again"])
+@pytest.mark.parametrize("later", ["continue", "recompute"])
 def test_no_timed_prefill_is_the_first_of_its_shapes(
     recorded: Recorder, turns: int, batch_size: int, later: str
 ) -> None:
