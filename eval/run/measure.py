@@ -219,7 +219,7 @@ class Bench:
         if not any(builds_plans(model, devices) for model in (self.model, *models_beside())):
             return
         method = arm.method(case.dataset.name)
-        if case.prompt.turns and arm.turns == "recompute":  # later turns' prefills are as long as the answers before them
+        if case.prompt.turns and arm.turns == "recompute":  # how long later prefills are follows from the answers
             deque(converse(self.model, case, method, arm.turns), maxlen=0)
         else:  # no other prefill
             Batch(self.model, 1).add(self._request(case, method))
