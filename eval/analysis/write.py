@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PICTURES = ("svg", "pdf", "png")
+FORMATS = ("md", "csv", "tex", "svg", "pdf", "png")
 
 
-def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) -> list[Path]:
+def write_paper(
+    results: Results, out: Path, subjects: Mapping[str, Subject], formats: Sequence[str] = FORMATS
+) -> list[Path]:
     """Write everything into `out`, created if missing. Returns the paths, README.md first.
 
-    subjects: such as `eval.analysis.registry.SUBJECTS`. Raises UserError if a file cannot be written.
+    subjects: such as `eval.analysis.registry.SUBJECTS`. formats: suffixes of the files; pictures in README.md are PNG.
+    Raises UserError if a file cannot be written.
     """
     from eval.analysis.table import legend  # not at the top: it imports pandas
 
@@ -45,6 +48,7 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
         if subject.table is not None:
             table = _with_notes(subject.table(results), notes)
             texts = {"md": table.to_page(), "csv": table.to_csv(), "tex": table.to_latex()}
+            texts = {suffix: text for suffix, text in texts.items() if suffix in formats}
             for suffix, text in texts.items():
                 paths.append(out / "tables" / f"{name}.{suffix}")
                 write_whole(paths[-1], text)
@@ -55,7 +59,8 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
     for name, subject in subjects.items():
         if subject.figure is not None:
             figure, data = subject.figure, subject.figure.data(results)
-            files = {suffix: out / "figures" / f"{name}.{suffix}" for suffix in (*_PICTURES, "csv")}
+            pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
+            files = {suffix: out / "figures" / f"{name}.{suffix}" for suffix in (*pictures, "csv")}
             if data.empty:
                 for file in files.values():  # of an earlier call
                     file.unlink(missing_ok=True)
@@ -65,7 +70,7 @@ def write_paper(results: Results, out: Path, subjects: Mapping[str, Subject]) ->
                 from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
 
                 write_whole(files["csv"], data.to_csv(index=False, lineterminator="\n"))
-                paths += [files["csv"], *save(figure.plot(data), out / "figures" / name, _PICTURES)]
+                paths += [files["csv"], *save(figure.plot(data), out / "figures" / name, pictures)]
                 links = " ".join(f"[{suffix}](figures/{file.name})" for suffix, file in files.items())
                 picture = f"![{figure.title}](figures/{name}.png)"
                 texts = "\n\n".join(text for text in (figure.caption, figure.notes) if text)
@@ -118,6 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--within", type=float, default=1.0, metavar="X",
         help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="SUFFIX",
+        help="the files to write: %(choices)s (default: all; a figure's data is always a csv)",
+    )  # fmt: skip
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("fontTools").setLevel(logging.WARNING)
@@ -127,6 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     keep = replace(SUBJECTS["effective_keep"], table=partial(effective_keep, within=options.within))
     out = options.out or options.runs[0] / "paper"
-    paths = write_paper(results, out, SUBJECTS | {"effective_keep": keep})
+    paths = write_paper(results, out, SUBJECTS | {"effective_keep": keep}, options.formats)
     print(f"{counted(len(paths), 'file')} from {counted(len(results.runs), 'run')}: {paths[0]}")
     return 0
