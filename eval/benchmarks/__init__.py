@@ -8,6 +8,7 @@ from eval.benchmarks import (
     longbench_v2,
     mrcr,
     needle,
+    own,
     ruler,
     scbench,
     stdlib,
@@ -26,6 +27,7 @@ _ALL = (
     graphwalks.SUITE,
     babilong.SUITE,
     mrcr.SUITE,
+    own.SUITE,
 )
 
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}

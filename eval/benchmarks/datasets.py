@@ -7,22 +7,27 @@ from collections.abc import Iterable, Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
+from eval.benchmarks.own import OwnDataset, own_dataset
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 
 DATASETS: dict[str, Dataset] = {dataset.name: dataset for suite in SUITES.values() for dataset in suite.datasets}
+"""All datasets by name; `add_own` adds a user's."""
 
-TASKS: tuple[str, ...] = tuple(dict.fromkeys(dataset.task for dataset in DATASETS.values()))
+TASKS: tuple[str, ...] = tuple(
+    dict.fromkeys(task for suite in SUITES.values() for task in (*suite.all_tasks, *suite.tasks))
+)
 """All tasks, in the order of tables."""
 
-_WHOLE = {suite.whole: suite.datasets for suite in SUITES.values()}
+_WHOLE = {suite.whole: suite.datasets for suite in SUITES.values() if suite.datasets}
 _TASK = {
     task: tuple(dataset for dataset in suite.datasets if dataset.task == task)
     for suite in SUITES.values()
     for task in suite.tasks
+    if suite.datasets
 }
 CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
 """{name in a config: its datasets}: names of suites, tasks and datasets."""
@@ -67,13 +72,31 @@ def default_suite(model: str) -> Suite:
     return next((suite for suite in SUITES.values() if model in suite.models), next(iter(SUITES.values())))
 
 
-def datasets_asked_for(dataset: Mapping[str, bool], model: str) -> tuple[Dataset, ...]:
+def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
+    """The user's datasets that a config describes, from now on in `DATASETS`.
+
+    dataset: the config's, as in `datasets_asked_for`. Raises UserError.
+    """
+    described = {name: value for name, value in dataset.items() if isinstance(value, Mapping)}
+    for name in described:
+        if name in DATASETS and not isinstance(DATASETS[name], OwnDataset):
+            raise UserError(f"dataset.{name}: a dataset of {DATASETS[name].suite} has this name; give another")
+    own = tuple(own_dataset(name, value) for name, value in described.items())
+    DATASETS.update({each.name: each for each in own})
+    return own
+
+
+def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset, ...]:
     """The datasets of a run, all of one suite; also those that lack rows.
 
-    dataset: the config's {name of `CHOICES`: whether it is wanted}; empty for the model's default suite.
+    dataset: the config's {name of `CHOICES`: whether it is wanted, or name: description of a user's own dataset}; empty
+        for the model's default suite.
     model: its name. The name of a task means the datasets of its default suite.
     Raises UserError for an unknown name, no dataset, or several suites.
     """
+    if own := add_own(dataset):
+        require(len(own) == len(dataset), "dataset", ", ".join(dataset), "own datasets alone")
+        return own
     suite = default_suite(model)
     names = [name for name, wanted in dataset.items() if wanted] if dataset else [suite.whole]
     if model in suite.models and (tasks := {*names} & {*suite.all_tasks}):

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks.datasets import register_configs
+from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
 from lazyllm.errors import UserError, require
@@ -150,6 +151,24 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
 
 
+def with_own_datasets(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the name of each file of `dataset=FILE.yaml`, which Hydra knows from now on.
+
+    Raises UserError for a file that cannot be read.
+    """
+    named = list[str]()
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        choices = value.split(",") if key == "dataset" else []
+        for number, choice in enumerate(choices):
+            if choice.endswith((".yaml", ".yml")):
+                file = Path(choice)
+                choices[number] = file.stem
+                ConfigStore.instance().store(group="dataset", name=file.stem, node=described(file))
+        named.append(f"{key}={','.join(choices)}" if choices else argument)
+    return named
+
+
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """The config of one run: the defaults in conf with the overrides. Raises UserError."""
     in_sweep = GlobalHydra.instance().is_initialized()  # it composes from the same folder
@@ -166,7 +185,7 @@ def run_config(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) ->
     """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError."""
     register_schema(schema)
     check_arguments(arguments)
-    return to_run_config(compose_config(arguments))
+    return to_run_config(compose_config(with_own_datasets(arguments)))
 
 
 def model_arguments(name: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""Write rows in a suite's official format, without a model: lazyllm-bench rows dataset=NAME out=FOLDER [limit=N] ...
+"""Show prompts, or write rows in a suite's official format: lazyllm-bench rows dataset=NAME [limit=N] [out=FOLDER] ...
 
-Writes FOLDER/<dataset>.jsonl for each dataset, in the format of its suite. Keys are those of lazyllm-bench run; RULER's
-rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat.
+Without out=FOLDER it prints the prompts of the first rows (one of each dataset without limit=N) and their gold answers.
+With it, FOLDER/<dataset>.jsonl has the rows of each dataset, in the format of its suite. No weights are loaded. Keys
+are those of lazyllm-bench run; RULER's rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from pathlib import Path
 from eval.run.config import run_config
 from eval.run.run import Run
 from eval.store.runs import counted
-from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the rows of the datasets; prints a line for each. Returns the exit code. Raises UserError."""
+    """Show the prompts, or write the rows, with a line for each dataset. Returns the exit code. Raises UserError."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
     run = Run(run_config(arguments))
     if run.config.out is None:
-        raise UserError("rows need a folder: give out=FOLDER")
+        shown = run if run.config.limit is not None else run.changed(limit=1)
+        for case in shown.cases:
+            gold = " | ".join(case.example.answers)
+            print(f"{case.dataset.name}, row {case.example.id}: {len(case.prompt.token_ids)} tokens; gold: {gold}")
+            print(case.prompt.text, end="\n\n")
+        return 0
     for name, examples in run.examples.items():
         lines = [json.dumps(example.official) for example in examples]
         file = Path(run.config.out) / f"{name}.jsonl"

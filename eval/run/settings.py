@@ -119,7 +119,7 @@ class RunConfig(SuiteSettings):
     aa_test: bool = setting(
         False, "also measure the baseline once more, as an arm: how much answers and times vary by chance"
     )
-    dataset: dict[str, bool] = field(default_factory=dict)
+    dataset: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     limit: int | None = setting(
         None, "N examples of each dataset; `null`: all (embedded: 12; `stdlib`: 24; `ruler`: 500)"

@@ -30,6 +30,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from eval.benchmarks.datasets import add_own
 from eval.benchmarks.rows import canonical, sha256_of
 from eval.store.visit import Visit
 from lazyllm.errors import UserError
@@ -338,6 +339,7 @@ def read_about(file: Path) -> dict[str, Any]:
         version = content["schema"]
         if not isinstance(content["identity"], dict):
             raise TypeError(f"identity is {_short(content['identity'])}")
+        add_own(content.get("config", {}).get("dataset", {}))  # a user's own, which visits and tables then name
     except (OSError, *NO_LINE) as error:
         raise UserError(
             f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). Nothing was changed: "

@@ -54,7 +54,6 @@ COMMANDS = {
     "run dataset=vtt": (2, "error: dataset=vtt: did you mean vt?"),
     "run server.url=http://[::1]:9/v1": (2, "a value with special signs takes quotes, for the shell too"),
     "serve port=99999": (2, "error: port=99999: expected a number below 65536"),
-    "rows dataset=lookup": (2, "error: rows need a folder: give out=FOLDER"),
     "run data.dir=nowhere": (2, "error: data.dir=nowhere: expected an existing folder"),
     "run model=custom model.name=./nowhere": (2, "error: './nowhere' is not a model: no such folder"),
     "board nowhere": (2, "error: nowhere: no submission; expected folders"),
@@ -127,14 +126,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     """{command: [exit code, output, heavy modules imported so far]}, all from one process."""
     folder = made(tmp_path_factory.mktemp("made"))
     commands = json.dumps([command.replace("MADE", str(folder)).split() for command in COMMANDS])
-    if True:
-        done = subprocess.run(
-            [sys.executable, "-c", REFUSED, commands, json.dumps(HEAVY)],
-            cwd=ROOT,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub")},
-            capture_output=True,
-            text=True,
-        )
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, commands, json.dumps(HEAVY)],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(folder / "hub")},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.replace(str(folder), "MADE"))
 

@@ -1,0 +1,187 @@
+"""A user's own rows under an own name: `dataset=mine.yaml`, or `dataset=mine` for conf/dataset/mine.yaml.
+
+    mine:
+      file: rows.jsonl            # or .json, .csv, .parquet, also .gz; or hub: OWNER/NAME with split: test
+      template: "{report}\\n\\nQuestion: {question}\\nAnswer:"
+      context: report             # the field of the template that methods may shorten
+      answers: answer             # a field with a text, or a list of texts; or a list of fields
+      metric: f1                  # a key of `eval.benchmarks.metrics.METRICS`
+      max_new_tokens: 32
+
+Fields are those of `OwnDataset`. A path is relative to the YAML file, and in conf/dataset to the working folder. Rows
+come through the package `datasets`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eval.benchmarks.downloads import HubDataset
+from eval.benchmarks.metrics import METRICS, check_gold, score_example
+from eval.benchmarks.rows import Rows, loaded, sha256_of
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from lazyllm.errors import UserError, reason_of, require
+
+TASK = "own"
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnDataset(Dataset):
+    """A dataset that a YAML file describes.
+
+    file: of the rows. hub, split, configuration: of a dataset of the hub instead. template: the prompt, with `{field}`
+    of the rows. context: the field of the template that methods may shorten. answers: the field, or fields, of the gold
+    answers. classes: the class names, for the metric `classification`. evidence: the field with the text, or texts, of
+    the context that hold the answer. id: the field of an identity; "" for a hash of the row. version: to be raised when
+    the file's meaning changes. Others: as of `Dataset`.
+    """
+
+    task: str = TASK
+    suite: str = "own"
+    decode_halves: bool = False
+    template: str
+    context: str
+    answers: str | tuple[str, ...]
+    max_new_tokens: int
+    file: str = ""
+    hub: str = ""
+    split: str = "test"
+    configuration: str | None = None
+    classes: tuple[str, ...] = ()
+    evidence: str = ""
+    id: str = ""
+    version: int = 1
+
+
+_NOT_GIVEN = ("name", "task", "suite", "prompt_of", "protected")
+_GIVEN = {item.name: item for item in fields(OwnDataset) if item.name not in _NOT_GIVEN}
+
+
+def described(file: Path) -> dict[str, dict[str, Any]]:
+    """{name: description} of a YAML file, paths of rows made absolute. Raises UserError."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"dataset={file}: cannot be read ({reason_of(error)})") from error
+    if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
+        raise UserError(f"dataset={file}: expected NAME: with {', '.join(_GIVEN)} below it")
+    for value in content.values():
+        if value.get("file"):
+            value["file"] = str((file.parent / str(value["file"])).absolute())
+    return content
+
+
+def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
+    """The dataset of a description. Raises UserError for a key or value that is not allowed."""
+    where = f"dataset.{name}"
+    for key, value in description.items():
+        require(key in _GIVEN, f"{where}.{key}", value, f"one of {', '.join(_GIVEN)}")
+    for key, item in _GIVEN.items():
+        require(item.default is not MISSING or key in description, f"{where}.{key}", None, "a value")
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in description.items()
+    }
+    own = OwnDataset(name=name, **values)
+    require(own.metric in METRICS, f"{where}.metric", own.metric, " or ".join(METRICS))
+    places = [place for _, place, _, _ in string.Formatter().parse(own.template) if place is not None]
+    expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
+    require(places.count(own.context) == 1, f"{where}.context", own.context, expected)
+    number = own.max_new_tokens
+    require(type(number) is int and number > 0, f"{where}.max_new_tokens", number, "1 or more")
+    require(bool(own.file) != bool(own.hub), f"{where}.file", own.file, "a file, or hub: OWNER/NAME instead")
+    readable = not own.file or _kind(own) is not None
+    require(readable, f"{where}.file", own.file, f"{', '.join(_READERS)}, also with .gz")
+    return own
+
+
+def _kind(own: OwnDataset) -> str | None:
+    """The reader of `datasets` for the file."""
+    return _READERS.get(Path(own.file.removesuffix(".gz")).suffix)
+
+
+def _hub(own: OwnDataset) -> HubDataset:
+    return HubDataset(own.hub, f"its rows, named by dataset.{own.name}.file=FILE")
+
+
+def missing(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why the rows cannot be read; None if they can."""
+    assert isinstance(dataset, OwnDataset)
+    if dataset.hub:
+        return _hub(dataset).absent()
+    return None if Path(dataset.file).is_file() else f"{dataset.file}: no such file; give another in its description"
+
+
+def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
+    """The rows, through `datasets`. Raises UserError for an unusable row (unless skipped) or file."""
+    assert isinstance(dataset, OwnDataset)
+    own = dataset.configuration, dataset.split
+    rows = _file_rows(dataset) if dataset.file else _hub(dataset).rows(settings, "", *own)
+    meaning = {key: value for key, value in asdict(dataset).items() if key not in ("name", "file")}
+    return loaded(
+        dataset, rows, partial(_example, dataset), settings.on_error, "rows with the template's fields",
+        dataset.max_new_tokens, prompts=[meaning],
+    )  # fmt: skip
+
+
+def _file_rows(own: OwnDataset) -> Rows:
+    from tempfile import TemporaryDirectory
+
+    from datasets import load_dataset  # not at the top: it is slow to import
+    from datasets.exceptions import DatasetsError
+
+    with TemporaryDirectory() as cache:  # a changed file is read again
+        try:
+            read = load_dataset(str(_kind(own)), data_files=own.file, split="train", cache_dir=cache)
+            rows = [(f"{own.file}, row {number}", dict(row)) for number, row in enumerate(read, start=1)]
+        except (OSError, ValueError, DatasetsError) as error:
+            cause = error.__cause__  # the reader's own words, if `datasets` has others
+            reason = reason_of(cause if isinstance(cause, Exception) else error)
+            raise UserError(f"{own.file}: not a table of rows ({reason})") from error
+    return rows, own.file, hashlib.sha256(Path(own.file).read_bytes()).hexdigest()
+
+
+def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
+    def field(name: str) -> Any:
+        if row.get(name) is None:
+            raise UserError(f"field {name!r} is missing; the row has {', '.join(map(str, row))}")
+        return row[name]
+
+    def texts(name: str) -> list[str]:
+        value = field(name)
+        return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
+
+    before, after = own.template.split("{" + own.context + "}")
+    places = [place for _, place, _, _ in string.Formatter().parse(before + after) if place is not None]
+    values = {place: field(place) for place in places}
+    context = str(field(own.context))
+    answers = [
+        text for name in ([own.answers] if isinstance(own.answers, str) else own.answers) for text in texts(name)
+    ]
+    check_gold(own, answers, own.classes)
+    starts = [(context.find(text), len(text)) for text in (texts(own.evidence) if own.evidence else ())]
+    if any(start < 0 for start, _ in starts):
+        raise UserError(f"field {own.evidence!r}: its text does not occur in {own.context!r}")
+    return Example(
+        dataset=own.name,
+        id=str(field(own.id)) if own.id else sha256_of([number, row])[:48],
+        instruction=before.format(**values),
+        context=context,
+        input=after.format(**values),
+        answers=tuple(answers),
+        all_classes=own.classes,
+        length=len(context.split()),
+        evidence=tuple((start, start + length) for start, length in starts),
+        official=row,
+    )
+
+
+SUITE = Suite(name="own", datasets=(), load=load, score=score_example, tasks=(TASK,), missing=missing)

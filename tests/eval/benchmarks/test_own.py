@@ -1,0 +1,187 @@
+"""A user's own rows: CSV, Parquet and gzipped lines to the same examples, to scores, to another process's report."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from eval.benchmarks import SUITES
+from eval.benchmarks.datasets import DATASETS, TASKS, add_own, datasets_asked_for, load_rows
+from eval.benchmarks.own import OwnDataset, described, own_dataset
+from eval.benchmarks.prompts import build_prompt
+from eval.cli import main
+from lazyllm.errors import UserError
+from tests.helpers import tiny
+
+ROWS = [
+    {"n": "a", "report": "aq copper. bq river.", "question": "Entry bq?", "answer": "river", "where": "bq river"},
+    {"n": "b", "report": "cq stone. dq maple.", "question": "Entry cq?", "answer": "stone", "where": "cq stone"},
+]  # fmt: skip
+ABOUT: dict[str, Any] = {
+    "template": "Notes: {report}\nQuestion: {question}", "context": "report", "answers": "answer", "metric": "f1",
+    "max_new_tokens": 4, "id": "n", "evidence": "where",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names added by a test end with it."""
+    for name in ("mine", "other"):
+        monkeypatch.setitem(DATASETS, name, None)
+        del DATASETS[name]
+
+
+def written(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> Path:
+    file = folder / f"rows{kind}"
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == ".csv":
+        with file.open("w", newline="") as opened:
+            table = csv.DictWriter(opened, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+    elif kind == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif kind == ".jsonl.gz":
+        file.write_bytes(gzip.compress(lines.encode()))
+    else:
+        file.write_text(lines)
+    return file
+
+
+def loaded(file: Path, **changes: Any) -> Any:
+    return load_rows(own_dataset("mine", ABOUT | {"file": str(file)} | changes))
+
+
+@pytest.mark.parametrize("kind", [".csv", ".parquet", ".jsonl.gz", ".jsonl"])
+def test_rows_of_any_file_are_the_same_examples(tmp_path: Path, kind: str) -> None:
+    data = loaded(written(tmp_path, kind))
+    for example, row in zip(data.examples, ROWS, strict=True):
+        assert (example.dataset, example.id, example.answers) == ("mine", row["n"], (row["answer"],))
+        assert (
+            example.instruction + example.context + example.input
+            == f"Notes: {row['report']}\nQuestion: {row['question']}"
+        )
+        ((start, end),) = example.evidence
+        assert example.context[start:end] == row["where"]
+    prompt = build_prompt(data.examples[0], data.template, tiny()[1])
+    assert prompt.text.endswith("Notes: aq copper. bq river.\nQuestion: Entry bq?")
+    assert [prompt.text[start:end] for start, end in prompt.context] == [ROWS[0]["report"]]
+
+
+def test_what_a_prompt_is_made_of_is_hashed_and_a_files_name_is_not(tmp_path: Path) -> None:
+    file = written(tmp_path, ".jsonl")
+    data, again = loaded(file), loaded(file)
+    assert (data.data_sha256, data.config_sha256) == (again.data_sha256, again.config_sha256)
+    for changes in ({"template": "{report}{question}"}, {"metric": "rouge"}, {"max_new_tokens": 5}, {"version": 2}):
+        assert loaded(file, **changes).config_sha256 != data.config_sha256
+    (tmp_path / "else").mkdir()
+    moved = loaded(written(tmp_path / "else", ".jsonl"))
+    assert (moved.data_sha256, moved.config_sha256) == (data.data_sha256, data.config_sha256)
+    assert loaded(written(tmp_path, ".jsonl", ROWS[:1])).data_sha256 != data.data_sha256
+
+
+def test_lists_of_answers_and_classes(tmp_path: Path) -> None:
+    rows = [{**row, "answer": ["river", 7], "second": "lake"} for row in ROWS]
+    data = loaded(
+        written(tmp_path, ".jsonl", rows), answers=["answer", "second"], metric="classification",
+        classes=["river", "lake"],
+    )  # fmt: skip
+    assert data.examples[0].answers == ("river", "7", "lake")
+    assert data.examples[0].all_classes == ("river", "lake")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"metrics": "f1"}, "dataset.mine.metrics"),
+        ({"metric": "bleu"}, "dataset.mine.metric"),
+        ({"context": "question text"}, "dataset.mine.context"),
+        ({"template": "{report} {report}"}, "dataset.mine.context"),
+        ({"max_new_tokens": 0}, "dataset.mine.max_new_tokens"),
+        ({"max_new_tokens": "4"}, "dataset.mine.max_new_tokens"),
+        ({"hub": "me/rows"}, "dataset.mine.file"),
+        ({"file": ""}, "dataset.mine.file"),
+        ({"file": "rows.xlsx"}, "dataset.mine.file"),
+        ({"task": "few_shot"}, "dataset.mine.task"),
+    ],
+)
+def test_a_bad_description_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=rf"^{key}="):
+        own_dataset("mine", {"file": "rows.csv", **ABOUT, **changes})
+
+
+@pytest.mark.parametrize("key", ["template", "context", "answers", "metric", "max_new_tokens"])
+def test_a_missing_field_of_a_description_is_named(key: str) -> None:
+    with pytest.raises(UserError, match=rf"^dataset\.mine\.{key}="):
+        own_dataset("mine", {name: value for name, value in ABOUT.items() if name != key} | {"file": "rows.csv"})
+
+
+@pytest.mark.parametrize(
+    ("row", "field"), [({"question": None}, "question"), ({"where": "nowhere"}, "where"), ({"answer": []}, "answers")]
+)
+def test_a_bad_row_is_named_by_file_number_and_field(tmp_path: Path, row: dict[str, Any], field: str) -> None:
+    file = written(tmp_path, ".jsonl", [ROWS[0] | {"answer": ["x"]}, ROWS[1] | {"answer": ["stone"]} | row])
+    with pytest.raises(UserError, match=rf"rows\.jsonl, row 2: .*{field}"):
+        loaded(file)
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"no table")
+    with pytest.raises(UserError, match=r"rows\.parquet: not a table of rows"):
+        loaded(tmp_path / "rows.parquet")
+
+
+def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(no_hub: None) -> None:
+    own = own_dataset("mine", ABOUT | {"hub": "me/rows"})
+    reason = SUITES["own"].missing(own, None)  # type: ignore[misc,arg-type]
+    assert reason is not None
+    assert "me/rows" in reason
+    assert "dataset.mine.file=FILE" in reason
+
+
+def test_names_of_suites_are_refused_and_own_ones_stand_alone() -> None:
+    with pytest.raises(UserError, match=r"dataset\.hotpotqa: "):
+        add_own({"hotpotqa": ABOUT | {"file": "rows.csv"}})
+    with pytest.raises(UserError, match="own datasets alone"):
+        datasets_asked_for({"mine": ABOUT | {"file": "rows.csv"}, "hotpotqa": True}, "llama2")
+    (own,) = datasets_asked_for({"mine": ABOUT | {"file": "rows.csv"}}, "llama2")
+    assert isinstance(own, OwnDataset)
+    assert own.task in TASKS
+
+
+def test_the_example_in_conf_is_a_whole_description() -> None:
+    (name, description), *others = described(Path("conf/dataset/example.yaml")).items()
+    assert not others
+    assert Path(own_dataset(name, description).file).is_absolute()
+
+
+@pytest.mark.parametrize("kind", [".csv", ".parquet", ".jsonl.gz"])
+def test_own_rows_come_to_scores_and_to_the_report_of_another_process(tmp_path: Path, kind: str, capsys: Any) -> None:
+    file, runs = written(tmp_path, kind), tmp_path / "runs"
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"mine": ABOUT | {"file": file.name}}))
+    options = ["model=tiny", "method=lazy", "warmup=0", "threads=1", f"out={runs / 'run'}"]
+    assert main(["run", f"dataset={tmp_path / 'mine.yaml'}", *options]) == 0
+    visits = [json.loads(line) for line in (runs / "run" / "visits.jsonl").read_text().splitlines()]
+    assert [(visit["dataset"], visit["id"]) for visit in visits] == [("mine", "a"), ("mine", "b")]
+    assert {*visits[0]["answers"]} == {"baseline", "lazy"}
+    capsys.readouterr()
+    assert main(["rows", f"dataset={tmp_path / 'mine.yaml'}", *options[:1]]) == 0
+    shown = capsys.readouterr().out
+    assert "Notes: aq copper. bq river.\nQuestion: Entry bq?" in shown
+    assert "gold: river" in shown
+    code = "import sys; from eval.cli import main; sys.exit(main(sys.argv[1:]))"
+    for command in (["results", str(runs), "--json"], ["report", str(runs)]):
+        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+        if "--json" in command:
+            assert {row["examples"] for row in json.loads(done.stdout)} == {2}
+    assert "mine" in (runs / "report.html").read_text()
