@@ -102,8 +102,8 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     """One row per example, in order of appearance: dataset, turns, means over its answers, and for what compares with
     the baseline: `pairs`, the number of answers with one, `has_pair`, 1 if there is any, else 0, and over these answers
-    `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of `_OF_PAIRS` are means over these
-    too.
+    `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of `_OF_PAIRS` are means over
+    these too.
 
     references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
     of appearance.
