@@ -44,8 +44,8 @@ def write_paper(
     paths, sections, tables, missing = [], [], [], []
     notes = results.unfinished
     for number, (name, subject) in enumerate(subjects.items(), start=1):
-        log.info("%d of %d: %s", number, len(subjects), name)
         if subject.table is not None:
+            log.info("%d of %d: table %s", number, len(subjects), name)
             table = _with_notes(subject.table(results), notes)
             texts = {"md": table.to_page(), "csv": table.to_csv(), "tex": table.to_latex()}
             texts = {suffix: text for suffix, text in texts.items() if suffix in formats}
@@ -56,8 +56,9 @@ def write_paper(
             sections.append(f"{table.to_markdown('##')}\n{links}; `{subject.command}`\n")
             tables.append(table)
             missing += [table.title] if table.frame.empty else []
-    for name, subject in subjects.items():
+    for number, (name, subject) in enumerate(subjects.items(), start=1):
         if subject.figure is not None:
+            log.info("%d of %d: figure %s", number, len(subjects), name)
             figure, data = subject.figure, subject.figure.data(results)
             pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
             files = {suffix: out / "figures" / f"{name}.{suffix}" for suffix in (*pictures, "csv")}

@@ -38,10 +38,8 @@ _OF_PAIRS = (
 )  # fmt: skip
 # Means whose ratio or difference to the baseline's is a value
 _COMPARED = ("score", "cache_bytes", "peak_memory_bytes")
-_COLUMN = {
-    name: number
-    for number, name in enumerate((*VALUES, *(f"{side}_{name}" for name in _COMPARED for side in ("own", "reference"))))
-}
+_OF_BOTH = tuple(f"{side}_{name}" for name in _COMPARED for side in ("own", "reference"))
+_COLUMN = {name: number for number, name in enumerate((*VALUES, *_OF_BOTH))}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
 _FORMS = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
 COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "turns", "datasets", "score_seed_std", *_FORMS]
@@ -103,8 +101,9 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     """One row per example, in order of appearance: dataset, turns, means over its answers, and for what compares with
-    the baseline: `pairs`, the number of answers with one, and sums over these, `own_<value>` and `reference_<value>`;
-    those of `_OF_PAIRS` are means over these too.
+    the baseline: `pairs`, the number of answers with one, `has_pair`, 1 if there is any, else 0, and over these answers
+    `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of `_OF_PAIRS` are means over
+    these too.
 
     references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
     of appearance.
@@ -126,6 +125,9 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     for name in (*_SPEEDUPS.values(), *_COMPARED):
         for side, frame in (("own", rows), ("reference", references)):
             sums[f"{side}_{name}"] = np.bincount(codes, weights=np.where(is_pair, values_of(frame, name), 0))
+    for name in _OF_BOTH:
+        sums[name] /= np.maximum(sums["pairs"], 1)
+    sums["has_pair"] = (sums["pairs"] > 0).astype(float)
     return pd.concat([examples, pd.DataFrame(means), pd.DataFrame(sums)], axis=1)
 
 
@@ -146,12 +148,7 @@ def _weights(dataset: str, n: int) -> np.ndarray:
 
 def _dataset(name: str, examples: Any) -> np.ndarray:
     """The columns of `_COLUMN` of one dataset."""
-    n, pairs = len(examples), examples["pairs"]
-    compared = [f"{side}_{value}" for value in _COMPARED for side in ("own", "reference")]
-    examples = examples.assign(  # means over the answers with a baseline, of the examples that have one
-        has_pair=(pairs > 0).astype(float),
-        **{column: examples[column] / np.maximum(pairs, 1) for column in compared},
-    )
+    n = len(examples)
     columns = list(examples.columns.drop(["dataset", "turns"]))
     products = _weights(name, n) @ examples[columns].to_numpy()  # a single one, as it dominates the cost
     sums = dict(zip(columns, products.T, strict=True))
@@ -161,7 +158,7 @@ def _dataset(name: str, examples: Any) -> np.ndarray:
     with np.errstate(invalid="ignore", divide="ignore"):  # no pair: NaN
         for speedup, cost in _SPEEDUPS.items():
             drawn[:, _COLUMN[speedup]] = sums[f"reference_{cost}"] / sums[f"own_{cost}"]
-        for column in (*compared, *_OF_PAIRS):  # an example without a pair adds 0
+        for column in (*_OF_BOTH, *_OF_PAIRS):  # an example without a pair adds 0
             drawn[:, _COLUMN[column]] = sums[column] / sums["has_pair"]
     # the official score is rounded before it is averaged over datasets
     drawn[0, _COLUMN["score"]] = dataset_score((examples["score"] / 100).to_list())

@@ -64,6 +64,13 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
     assert "- Later questions on the same context, by turn\n" in index
 
 
+def test_paper_names_what_it_makes(runs: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    subjects = {"claims": ALL_TABLES["claims"], "some": SOME}
+    with caplog.at_level("INFO", logger="eval.analysis.write"):
+        write_paper(runs, tmp_path, subjects)
+    assert caplog.messages == ["1 of 2: table claims", "2 of 2: figure some"]
+
+
 def test_paper_removes_a_picture_of_an_earlier_call(runs: Results, tmp_path: Path) -> None:
     write_paper(runs, tmp_path, {"some": SOME})
     write_paper(runs, tmp_path, {"some": NONE})
