@@ -189,23 +189,13 @@ def test_incomplete_folder_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_rows_come_from_the_hub_and_the_prompt_is_fetched_once(tmp_path, monkeypatch):
-    import datasets
-
+def test_rows_come_from_the_hub_and_the_prompt_is_fetched_once(tmp_path, monkeypatch, hub_rows):
     server = HubServer({}, {"/0shot.txt": PROMPT.encode()})
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(longbench_v2, "PROMPT_URL", f"{server.url}/0shot.txt")
-    asked = []
-
-    def load_dataset(repository, configuration, split):
-        asked.append((repository, configuration, split))
-        return datasets.Dataset.from_list([row(0), row(1)])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(downloads, "hub_is_reachable", lambda: False)
+    hub_rows["THUDM/LongBench-v2", None, "train"] = [row(0), row(1)]
     made = SUITE.load(DATASET, DataSettings())
-    assert asked == [("THUDM/LongBench-v2", None, "train")]
     assert made.examples == load(write(tmp_path, row(0), row(1))).examples
     monkeypatch.setattr(downloads, "is_reachable", lambda url: pytest.fail("the network was asked for"))
     assert SUITE.load(DATASET, DataSettings()) == made

@@ -49,23 +49,24 @@ def test_rows_have_every_length_at_every_depth(model, chat):
     assert [example.groups for example in loaded.examples] == [
         (f"length={length}", f"depth={depth}") for _ in range(2) for length in lengths for depth in depths
     ]
-    assert (
-        len({example.id for example in loaded.examples}) == len({example.answers for example in loaded.examples}) == 12
-    )
+    assert len({example.id for example in loaded.examples}) == 12
+    assert len({example.answers for example in loaded.examples}) == 12
     tokenizer = load_tokenizer_of(model)
     assert tokenizer is not None
     for example in loaded.examples:
         length, depth = (int(group.partition("=")[2]) for group in example.groups)
-        tokens = (
-            len(build_prompt(example, TEMPLATE, tokenizer, chat=CHAT_FORMATS[chat]).token_ids) + loaded.max_new_tokens
-        )
-        assert length - 12 < tokens <= length  # the longest sentences of both haystacks have 10 tokens
+        # the longest sentences of both haystacks have 10 tokens
+        prompt = build_prompt(example, TEMPLATE, tokenizer, chat=CHAT_FORMATS[chat])
+        assert length - 12 < len(prompt.token_ids) + loaded.max_new_tokens <= length
         needle = needle_of(example)
         assert example.answers[0] in needle
         assert example.context.count(example.answers[0]) == example.context.count(needle) == 1
         before, after = (len(tokenizer(part)["input_ids"]) for part in example.context.split(needle))
         assert abs(100 * before / (before + after) - depth) < 5
         assert example.answers[0] not in example.instruction + example.input + example.answer_prefix
+        row = example.official
+        assert (row["length"], row["depth"], row["outputs"]) == (length, depth, [*example.answers])
+        assert [row["input"][start:end] for start, end in row["evidence"]] == [needle]
 
 
 @NEEDS_LLAMA2
@@ -76,17 +77,16 @@ def test_haystack_is_noise_or_the_users_text(tmp_path):
     assert re.fullmatch(r"One of the special magic numbers for \w+-\w+ is: \d{7}\.", needle_of(noise))
     text = "First words!  Then\nmore? " + " ".join(f"w{number}" for number in range(100)) + ". Last."
     (tmp_path / "one.txt").write_text(text)
-    options: Any = {"lengths": [2000], "depths": [50], "haystack": str(tmp_path)}
-    found = SUITE.load(DATASET, settings_of(LLAMA2, **options)).examples[0]
+    found = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[2000], depths=[50], haystack=str(tmp_path))).examples[0]
     rest = found.context.replace(f"{needle_of(found)} ", "")
-    assert (" ".join(text.split()) + " ").__mul__(30).startswith(rest)
+    assert ((" ".join(text.split()) + " ") * 30).startswith(rest)
 
 
 @NEEDS_LLAMA2
 def test_haystack_without_sentences_is_filled(tmp_path):
     (tmp_path / "one.txt").write_text("word " * 3000)
-    options: Any = {"lengths": [1000], "depths": [0, 50], "haystack": str(tmp_path / "one.txt")}
-    loaded = SUITE.load(DATASET, settings_of(LLAMA2, **options))
+    file = str(tmp_path / "one.txt")
+    loaded = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[1000], depths=[0, 50], haystack=file))
     tokenizer = load_tokenizer_of(LLAMA2)
     assert tokenizer is not None
     for example in loaded.examples:
@@ -101,16 +101,6 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
 
     assert data() == data(limit=1) == data(repeats=2)
     assert len({data(), data(seed=1), data(lengths=[299]), data(depths=[0, 51]), data(chat="llama2")}) == 5
-
-
-@NEEDS_LLAMA2
-def test_official_rows_hold_length_depth_and_evidence():
-    loaded = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[300, 400], depths=[0, 100]))
-    rows = [example.official for example in loaded.examples]
-    assert [(row["length"], row["depth"]) for row in rows] == [(300, 0), (300, 100), (400, 0), (400, 100)]
-    for row in rows:
-        ((start, end),) = row["evidence"]
-        assert row["input"][start:end].endswith(f"is: {row['outputs'][0]}.")
 
 
 @pytest.mark.parametrize(

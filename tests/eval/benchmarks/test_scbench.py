@@ -223,25 +223,14 @@ def test_task_without_rows_or_scorer_is_left_out_of_the_suite_and_refused_by_nam
         run_of("dataset=scbench_vt", f"data.dir={folder}")
 
 
-def test_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch):
-    import datasets
-
+def test_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch, hub_rows):
     server = HubServer({}, {"/eval_utils.py": PROMPTS.encode()})
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(scbench, "PROMPTS_URL", f"{server.url}/eval_utils.py")
-    asked = []
-
-    def load_dataset(repository, configuration, split):
-        asked.append((repository, configuration, split))
-        return datasets.Dataset.from_list([row("scbench_mf"), row("scbench_mf", 1)])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(downloads, "hub_is_reachable", lambda: False)
+    rows = hub_rows["microsoft/SCBench", "scbench_mf", "test"] = [row("scbench_mf"), row("scbench_mf", 1)]
     made = SUITE.load(DATASETS["scbench_mf"], DataSettings())
-    assert asked == [("microsoft/SCBench", "scbench_mf", "test")]
-    folder = write(tmp_path, "scbench_mf", row("scbench_mf"), row("scbench_mf", 1))
-    assert made.examples == load(folder, "scbench_mf").examples
+    assert made.examples == load(write(tmp_path, "scbench_mf", *rows), "scbench_mf").examples
     monkeypatch.setattr(downloads, "is_reachable", lambda url: pytest.fail("the network was asked for"))
     assert SUITE.load(DATASETS["scbench_mf"], DataSettings()) == made
     assert server.asked.count(("GET", "/eval_utils.py")) == 1
