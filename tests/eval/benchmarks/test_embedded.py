@@ -30,18 +30,20 @@ def rows_of(name: str) -> list[dict]:
     return [dict(example.official) for example in load_rows(DATASETS[name]).examples[:120]]
 
 
-def needle(row: dict) -> str:
-    """The text that holds the row's (first) answer."""
-    answer = row["answers"][0].strip()
-    if row["dataset"] == "shots":
-        return f" {row['input'].split()[-1]} {answer}."
-    if row["dataset"] == "retrieve":
-        return f"{row['input']} {answer.split()[1]}."
-    if row["dataset"] == "hops":
-        return f"{row['input']} {answer.split()[0]}."
-    if row["dataset"] == "digest":
-        return f" {answer.split('.')[0]}."
-    return f"{row['input']} {answer}"
+def needles(name: str, context: str, question: str, answer: str) -> tuple[tuple[int, int], ...]:
+    """The places of the answer: the asked key's entry, and that of the key it leads to."""
+    asked, words = question.split()[-1], answer.split()
+    forms = {
+        "lookup": [rf"entry {asked} {answer}\."],
+        "hops": [rf"link {asked} {words[0]}\.", rf"entry {answer}\."],
+        "shots": [rf"{asked} {answer}\."],
+        "retrieve": [rf"{question} {words[-1]}\."],
+        "complete": [rf"proc {asked} {answer.strip()}"],
+    }
+    if name == "digest":
+        points = [re.search(rf"{place} (\w+)\.", context) for place in ("first", "second", "third")]
+        forms["digest"] = [rf"{point[0]}|entry {point[1]} [a-z ]+\." for point in points if point]
+    return tuple(sorted(found.span() for form in forms[name] for found in re.finditer(form, context)))
 
 
 def test_suite_has_one_dataset_a_task():
@@ -117,12 +119,10 @@ def test_turns_ask_for_eight_needles_as_training_does(name, tokenizer, monkeypat
             tokens = [token.replace(" ", "\u0120").replace("\n", "\u010a") for token in (*embedded.tail(name), *words)]
             wanted = [ids[embedded.END], *(ids[token] for token in tokens)]
             assert tokenizer(turn.text, add_special_tokens=False).input_ids == wanted
-        needles = [needle(one) for one in asked]
-        assert len(set(needles)) == 8
-        assert all(text in row["context"] for text in needles)
-        for turn, text in zip(eight.turns, needles[1:], strict=True):
-            assert any(eight.context[start:stop] in text or text.strip() in eight.context[start:stop]
-                       for start, stop in turn.evidence)  # fmt: skip
+        spans = [needles(name, eight.context, one["input"], one["answers"][0]) for one in asked]
+        assert all(spans)
+        assert len(set(spans)) == 8
+        assert spans == [eight.evidence, *(turn.evidence for turn in eight.turns)]
 
 
 @EVERY
@@ -136,22 +136,9 @@ def test_prompts_have_exactly_the_stated_tokens_and_answers_fit(name, tokenizer)
 
 @EVERY
 def test_evidence_is_the_needles_of_the_answer(name):
-    """The places, found by their form alone, of the asked key's entry and of the key that it leads to."""
     for example in load_rows(DATASETS[name]).examples[:12]:
-        asked, answer = example.input.split()[-1], example.answers[0]
-        forms = {
-            "lookup": [rf"entry {asked} [a-z ]+\."],
-            "hops": [rf"link {asked} \w+\.", rf"entry {answer.split()[0]} [a-z ]+\."],
-            "shots": [rf"{asked} {answer}\."],
-            "retrieve": [rf"{example.input} \d+\."],
-            "complete": [rf"proc {asked} [a-z ]+;"],
-        }
-        if name == "digest":
-            points = [re.search(rf"{place} (\w+)\.", example.context) for place in ("first", "second", "third")]
-            forms["digest"] = [rf"{point[0]}|entry {point[1]} [a-z ]+\." for point in points if point]
-        expected = [found.span() for form in forms[name] for found in re.finditer(form, example.context)]
-        assert example.evidence == tuple(sorted(expected))
-        assert len(expected) == {"hops": 2, "digest": 6, "shots": 3}.get(name, 1)
+        assert example.evidence == needles(name, example.context, example.input, example.answers[0])
+        assert len(example.evidence) == {"hops": 2, "digest": 6, "shots": 3}.get(name, 1)
 
 
 @EVERY

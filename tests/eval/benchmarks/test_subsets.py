@@ -27,14 +27,14 @@ def examples_of(ids: list[str]) -> list[Example]:
     return [Example("lookup", row_id, "", "", ("answer",), (), 1, "en") for row_id in ids]
 
 
-def ids_of(dataset: str, examples: list[Example], half: str | None) -> list[str]:
-    return [example.id for example in in_split(dataset, examples, half)]
+def ids_of(dataset: str, examples: list[Example], split: str | None) -> list[str]:
+    return [example.id for example in in_split(dataset, examples, split)]
 
 
 @given(IDS, st.sampled_from(["lookup", "hops"]))
-def test_each_example_is_in_one_of_two_equal_halves(ids: list[str], dataset: str) -> None:
+def test_each_example_is_in_one_of_two_equal_splits(ids: list[str], dataset: str) -> None:
     examples = examples_of(ids)
-    dev, test = (ids_of(dataset, examples, half) for half in SPLITS)
+    dev, test = (ids_of(dataset, examples, split) for split in SPLITS)
     assert not set(dev) & set(test)
     assert sorted(dev + test) == sorted(ids)
     assert abs(len(dev) - len(test)) <= 1
@@ -43,20 +43,20 @@ def test_each_example_is_in_one_of_two_equal_halves(ids: list[str], dataset: str
 
 
 @given(IDS, st.integers(0, 40))
-def test_half_of_an_example_does_not_depend_on_the_limit(ids: list[str], limit: int) -> None:
+def test_split_of_an_example_does_not_depend_on_the_limit(ids: list[str], limit: int) -> None:
     examples = examples_of(ids)
-    for half in SPLITS:
-        assert ids_of("lookup", examples[:limit], half) == [
-            row_id for row_id in ids_of("lookup", examples, half) if row_id in ids[:limit]
+    for split in SPLITS:
+        assert ids_of("lookup", examples[:limit], split) == [
+            row_id for row_id in ids_of("lookup", examples, split) if row_id in ids[:limit]
         ]
 
 
-def test_half_depends_on_the_hash_and_not_the_place() -> None:
+def test_split_depends_on_the_hash_and_not_the_place() -> None:
     firsts = {in_split("lookup", examples_of([f"row-{number}", "second"]), "dev")[0].id for number in range(40)}
     assert "second" in firsts
     assert len(firsts) > 10
-    halves = [tuple(ids_of(dataset, examples_of(list("abcdefgh")), "dev")) for dataset in ("lookup", "hops")]
-    assert halves[0] != halves[1]
+    splits = [tuple(ids_of(dataset, examples_of(list("abcdefgh")), "dev")) for dataset in ("lookup", "hops")]
+    assert splits[0] != splits[1]
 
 
 def test_run_takes_its_split_and_the_limit_counts_in_it(tmp_path: Path) -> None:
