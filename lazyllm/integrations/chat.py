@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chat:
-    """What was said to a model.
+    """A chat with a model.
 
-    messages: empty without a chat template.
-    conversation: their text, if it can go on.
+    messages: the chat so far; empty without a chat template.
+    conversation: the model's state after these messages; None if the next message needs a new prefill.
     """
 
     model: Any
@@ -52,14 +52,15 @@ class Chat:
 
         tokenizer, end_ids = self.tokenizer, end_ids_of(self.model)
         conversation, self.conversation = self.conversation, None  # kept only if the answer succeeds
-        messages, more = [*self.messages, {"role": "user", "content": text}], None
+        messages, new_ids = [*self.messages, {"role": "user", "content": text}], None
         args = thinking_args(tokenizer) if tokenizer.chat_template else {}
-        if conversation is not None:  # no tokens, if the template leaves earlier answers out
-            behind = tokenizer(render_behind(tokenizer, text, args), add_special_tokens=False).input_ids
-            more = tokens_behind(conversation.token_ids[-1], behind, end_ids) or None
-        if conversation is None or more is None:
-            whole = render(tokenizer, messages, args) if tokenizer.chat_template else text
-            ids = tokenizer(whole, add_special_tokens=not tokenizer.chat_template).input_ids
+        if conversation is not None:
+            after_answer = tokenizer(render_behind(tokenizer, text, args), add_special_tokens=False).input_ids
+            # none, if the template leaves earlier answers out: then the whole chat is a new prompt
+            new_ids = tokens_behind(conversation.token_ids[-1], after_answer, end_ids) or None
+        if conversation is None or new_ids is None:
+            prompt = render(tokenizer, messages, args) if tokenizer.chat_template else text
+            ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
             conversation = start(self.model, ids, self.method)
         streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
 
@@ -69,11 +70,11 @@ class Chat:
                 streamer.put(torch.tensor([token_id]))
                 return token_id, is_last
 
-        out = conversation.answer_with(Streaming(end_ids), more, self.max_new_tokens)
+        out = conversation.answer_with(Streaming(end_ids), new_ids, self.max_new_tokens)
         streamer.end()
         if tokenizer.chat_template:
-            said = tokenizer.decode(out.token_ids, skip_special_tokens=True)
-            self.conversation, self.messages = conversation, [*messages, {"role": "assistant", "content": said}]
+            answer = {"role": "assistant", "content": tokenizer.decode(out.token_ids, skip_special_tokens=True)}
+            self.conversation, self.messages = conversation, [*messages, answer]
         print(
             f"[TTFT {out.ttft_s:.3f} s | {out.pct_prompt_tokens_computed:.1f} % of {out.prompt_tokens} prompt tokens "
             f"computed, {out.revived.max()} revived | {len(out.token_ids)} tokens in {out.total_s:.3f} s]",

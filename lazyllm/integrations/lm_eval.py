@@ -43,7 +43,7 @@ from lazyllm.spec import DTYPES, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 _Request = tuple[Any, list[int], list[int]]  # key in lm-eval's cache, context, continuation
-# Arguments of lm-eval's `hf` that it gets
+# Arguments that are passed on to lm-eval's `hf`
 _OF_HF = frozenset(
     {"max_length", "softmax_dtype", "prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args"}
 )
@@ -53,10 +53,11 @@ _OF_HF = frozenset(
 class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
-    pretrained, revision, tokenizer, attn_implementation, device: as in `lazyllm.load_model`. dtype: "auto" is the
-        checkpoint's. method: its name. batch_size: requests that decode together (answers: up to 8), each pruned by
-        its own length; "auto" is 8. settings: the method's hyperparameters, a schedule as `2:0.7+5:0.7`, and arguments
-        of lm-eval's `hf`.
+    pretrained, revision, tokenizer, attn_implementation, device: as in `lazyllm.load_model`.
+    method: the method's name.
+    dtype: "auto" is the checkpoint's.
+    batch_size: requests that decode together (answers: up to 8), each pruned by its own length; "auto" is 8.
+    settings: the method's hyperparameters (a schedule as `2:0.7+5:0.7`), and arguments of lm-eval's `hf`.
 
     loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one, as
         if the model had generated them. All continuations of one token, and one longer continuation, share a prefill.
@@ -118,7 +119,7 @@ class PrunedLM(_HFLM):
         self._model = load_weights(replace(self._spec, device=str(self._device)))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Facts about the model that lm-eval writes into its results."""
+        """What lm-eval writes about the model into its results."""
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": self.model.dtype,
@@ -135,23 +136,24 @@ class PrunedLM(_HFLM):
         by_context: dict[tuple[int, ...], list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
             by_context.setdefault(self._cut(context, continuation), []).append(number)
-        forced, asked = list[Request](), list[tuple[Forced, list[int]]]()
+        # each prefill answers a group of requests: one longer continuation at most, and those of one token, which need
+        # its first logits only
+        prefills, groups = list[Request](), list[tuple[Forced, list[int]]]()
         for context, numbers in by_context.items():
             longer = [number for number in numbers if len(requests[number][2]) > 1]
-            only_first = [number for number in numbers if number not in longer]  # these need the first logits only
-            shared = [only_first + longer[:1], *([number] for number in longer[1:])]
-            for sharing in shared:
-                sampler = Forced(requests[sharing[-1]][2])
-                forced.append(Request(_prompt_of(context), self.method, len(sampler.token_ids), sampler))
-                asked.append((sampler, sharing))
+            single = [number for number in numbers if number not in longer]
+            for group in [single + longer[:1], *([number] for number in longer[1:])]:
+                sampler = Forced(requests[group[-1]][2])
+                prefills.append(Request(_prompt_of(context), self.method, len(sampler.token_ids), sampler))
+                groups.append((sampler, group))
         found: dict[int, tuple[float, bool]] = {}
-        for index, _ in generate_requests(self.model, forced, self.batch_size):
-            sampler, sharing = asked[index]
+        for index, _ in generate_requests(self.model, prefills, self.batch_size):
+            sampler, group = groups[index]
             logits = torch.stack(sampler.logits)
             sampler.logits.clear()
-            for number in sharing:
+            for number in group:
                 key, _, continuation = requests[number]
-                found[number] = self._answer(logits[: len(continuation)], continuation)
+                found[number] = self._score(logits[: len(continuation)], continuation)
                 if key is not None:  # a window of a rolling request has no key
                     self.cache_hook.add_partial("loglikelihood", key, found[number])
         return [found[number] for number in range(len(requests))]
@@ -165,8 +167,11 @@ class PrunedLM(_HFLM):
             )
         return tuple(context[-room:])
 
-    def _answer(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
-        """logits [m, v], one row for each of the continuation's m tokens."""
+    def _score(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        """The continuation's log-probability, and whether greedy decoding gives it.
+
+        logits: [m, v], those before each of the continuation's m tokens.
+        """
         wanted = torch.tensor(continuation, device=logits.device)
         logs = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(1, wanted[:, None])[:, 0]
         total = float(logs.sum())

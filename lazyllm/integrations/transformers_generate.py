@@ -60,6 +60,7 @@ HONOURED = frozenset(
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
 _OWN_CACHE = "a pruned generation makes its own KV cache: leave it out"
+_GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
 _NOT_KEPT = "the layers see different tokens, so it is not recorded: call model(sequences, ...) afterwards"
 
 # Options that a pruned generation cannot honour: {name: (values that have no effect, what to do instead)}.
@@ -101,7 +102,7 @@ _KNOWN_KWARGS = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "tokenizer"}
     | {"use_cache"}
 )
-# These count tokens from the first one of the padded prompt: transformers makes them once for the whole batch.
+# These count tokens from the start of the padded prompt, so they get the ids with padding; all others without.
 _COUNTING = (
     ExponentialDecayLengthPenalty,
     ForcedEOSTokenLogitsProcessor,
@@ -176,10 +177,10 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
         if call.get("custom_generate") is None:
             call = _stop_strings_as_criterion(model, call)
             _check_helpers(call)
-            _check_options_of(call)
+            _check_options_of(call)  # before transformers acts on them: token healing would run the model
             if call.get("past_key_values") is not None:
                 raise ValueError(_GIVEN_CACHE)
-            # transformers drops these
+            # transformers does not pass these on to a custom_generate
             dropped = {"streamer": call.get("streamer"), "mask_given": call.get("attention_mask") is not None}
             call["custom_generate"] = functools.partial(decode, **dropped)
         return original(**call)
@@ -202,7 +203,7 @@ def _check_options_of(call: Mapping[str, Any]) -> None:
 
 
 def _check_helpers(call: Mapping[str, Any]) -> None:
-    """Refuse other models and processes that help to generate. Raises ValueError."""
+    """Refuse an assistant model and generation synchronised between processes. Raises ValueError."""
     if call.get("assistant_model") is not None:
         raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
     if call.get("synced_gpus"):
@@ -210,7 +211,10 @@ def _check_helpers(call: Mapping[str, Any]) -> None:
 
 
 def _check_dropped(frame: FrameType | None) -> None:
-    """Refuse arguments that `model.generate` got and does not pass on. frame: of the callable that it called."""
+    """Refuse arguments that `model.generate` was given and does not pass on to a custom_generate.
+
+    frame: the frame of that custom_generate. Only its caller's local variables still hold such arguments.
+    """
     caller = None if frame is None else frame.f_back
     if caller is None or caller.f_code is not inspect.unwrap(vars(GenerationMixin)["generate"]).__code__:
         return
@@ -221,9 +225,6 @@ def _check_dropped(frame: FrameType | None) -> None:
             "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., streamer=...) "
             "within `with lazyllm.using(model, method):`"
         )
-
-
-_GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
 
 
 def _stop_strings_as_criterion(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,9 +267,10 @@ class GenerateWith:
         mask_given: bool = True,
         **model_kwargs: Any,
     ) -> LazyGenerateOutput | Tensor:
-        """Decode input_ids [b, n]. model_kwargs: those that `generate` prepared for `forward`.
+        """Decode input_ids [b, n].
 
-        mask_given: whether the attention mask is the caller's; if not, transformers guessed it from the padding token.
+        mask_given: False if transformers guessed the attention mask from the padding token.
+        model_kwargs: the arguments that `generate` prepared for `forward`.
         """
         if streamer is None:
             _check_dropped(inspect.currentframe())
@@ -278,7 +280,7 @@ class GenerateWith:
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer takes one row, got {rows}: call generate for each row")
         padding = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
-        given = (generation_config.pad_token_id, generation_config.eos_token_id)  # in transformers' order
+        given = (generation_config.pad_token_id, generation_config.eos_token_id)  # transformers pads with the first
         pad_id = next((int(torch.as_tensor(token).flatten()[0]) for token in given if token is not None), None)
         if not mask_given and rows > 1 and pad_id is not None and (input_ids[:, -1] == pad_id).any():
             raise ValueError(
@@ -312,9 +314,9 @@ class GenerateWith:
             for index, row in enumerate(samplers)
         ]
         in_turn = generation_config.do_sample and self.seed is None
-        homes = {type(rule).__module__.partition(".")[0] for rule in (*logits_processor, *stopping_criteria)}
-        # rules of these hold no state that rows have in common
-        together = self.method.can_batch and not in_turn and homes <= {"transformers", "lm_eval"}
+        packages = {type(rule).__module__.partition(".")[0] for rule in (*logits_processor, *stopping_criteria)}
+        # `_rule_of_row` gives each row its own state for the rules of these two packages
+        together = self.method.can_batch and not in_turn and packages <= {"transformers", "lm_eval"}
         done = dict(generate_requests(model, requests, BATCH_SIZE if together else 1))
         generations = [done[index] for index in range(rows)]
         if streamer is not None:
@@ -337,7 +339,10 @@ class GenerateWith:
 class _RowSampler:
     """One row of the batch: chooses its tokens as transformers does, and keeps scores and logits to return.
 
-    ids: [1, t], padding included. left: tokens of padding before the prompt. scores, logits: per step [1, v], or None.
+    ids: [1, t], padding included.
+    left: number of padding tokens before the prompt.
+    processors, criteria: transformers' logits processors and stopping criteria, made for this row.
+    scores, logits: per step [1, v]; None if they are not returned.
     """
 
     model: PreTrainedModel
@@ -352,7 +357,7 @@ class _RowSampler:
     logits: tuple[Tensor, ...] | None = None
 
     def sample(self, logits: Tensor) -> Tensor:
-        """As of `Sampler`, outside inference mode, so that processors and results have ordinary tensors."""
+        """As `Sampler.sample`, outside inference mode, so that processors and results have ordinary tensors."""
         with torch.inference_mode(False), torch.no_grad(), _not_called(self.model):
             # [v] -> [1, v]; processors may write into it
             scores = own = logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
@@ -388,7 +393,7 @@ class _RowSampler:
 
 @contextmanager
 def _not_called(model: PreTrainedModel) -> Iterator[None]:
-    """Refuse calls of the model by a processor or criterion: the generation's attention is installed in it."""
+    """Refuse calls of the model by a processor or criterion: the model computes with the generation's attention."""
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
@@ -453,7 +458,7 @@ def _left_padding(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor |
 
 
 def _rule_of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
-    """The processor or criterion for one row, made of one for the whole batch."""
+    """The processor or criterion for one row, made from the one for the whole batch."""
     if input_ids.shape[0] == 1 and left == 0:
         return processor
     prompt = input_ids[row : row + 1, left:]
@@ -477,8 +482,6 @@ def _rule_of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
             processor = copy.copy(processor)
             processor.done_tracker = [False]
             processor.initial_decoder_input_length = prompt.shape[1]
-        case _:
-            pass
     return processor
 
 

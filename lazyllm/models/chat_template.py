@@ -1,6 +1,6 @@
 """A tokenizer's chat template with a fixed date, and without thoughts unless they are asked for.
 
-New templates take arguments and write the date into the prompt: fixed, the same conversation is always the same prompt.
+Recent templates write the current date into the prompt. With a fixed date, a conversation always gives the same prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TODAY = "2024-07-26"  # the date in Llama 3's templates if they cannot read the clock
-_ANSWER = "<<the answer>>"  # a placeholder, to find the text of a template after an answer
+_ANSWER = "<<the answer>>"  # a placeholder: the template's text after an answer is what follows it
 
 
 def thinking_args(tokenizer: PreTrainedTokenizerBase, thinks: bool = False) -> dict[str, Any]:
@@ -32,7 +32,9 @@ def render(
 ) -> str:
     """The conversation in the tokenizer's chat template, up to the beginning of the next answer.
 
-    args: the template's arguments. today: YYYY-MM-DD. Raises UserError if the template refuses the messages.
+    args: the template's arguments.
+    today: YYYY-MM-DD.
+    Raises UserError if the template refuses the messages.
     """
     from jinja2 import TemplateError
 
@@ -58,9 +60,11 @@ def render_behind(
     before: Sequence[Mapping[str, str]] = (),
     today: str = TODAY,
 ) -> str:
-    """What the template writes after an answer if `text` is the next message; "" if it leaves earlier answers out.
+    """The text that the template puts between an answer and the next one, if the user's message is `text`.
 
-    before: messages before the first question. Other arguments, and what is raised: as of `render`.
+    It is "" if the template leaves earlier answers out of the prompt.
+    before: messages before the first question.
+    The other arguments and errors are those of `render`.
     """
     roles = (("user", "question"), ("assistant", _ANSWER), ("user", text))
     messages = [*before, *({"role": role, "content": said} for role, said in roles)]
@@ -68,7 +72,10 @@ def render_behind(
 
 
 def tokens_behind(last: int, token_ids: Sequence[int], end_ids: Container[int]) -> Sequence[int]:
-    """The tokens of `render_behind` to run after an answer whose last token is `last`, without a second end token."""
+    """The tokens of `render_behind`'s text that the model has not seen after an answer whose last token is `last`.
+
+    The first token is left out if it is the end token that the answer has already generated.
+    """
     return token_ids[last in end_ids and last in token_ids[:1] :]
 
 
@@ -78,5 +85,5 @@ def _with_date(template: str, today: date) -> str:
         return template
     parts = {part: today.strftime(part) for part in sorted(set(re.findall(r"%-?[aAbBdmyYjHIMSp]", template)))}
     replaced = "".join(f"|replace('{part}', '{text}')" for part, text in parts.items())
-    # the newline after the block is dropped, so the template still starts at the start of a line
+    # Jinja drops the newline after a block, so the template still begins at the start of a line
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"

@@ -21,7 +21,7 @@ _commits: dict[tuple[str, str | None], str] = {}
 
 
 class HubError(UserError):
-    """A repository's files cannot be had. reason: without advice."""
+    """A repository's files are not available. reason: why, without the advice that the message adds."""
 
     def __init__(self, hub_id: str, reason: str, instead: str) -> None:
         super().__init__(f"{hub_id}: {reason}. {instead}".rstrip())
@@ -29,12 +29,13 @@ class HubError(UserError):
 
 
 def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, instead: str = "") -> Path:
-    """A local folder with the existing ones of these files, from the Hugging Face hub or its cache.
+    """A local folder with those of these files that exist, from the Hugging Face hub or its cache.
 
-    files: names or patterns. instead: what the user can do without the hub, for the message. The repository's code is
-    not run. The folder's name is the repository's commit. Raises UserError for a name that is not a hub id, for a
-    repository that is gated or not found, and for files that are not in the cache if the hub does not answer; all are
-    HubErrors.
+    files: names or patterns.
+    instead: what the user can do without the hub, for the message.
+    The folder's name is the repository's commit. The repository's code is not run.
+    Raises HubError for a name that is not a hub id, for a repository that is gated or not found, and for files that are
+    not in the cache if the hub does not answer.
     """
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -51,7 +52,7 @@ def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, i
                 reason = f"the repository has no revision {revision!r}"
             case errors.RepositoryNotFoundError():
                 reason = "no such repository on the hub, or it is private and you are not logged in (`hf auth login`)"
-            case _ if constants.HF_HUB_OFFLINE:  # the library's own words advise against the variable
+            case _ if constants.HF_HUB_OFFLINE:  # the library's own message tells users to unset HF_HUB_OFFLINE
                 reason = "it is not in the hub's cache"
             case _:
                 reason = f"it is not in the hub's cache and could not be downloaded ({' '.join(str(error).split())})"
@@ -79,7 +80,7 @@ def read_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_json(file: Path, source: str) -> dict[str, Any]:
-    """The content of a JSON file of a checkpoint or tokenizer, `source` in messages. Raises UserError."""
+    """The content of a JSON file of a checkpoint or tokenizer. source: its name in messages. Raises UserError."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -89,7 +90,8 @@ def read_json(file: Path, source: str) -> dict[str, Any]:
 def check_files(folder: Path, source: str, weights_file: str | None = None) -> None:
     """Refuse a checkpoint whose weights are pickled, absent, cut short or outside its folder. Raises UserError.
 
-    source: the checkpoint's name in messages. weights_file: the file that its config names (`transformers_weights`).
+    source: the checkpoint's name in messages.
+    weights_file: the file that its config names (`transformers_weights`).
     Only headers are read. No pickle is opened, as reading it can run code.
     """
     if (folder / "adapter_config.json").is_file():

@@ -35,8 +35,9 @@ def is_converted(hub_id: str) -> bool:
 def converted(hub_id: str, snapshot: Path, revision: str | None = None) -> Path | None:
     """The folder with a repository's converted weights and configs; None if it holds no pickled weights.
 
-    snapshot: the hub client's folder of the repository; its name is the commit. Downloads and converts what the cache
-    lacks. Raises UserError as `hub_folder`, for a file that differs from the hub's, or that holds more than tensors.
+    Downloads and converts what the cache lacks.
+    snapshot: the hub client's folder of the repository; its name is the commit.
+    Raises UserError as `hub_folder` does, and for a file that differs from the hub's or holds more than tensors.
     """
     folder = _folder(hub_id, snapshot.name)
     if (folder / INDEX).is_file():
@@ -80,7 +81,7 @@ def _convert(pickle: Path, file: Path) -> None:
 
     _check_hash(pickle)
     try:
-        # not read into memory but mapped, unless it has torch's format of before 1.6
+        # mapped, not read into memory; torch cannot map its format before 1.6, which is no zip file
         tensors: Any = torch.load(pickle, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(pickle))
     except Exception as error:  # pickle's and torch's errors have no common type
         reason = " ".join(str(error).split())[:200]

@@ -201,7 +201,7 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device, so they are made on it
-    # None would hide a checkpoint's own
+    # left out if there is none, as None would override the quantisation in the checkpoint's config
     quantise = {} if spec.quantise is None else {"quantization_config": quantisation_config(spec.quantise, dtype)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -39,7 +39,7 @@ def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
         case "int8":
             from torchao.quantization import Int8WeightOnlyConfig  # pyright: ignore[reportMissingImports]
 
-            # else torchao changes torch's settings of the compiler and of float32 products for the whole process
+            # by default, torchao changes torch's compiler and float32 matmul settings for the whole process
             return transformers.TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
         case "int4":
             from torchao.quantization import Int4WeightOnlyConfig  # pyright: ignore[reportMissingImports]
@@ -69,7 +69,7 @@ def quantised_by(config: Any) -> str | None:
 def check_quantised(source: str, config: Any, device_map: Any) -> None:
     """Refuse a quantised checkpoint that cannot be read here. Raises UserError.
 
-    transformers treats an unknown kind as not quantised.
+    Without this check, transformers reads an unknown kind as if it were not quantised.
     """
     kind = quantised_by(config)
     if kind is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
-LONGEST_RUN = {"Ġ": 31, "ĉ": 9}  # GPT-2's characters of a space and a tab; in the order of their ids
+LONGEST_RUN = {"Ġ": 31, "ĉ": 9}  # GPT-2 writes a space as Ġ and a tab as ĉ; in the order of the ids
 CONTROL_TOKENS = (
     "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<filename>", "<gh_stars>",
     "<issue_start>", "<issue_comment>", "<issue_closed>",
@@ -118,5 +118,5 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
 
 
 def _text_of(value: Any) -> Any:
-    """The text of a token in a tokenizer_config.json, which writes it as a text or as an object with its text."""
+    """A token's text. A tokenizer_config.json holds a token as a string, or as an object with a `content`."""
     return value.get("content") if isinstance(value, dict) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 
 import pytest
@@ -107,8 +106,6 @@ def test_pickle_with_code_is_refused_and_not_run(repository: Path, tmp_path: Pat
     with pytest.raises(UserError, match="holds more than tensors"):
         load_weights(ModelSpec("xgen", dtype="float32", device="cpu"))
     assert not (tmp_path / "was_run").exists()
-    with bad.open("rb") as opened, pytest.raises((pickle.UnpicklingError, RuntimeError)):
-        torch.load(opened, weights_only=True)
     assert not convert.is_converted(HUB_ID)
 
 

@@ -43,11 +43,6 @@ def test_llama2s_texts_are_sentencepieces():
 
 
 @needs_llama2
-def test_file_of_a_tokenizer_is_a_source():
-    assert load_tokenizer(LLAMA2 / "tokenizer.model")("is.  See").input_ids == llama2()("is.  See").input_ids
-
-
-@needs_llama2
 def test_tokenizer_json_made_of_a_model_file_has_the_same_ids(tmp_path):
     llama2().save_pretrained(tmp_path)
     assert not (tmp_path / "tokenizer.model").exists()
@@ -63,11 +58,11 @@ def test_settings_beside_the_file_are_used(tmp_path):
     shutil.copy(LLAMA2 / "tokenizer.model", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": False, "chat_template": "x"}))
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer("Hello").input_ids == [15043]
     assert tokenizer.chat_template == "x"
     (tmp_path / "chat_template.jinja").write_text("y")  # as in transformers, it goes before
     for source in (tmp_path, tmp_path / "tokenizer.model"):
-        assert load_tokenizer(source).chat_template == "y"
+        tokenizer = load_tokenizer(source)
+        assert (tokenizer("Hello").input_ids, tokenizer.chat_template) == ([15043], "y")
         assert has_chat_template(source)
 
 
