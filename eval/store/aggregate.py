@@ -119,7 +119,7 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     # bincount instead of pandas: a value missing in one answer must stay missing
     means = {name: np.bincount(codes, weights=values_of(rows, name)) / times for name in (*MEASURED, "cache_bytes")}
     is_pair = references["folder"].notna().to_numpy()
-    sums = {"pairs": np.bincount(codes, weights=is_pair)}
+    sums: dict[str, Any] = {"pairs": np.bincount(codes, weights=is_pair)}
     for name in _OF_PAIRS:
         means[name] = np.bincount(codes, weights=np.where(is_pair, rows[name], 0)) / np.maximum(sums["pairs"], 1)
     for name in (*_SPEEDUPS.values(), *_COMPARED):
