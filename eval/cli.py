@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 
 from lazyllm.errors import UserError
 
@@ -15,7 +17,7 @@ COMMANDS = {
     "plan": ("eval.run.plan", "show the cost of a run or a sweep: tokens, FLOPs, memory, hours; nothing runs"),
     "doctor": ("eval.run.doctor", "check whether this machine is ready, with the command that fixes each problem"),
     "fetch": ("eval.run.fetch", "download what a run needs, for machines without a network: model=... dataset=..."),
-    "rows": ("eval.run.rows", "write a dataset's rows in its suite's format, without a model"),
+    "rows": ("eval.run.rows", "show prompts, or write a dataset's rows in its suite's format"),
     "status": ("eval.run.status", "show which runs in a folder are done, missing or failed, and why"),
     "results": ("eval.analysis.screen", "show results on one screen: a row for each model, suite and method"),
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
@@ -46,9 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command in ("-h", "--help"):
             print(usage())
             return 0
+        if "--version" in arguments:
+            print(f"lazyllm-bench {version('lazyllm-bench')}")
+            return 0
         if command not in COMMANDS:
-            print(f"error: no such command: {command}\n\n{usage()}", file=sys.stderr)
-            return 2
+            near = difflib.get_close_matches(command, COMMANDS, 1)
+            hint = f"did you mean {near[0]}?" if near else "lazyllm-bench --help lists all"
+            raise UserError(f"no such command: {command}; {hint}")
         code = import_module(COMMANDS[command][0]).main(rest) or 0
         sys.stdout.flush()
         return code

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
-from lazyllm.errors import UserError, parser_of
+from lazyllm.errors import UserError, parser_of, require
 from lazyllm.files import write_whole
 from lazyllm.machine import LONG, device_name, git_commit, machine_warnings
 from lazyllm.methods import METHODS, Baseline, Lazy, Method, make
@@ -162,6 +162,8 @@ def main(arguments: Sequence[str]) -> None:
         options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed
     )
     spec.check()
+    for name, numbers in (("--tokens", options.tokens), ("--new-tokens", options.new_tokens), ("--turn", options.turn)):
+        require(all(number > 0 for number in numbers), name, " ".join(map(str, numbers)), "1 or more")
     if options.field and (options.method or options.against or options.turn):
         raise UserError("--field times all methods: leave out --method, --against and --turn")
     if options.repeats == 0 and (options.against or options.turn):

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from eval.benchmarks.datasets import default_suite
 from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
-from lazyllm.errors import parser_of
+from lazyllm.errors import parser_of, require
 from lazyllm.machine import machine_warnings, torch_build
 from lazyllm.models.checkpoint import INDEX
 from lazyllm.models.convert import is_converted
@@ -160,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
     options = parser.parse_args(arguments)
     if options.url is not None:
+        is_address = options.url.startswith(("http://", "https://"))
+        require(is_address, "--url", options.url, "a URL such as http://127.0.0.1:8000/v1")
         from eval.server import Server, describe
 
         server = describe(Server(options.url, ""))

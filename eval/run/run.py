@@ -210,7 +210,7 @@ class Run:
         for label, settings in self.asked.items():
             url: Any = settings.get("url") or server.url
             kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
-            extra = {**server.extra_body, **(settings.get("extra_body") or {})}
+            extra = {**(server.extra_body or {}), **(settings.get("extra_body") or {})}
             name = settings.get("model") or self.config.model.name
             asked = Server(url, name, kind, server.api, extra, server.api_key_env, server.timeout_s)
             servers[label] = next((found for one, found in described if one == asked), None) or describe(asked)
@@ -427,6 +427,8 @@ def check_writable(folder: Path) -> None:
 def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
     """Refuse what servers cannot do, and URLs that cannot be one's. Raises UserError."""
     model, server = config.model, config.server
+    is_mapping = isinstance(server.extra_body or {}, dict)
+    require(is_mapping, "server.extra_body", server.extra_body, "a mapping of fields, such as {top_k: 1}")
     for settings in arms.values():
         name, unknown = settings.get("name", ""), settings.keys() - {*SERVER_SETTINGS, "name", "turns"}
         if name not in ("baseline", SERVER):

@@ -72,7 +72,7 @@ class ServerConfig:
         None, "its software: `vllm`, `sglang`, `llama.cpp`, `transformers`, `plain`; `null`: it is asked"
     )
     api: str = setting("completions", "`chat` for a server without `/v1/completions`, which then applies its template")
-    extra_body: dict[str, Any] = setting({}, "further fields of each request")
+    extra_body: Any = setting(None, "further fields of each request, such as `{top_k: 1}`")
     cache: str = setting("cold", "`warm` asks twice and times the second request")
     allow_token_mismatch: bool = setting(False, "accept a server whose count of prompt tokens differs from ours")
     api_key_env: str = setting("OPENAI_API_KEY", "the environment variable that holds the server's key")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
 
 _OTHER = "give a draft with the model's tokenizer"
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class SpecPrefill(Select):
         return () if self.draft is None else (ModelSpec(self.draft),)
 
     def check(self, config: Any) -> None:
+        if self.draft is None:
+            _warn_once(
+                "specprefill has no draft: the model drafts for itself, which costs more than it saves; %s", _OTHER
+            )
         draft = self.scoring_config(config)
         # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)

@@ -80,7 +80,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_visit_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) -> None:
     arms = "compare={half: {name: server, extra_body: {depth: 2}}, deep: {name: server, extra_body: {depth: 9}}}"
-    visits, seen = on(yes, tmp_path / "run", arms)
+    visits, seen = on(yes, tmp_path / "run", arms, "server.extra_body={top: 1}")
     assert len(visits) == 3
     for visit in visits:
         assert list(visit.answers) == ["baseline", "half", "deep"]
@@ -97,6 +97,7 @@ def test_visit_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) -
         assert visit.answers["half"][0].same_answer == 1
         assert visit.answers["baseline"][0].same_answer is None
     assert sorted(body.get("depth", 0) for _, body in seen.posts) == [0] * 3 + [2] * 3 + [9] * 3
+    assert {body["top"] for _, body in seen.posts} == {1}
     frame = Results.read([tmp_path]).frame
     assert set(frame["generated_tokens"]) == {3}
     assert set(frame["arm"]) == {"baseline", "half", "deep"}

@@ -20,6 +20,7 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, PyramidInfer, SpecPrefill, UniPrefill
+from lazyllm.methods.specprefill import _warn_once
 from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill, uniprefill
 from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import logits_of_steps
@@ -252,3 +253,11 @@ def test_flops_of_selection_are_those_announced() -> None:
         if isinstance(method, SpecPrefill):
             pairs += 4 * (n + 3) * (n + 4) // 2
         assert counted == pytest.approx(announced - pairs * shape.pair_flops, rel=0.05)
+
+
+def test_specprefill_without_a_draft_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_once.cache_clear()
+    config = model_of("llama", 0, "sdpa").config
+    for method in (SpecPrefill(), SpecPrefill(keep=0.5)):
+        method.check(config)
+    assert [record.args for record in caplog.records] == [("give a draft with the model's tokenizer",)]
