@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ from eval.store.folder import read_about, read_visits
 from eval.store.visit import Visit, read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
+from tests.conftest import ROOT
 from tests.runs import run_of
 
 SHORT = ("max_new_tokens=2", "warmup=0", "out=run")
@@ -167,3 +171,15 @@ def test_random_subset_is_drawn_by_the_seed_and_can_be_widened() -> None:
     assert set(drawn(3)) < set(drawn(20))
     run = run_of("dataset=[lookup,shots]", "limit=3", "subset=random")
     assert run.identity == run.changed(limit=20).identity
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("model=ti", "model=tiny"), ("model=tiny method.sch", "method.schedule="), ("dataset=hotp", "dataset=hotpotqa")],
+)
+def test_shell_completes_keys_and_values(typed: str, offered: str) -> None:
+    """As the function that `python run.py -sc install=bash` prints asks for it."""
+    line = os.environ | {"COMP_LINE": f"python run.py {typed}"}
+    command = [sys.executable, str(ROOT / "run.py"), "-sc", "query=bash"]
+    done = subprocess.run(command, env=line, capture_output=True, text=True, check=True)
+    assert offered in done.stdout.split()

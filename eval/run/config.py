@@ -45,7 +45,7 @@ _NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://
 # Hydra's options, which --hydra-help describes
 _OPTIONS = (
     "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info",
-    "--version",
+    "--version", "-sc", "--shell-completion",
 )  # fmt: skip
 _COUNTS = ("limit", "max_new_tokens", "threads", "turns", "batch_size", "model.max_prompt_tokens")
 _MAY_BE_0 = ("warmup", "trace", "model.thinking_tokens", "seed")
