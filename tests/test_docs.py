@@ -40,7 +40,7 @@ def commands(text: str) -> list[str]:
 
 def run_arguments(line: str) -> list[str] | None:
     """The overrides of a line that runs, plans or fetches; None for another one or one with placeholders."""
-    match = re.search(r"(?:python run\.py|lazyllm-bench (run|plan|fetch)) (.+)", line)
+    match = re.search(r"(?:python run\.py|lazyllm-bench (run|plan|fetch)) (?!-sc )(.+)", line)  # -sc is the shell's
     if match is None or _PLACEHOLDER.search(match[2]):
         return None
     words = shlex.split(re.split(r" && | \| ", match[2])[0])
