@@ -92,7 +92,10 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     }
     own = OwnDataset(name=name, **values)
     require(own.metric in METRICS, f"{where}.metric", own.metric, " or ".join(METRICS))
-    places = [place for _, place, _, _ in string.Formatter().parse(own.template) if place is not None]
+    try:
+        places = _places(own.template)
+    except ValueError as error:
+        raise UserError(f"{where}.template={own.template!r}: {error}; a brace itself is written twice") from error
     expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
     require(places.count(own.context) == 1, f"{where}.context", own.context, expected)
     number = own.max_new_tokens
@@ -101,6 +104,11 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     readable = not own.file or _kind(own) is not None
     require(readable, f"{where}.file", own.file, f"{', '.join(_READERS)}, also with .gz")
     return own
+
+
+def _places(template: str) -> list[str]:
+    """The names in braces."""
+    return [place for _, place, _, _ in string.Formatter().parse(template) if place is not None]
 
 
 def _kind(own: OwnDataset) -> str | None:
@@ -160,8 +168,7 @@ def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
         return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
 
     before, after = own.template.split("{" + own.context + "}")
-    places = [place for _, place, _, _ in string.Formatter().parse(before + after) if place is not None]
-    values = {place: field(place) for place in places}
+    values = {place: field(place) for place in _places(before + after)}
     context = str(field(own.context))
     answers = [
         text for name in ([own.answers] if isinstance(own.answers, str) else own.answers) for text in texts(name)

@@ -107,6 +107,7 @@ def test_lists_of_answers_and_classes(tmp_path: Path) -> None:
         ({"metric": "bleu"}, "dataset.mine.metric"),
         ({"context": "question text"}, "dataset.mine.context"),
         ({"template": "{report} {report}"}, "dataset.mine.context"),
+        ({"template": "{report} {"}, "dataset.mine.template"),
         ({"max_new_tokens": 0}, "dataset.mine.max_new_tokens"),
         ({"max_new_tokens": "4"}, "dataset.mine.max_new_tokens"),
         ({"hub": "me/rows"}, "dataset.mine.file"),
