@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LLAMA2, XGEN = "meta-llama/Llama-2-7b-chat-hf", "Salesforce/xgen-7b-8k-inst"
 TOKEN = "hf_of_a_reader"
 SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "warmup=1"]
+CARD = ["dataset=all", "model.max_prompt_tokens=600", "warmup=0", "limit=1", "max_new_tokens=4"]
 FIRST = ["run", "model=llama2", "method=lazy", *SHORT]
 # {step: (token to log in with, command)}
 DAY_ONE = {
@@ -46,6 +47,8 @@ DAY_ONE = {
     "fetch xgen": ("", ["fetch", "model=xgen", "dataset=hotpotqa"]),
     "two models": ("", ["run", "-m", "experiment=table2", "model=llama2,xgen", *SHORT, "limit=1"]),
     "report": ("", ["report", "runs"]),
+    "card": ("", ["run", "-m", "experiment=table1", "model=llama2,xgen", *CARD]),
+    "paper": ("", ["paper", "runs", "--where", "label=table1", "--out", "card", "--formats", "md"]),
 }
 DAY_TWO = {
     "doctor again": ("", ["doctor"]),
@@ -90,10 +93,10 @@ class Played:
 @pytest.fixture(scope="module")
 def played(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
     folder = tmp_path_factory.mktemp("first_run")
-    rows = (shared / "longbench" / "hotpotqa.jsonl").read_bytes()
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as opened:
-        opened.writestr("data/hotpotqa.jsonl", rows)
+        for dataset in longbench.DATASETS:
+            opened.write(shared / "longbench" / f"{dataset.name}.jsonl", f"data/{dataset.name}.jsonl")
     first = rows_of(shared)[0]["answers"][0]
     readers = frozenset({TOKEN})
     vocabulary = shared / "tokenizers" / "llama2" / "tokenizer.model"
@@ -223,3 +226,22 @@ def test_next_day_resumes_without_a_network(played: Played) -> None:
     assert "loading llama2" not in same["err"]
     assert same["out"] == played.steps["more"]["out"]
     assert "error: meta-llama/Llama-2-7b-hf: it is not in the hub's cache" in played.steps["never fetched"]["err"]
+
+
+def test_the_papers_card_is_played_on_all_sixteen_datasets(played: Played) -> None:
+    """Table 1 on both models, to the table as the paper prints it and to its claims."""
+    assert (played.steps["card"]["code"], played.steps["paper"]["code"]) == (0, 0)
+    tables = played.folder / "card" / "tables"
+    lines = [line.split("|")[1:-1] for line in (tables / "table1_paper.md").read_text().splitlines() if "|" in line]
+    names, rows = [name.strip() for name in lines[0]], lines[2:]
+    assert len(rows) == 30
+    for row in rows:
+        cells = {name: cell.strip() for name, cell in zip(names, row, strict=True)}
+        for model in ("Llama 2 7B", "XGen 7B"):
+            assert int(cells[f"{model}: n"]) in (2, 3)  # the datasets of a task
+            for value in ("score", "TTFT speedup"):
+                assert re.fullmatch(r"[\d.]+\* \([\d.]+\)", cells[f"{model}: {value}"])
+    claims = [line.split("|")[1:-1] for line in (tables / "verdicts.md").read_text().splitlines() if "|" in line][2:]
+    judged = {(row[0].strip(), row[-1].strip()): row[-2].strip() for row in claims if row[-1].strip() == "table1"}
+    assert {model for model, _ in judged} == {"llama2", "xgen"}
+    assert "not run" not in judged.values()
