@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import runpy
@@ -59,6 +60,7 @@ class Accelerator:
 
 
 LONG, LEAST_MFU = 8000, 40  # tokens; per cent of its peak that a good baseline reaches from there on
+SLOW_STEP = 3  # times what reading the weights takes: beyond, a decoding step waits for the start of kernels
 FLASH_2 = "FlashAttention 2"  # as `lazyllm.measuring.attention_kernel` names it
 ABOVE_RATED = 1.05  # of the peak: cards boost a little above the clock of their data sheet
 # Names that contain another one come first
@@ -93,11 +95,22 @@ def accelerator(device: str) -> Accelerator | None:
     return next((kind for kind in ACCELERATORS.values() if words >= {*kind.name.split()}), None)
 
 
-def machine_warnings(device: str, kernels: Collection[str], least_mfu: float, dtype: str | None = None) -> list[str]:
-    """A sentence for each sign that a baseline is slower than it could be, which flatters every speedup.
+def machine_warnings(
+    device: str,
+    kernels: Collection[str],
+    least_mfu: float,
+    dtype: str | None = None,
+    step_s: float = math.nan,
+    weights: float = math.nan,
+) -> list[str]:
+    """A sentence for each sign that a baseline is slower than it could be, which distorts every speedup.
 
-    device: the driver's name. kernels: of its attention. least_mfu: in per cent, of its prefills of `LONG` prompts; NaN
-    if there are none. dtype: the model's, if known.
+    device: the driver's name.
+    kernels: of its attention.
+    least_mfu: in per cent, of its prefills of `LONG` prompts; NaN if there are none.
+    dtype: the model's, if known.
+    step_s: of its decoding, in seconds; NaN if not known.
+    weights: bytes that a step reads; NaN if not known.
     """
     kind = accelerator(device)
     sentences = []
@@ -114,6 +127,12 @@ def machine_warnings(device: str, kernels: Collection[str], least_mfu: float, dt
         sentences.append(
             f"The baseline ran {FLASH_2} on {device}, where it reaches about 35 % of the peak and FlashAttention 3 "
             "75 % (arXiv 2407.08608): this flatters every speedup at long prompts"
+        )
+    if kind is not None and step_s > SLOW_STEP * weights / kind.bytes_per_s:
+        sentences.append(
+            f"The baseline's decoding step takes {step_s * kind.bytes_per_s / weights:.0f} times as long as {device} "
+            "takes to read the weights: the start of kernels limits it, so generation speedups read near 1 whatever a "
+            "method saves"
         )
     return sentences
 

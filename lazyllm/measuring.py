@@ -40,10 +40,10 @@ def utilisation(model: Any, flops: float, seconds: float) -> float | None:
     if device.type == "cpu":
         return flops / seconds / _cpu_rate(dtype, shape.width, shape.mlp_width, torch.get_num_threads())
     kind = accelerator(device_name(device))
-    return None if kind is None else kind.share(flops / seconds, str(dtype).removeprefix("torch."), _allows_tf32())
+    return None if kind is None else kind.share(flops / seconds, str(dtype).removeprefix("torch."), allows_tf32())
 
 
-def _allows_tf32() -> bool:
+def allows_tf32() -> bool:
     """Whether CUDA's products in float32 may use TF32. From torch 2.9 on, `allow_tf32` may raise once the newer setting
     was used."""
     matmul: Any = torch.backends.cuda.matmul

@@ -154,7 +154,10 @@ class StoredRun:
         """`lazyllm.machine.machine_warnings` of its baseline."""
         of_baseline = self.rows[self.rows["arm"] == self.identity["baseline"]]
         long: Any = of_baseline[of_baseline["prompt_tokens"] >= LONG]
-        return machine_warnings(self.device, self.kernels, float(long["prefill_mfu"].min()), self.identity.get("dtype"))
+        # each token takes 2 FLOPs for each weight, which in 16 bits has 2 bytes
+        weights = (of_baseline["prefill_flops"] / of_baseline["prompt_tokens"]).min()
+        numbers = float(long["prefill_mfu"].min()), self.identity.get("dtype"), float(of_baseline["step_s"].median())
+        return machine_warnings(self.device, self.kernels, *numbers, float(weights))
 
     @property
     def visits_sha256(self) -> dict[str, str]:

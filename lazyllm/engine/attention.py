@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.devices import to_device
+from lazyllm.engine.devices import tf32_products, to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.masks import AttentionMask, PositionSortedMask
 from lazyllm.engine.sdpa import shares_heads
@@ -313,7 +313,10 @@ def _logits(
     last = query[:, :, rows].reshape(kv_heads, heads // kv_heads * w, d)
     # float16 could overflow here, though not in attention itself; bfloat16 would blur the comparison
     exact = torch.promote_types(query.dtype, torch.float32)
-    products = (last.to(exact) * scaling) @ key[0, :, :keys].to(exact).transpose(-1, -2)
+    last, of_keys = last.to(exact), key[0, :, :keys].to(exact).transpose(-1, -2)
+    # scaled after the product: TF32 holds 16-bit inputs exactly, but not their multiples
+    with tf32_products(query.is_cuda and query.element_size() == 2):
+        products = torch.baddbmm(last[..., :1], last, of_keys, beta=0, alpha=scaling)  # beta=0: adds nothing
     logits = _capped(products, softcap).view(heads, w, keys)
     attended = to_device(visible(rows, slice(0, keys)), key.device)
     if attended is None:

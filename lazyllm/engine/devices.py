@@ -6,6 +6,8 @@ A model computes on one device, or accelerate spreads its layers over several (`
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,3 +59,17 @@ def read_clock(*devices: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def tf32_products(allowed: bool) -> Iterator[None]:
+    """If `allowed`, let CUDA run products of float32 in TF32, on tensor cores; afterwards all is as it was."""
+    matmul: Any = torch.backends.cuda.matmul
+    name, tf32 = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    if allowed:
+        setattr(matmul, name, tf32)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)

@@ -479,7 +479,9 @@ class Greedy:
     def sample(self, logits: Tensor) -> Tensor:
         if self._end_ids and self._chosen < self._min_new_tokens:
             logits = logits.clone()
-            logits[[end_id for end_id in self._end_ids if 0 <= end_id < len(logits)]] = float("-inf")
+            for end_id in self._end_ids:
+                if 0 <= end_id < len(logits):
+                    logits[end_id] = float("-inf")  # one by one, as a list of indices waits for the device
         self._chosen += 1
         highest, token_id = logits.max(dim=0)
         return torch.stack([highest.double(), token_id.double()])

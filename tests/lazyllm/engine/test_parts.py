@@ -10,7 +10,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.attention import AttentionContext, attention_scores, installed_attention
 from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.devices import tf32_products
 from lazyllm.engine.inputs import ScoreSpec
+from lazyllm.measuring import allows_tf32
 from lazyllm.methods.support.ranking import rank, split_prompt
 from tests.reference import random_model
 
@@ -166,3 +168,14 @@ def test_importance_survives_what_attention_survives() -> None:
     importance = attention_scores(query, key, everything_seen, 128**-0.5)
     assert importance.isfinite().all()
     assert importance[0] > importance[1] > importance[2]
+
+
+def test_tf32_is_allowed_for_a_block_only() -> None:
+    legacy = torch.get_float32_matmul_precision()
+    with pytest.raises(KeyError), tf32_products(True):
+        assert allows_tf32()
+        with tf32_products(False):
+            assert allows_tf32()  # as a user's own setting is
+        raise KeyError
+    assert not allows_tf32()
+    assert torch.get_float32_matmul_precision() == legacy  # which raises after a setting that is not taken back

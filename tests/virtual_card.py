@@ -1,0 +1,218 @@
+"""Every method on one virtual GPU: python -m tests.virtual_card [all | MUTATION] prints what happened, as JSON.
+
+The stand-in is `../shared/tools/virtual_cuda.py`: data on a CPU, devices as on CUDA. It stays registered with torch
+until the process ends, so tests run this file as a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import lazyllm
+from eval.cli import main as lazyllm_bench
+from lazyllm.engine import attention, masks
+from lazyllm.engine.decoder import Decoder, open_decoder
+from lazyllm.engine.inputs import Prompt
+from lazyllm.methods import Method
+from lazyllm.methods.support import bases, lazy_session
+from tests.lazyllm.methods.method_matrix import LISTED
+from tests.reference import attention_of, random_variant
+
+TOOL = Path(__file__).resolve().parents[2] / "shared" / "tools" / "virtual_cuda.py"
+# Variants of `tests.reference`. All methods run on the first one in bfloat16; a few on it in float32, and on the others
+VARIANTS = ("llama", "mistral, window", "qwen3", "phi3, LongRoPE and window", "gemma2", "gemma3", "granite", "qwen2")
+FEW = ("baseline", "lazy", "fastkv", "pyramidinfer")
+METHODS = {name: row.pruning for name, row in LISTED.items()}
+METHODS["lazy, aux_device=cpu"] = replace(METHODS["lazy"], aux_device="cpu")
+PROMPT, TURN = (torch.randint(3, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in (41, 9))
+NEW_TOKENS = 5
+COMMANDS = (
+    "run method=lazy",
+    "run method=lazy batch_size=4",
+    "run method=lazy fidelity=answer trace=1 turns=1",
+    "run method=specprefill",
+    "bench --shape layers=4,width=64,heads=4,kv_heads=2 --tokens 60 --new-tokens 3 --repeats 1 --warmup 0 --field",
+    "check lazy",
+    "plan model=tiny method=lazy limit=2",
+)
+
+
+def card() -> Any:
+    """The stand-in's module."""
+    spec = importlib.util.spec_from_file_location("virtual_cuda", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["virtual_cuda"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def answers_of(model: Any, method: Method) -> Iterator[Any]:
+    """What must be as without the card: an answer, two turns, and a batch."""
+    yield lazyllm.generate(model, PROMPT, method, NEW_TOKENS, ())
+    with lazyllm.start(model, PROMPT, method, chunk=16 if method.can_batch else None) as session:
+        yield session.answer(None, 3, ())
+        fork = session.fork()
+        yield session.answer(TURN, 3, ())
+        yield fork.answer(TURN, 2, ())
+    with lazyllm.start(model, PROMPT, method, turns="recompute") as session:
+        yield session.answer(None, 2, ())
+        yield session.answer(TURN, 2, ())
+    if method.can_batch:
+        many = dict(lazyllm.generate_many(model, [PROMPT, PROMPT[:30], PROMPT[:20]], method, 4, (), batch_size=2))
+        yield from (many[index] for index in range(3))
+    batch = torch.stack([PROMPT, PROMPT.flip(0)]).to(model.device)
+    options: dict[str, Any] = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "min_new_tokens": 2}
+    seeded = lazyllm.generate_with(method, seed=3)
+    model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=4, custom_generate=seeded, **options)
+
+
+def parts_of(card: Any, model: Any, method: Method) -> dict[str, Any]:
+    """Before the prefill, in it, and in each step: waits, launches, backends, and the precision of scores."""
+    found: dict[str, Any] = {}
+    precisions, baddbmm = set[str](), torch.baddbmm
+
+    def scores(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        precisions.add(torch.backends.cuda.matmul.fp32_precision)
+        return baddbmm(*arguments, **keywords)
+
+    @contextmanager
+    def noted(part: str) -> Iterator[None]:
+        card.MACHINE.reset()
+        precisions.clear()
+        with patch.object(torch, "baddbmm", scores):
+            yield
+        machine, calls = card.MACHINE, Counter[str]()
+        for (a100, h100, shape, *_), number in machine.attention.items():
+            calls[f"{a100} {h100}{' mask' if shape[2] else ''}"] += number
+        waits = Counter(f"{operator} in {line}" for _, operator, line, _ in machine.waits)
+        launches = sum(machine.launches.values())
+        found[part] = {"waits": waits, "launches": launches, "attention": calls, "scores": [*precisions]}
+
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        method.prepare(model)
+        on_device = PROMPT.to(decoder.device)
+        with noted("start"):
+            session = method.start(decoder, Prompt(PROMPT), NEW_TOKENS)
+        with noted("prefill"):
+            session.prefill(on_device)
+        for step in range(NEW_TOKENS - 1):
+            with noted(f"step {step + 1}"):
+                session.step(7 + step)
+    return found
+
+
+def run_methods(card: Any, variant: str, dtype: str, names: Iterable[str]) -> dict[str, Any]:
+    """{"variant, dtype: method": its parts, or what failed}."""
+    found = {}
+    on_cpu = random_variant(variant, 3, attention_of(variant), getattr(torch, dtype), hidden_size=64)
+    for name in names:
+        method, what = METHODS[name], f"{variant}, {dtype}: {name}"
+        expected = [*answers_of(on_cpu, method)]
+        try:
+            with card.virtual_cuda():
+                model = copy.deepcopy(on_cpu).to("cuda")
+                for number, (one, other) in enumerate(zip(answers_of(model, method), expected, strict=True)):
+                    for field in ("token_ids", "selected", "kv_bytes", "aux_bytes"):
+                        assert getattr(one, field) == getattr(other, field), f"answer {number}: {field} differs"
+                    assert (one.computed == other.computed).all(), f"answer {number}: computed differs"
+                found[what] = parts_of(card, model, method)
+        except Exception as error:
+            found[what] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def run_commands(card: Any) -> dict[str, str]:
+    """{command: "", or the end of what it printed when it failed}."""
+    found = {}
+    for command in COMMANDS:
+        words, printed = command.split(), StringIO()
+        with TemporaryDirectory() as folder, redirect_stdout(printed), redirect_stderr(printed):
+            if words[0] == "run":
+                words += ["model=tiny", "model.device=cuda", "dataset=lookup", "limit=2", f"out={folder}"]
+            with card.virtual_cuda(), patch("eval.run.run.may_have_gpu", lambda: True):
+                code = lazyllm_bench(words)
+            failed = [line for file in Path(folder).rglob("failures.jsonl") for line in file.read_text().splitlines()]
+        found[command] = "" if code == 0 and not failed else f"{code} {failed} {printed.getvalue()[-800:]}"
+    return found
+
+
+@contextmanager
+def wrong_device() -> Iterator[None]:
+    """Positions of a step's tokens stay on the host."""
+    embed: Callable[..., Any] = Decoder.embed
+
+    def on_host(self: Decoder, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        return embed(self, token_ids, positions.cpu())
+
+    with patch.object(Decoder, "embed", on_host):
+        yield
+
+
+@contextmanager
+def wait_in_prefill() -> Iterator[None]:
+    """A score is read while the prompt's tokens are split."""
+
+    def split(scores: torch.Tensor, keep: int) -> Any:
+        assert scores[0].item() >= 0
+        return split_prompt(scores, keep)
+
+    split_prompt = bases.split_prompt
+    with patch.object(bases, "split_prompt", split), patch.object(lazy_session, "split_prompt", split):
+        yield
+
+
+@contextmanager
+def mask_in_step() -> Iterator[None]:
+    """A query that attends to all tokens gets a mask that says so."""
+
+    class Masked(masks.AttentionMask):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.is_everything = False
+
+        def visible(self, rows: slice, keys: slice) -> torch.Tensor:
+            return torch.ones(1, keys.stop - keys.start, dtype=torch.bool, device=self._positions.device)
+
+    with patch.object(attention, "AttentionMask", Masked):
+        yield
+
+
+MUTATIONS = {"wrong_device": wrong_device, "wait_in_prefill": wait_in_prefill, "mask_in_step": mask_in_step}
+
+
+def main(what: str = "quick") -> None:
+    torch.set_num_threads(1)
+    machine, found = card(), dict[str, Any]()
+    mistakes = machine.selftest()
+    # as on a GPU with a cuDNN that torch prefers on Hopper
+    with patch("torch.backends.cudnn.is_available", lambda: True), patch("torch.backends.cudnn.version", lambda: 91900):
+        if what in MUTATIONS:
+            with MUTATIONS[what]():
+                found |= run_methods(machine, "llama", "bfloat16", ["baseline", "lazy"])
+        else:
+            found |= run_methods(machine, "llama", "bfloat16", METHODS)
+            found |= run_methods(machine, "llama", "float32", FEW)
+            for variant in VARIANTS[1:] if what == "all" else ():
+                for dtype in ("bfloat16", "float32"):
+                    found |= run_methods(machine, variant, dtype, FEW)
+        commands = {} if what in MUTATIONS else run_commands(machine)
+    print(json.dumps({"selftest": mistakes, "methods": found, "commands": commands}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
