@@ -30,6 +30,7 @@ from transformers import AutoConfig
 from lazyllm.bench import HEADINGS, case_of, cells_of, row, run_alone
 from lazyllm.bench import main as bench
 from lazyllm.bench import parser as bench_parser
+from lazyllm.engine.attention import attend_to_chosen, part_mask
 from lazyllm.engine.batch import generate_many
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
@@ -151,6 +152,24 @@ def attention(device: torch.device) -> Cases:
         for is_prefill in (False, True):
             case = f"{name}, {'prefill' if is_prefill else 'step'}"
             yield case, partial(seconds, getattr(SDPBackend, member), is_prefill)
+
+    def of_chosen(length: int, form: str) -> float:
+        """Seconds of a step that attends to all stored tokens, or to 70 %: by a mask, as LazyLLM does, or as a copy."""
+        query = torch.rand(1, 32, 1, 128, device=device, dtype=dtype)
+        keys, values = (torch.rand(1, 8, length, 128, device=device, dtype=dtype) for _ in range(2))
+        chosen = torch.rand(1, length, device=device) < 0.7
+        mask = part_mask(chosen, 4, dtype) if form == "masked" else None
+        slots = chosen[0].nonzero()[:, 0] if form == "copied" else slice(None)
+        times = []
+        for _ in range(4):
+            began = read_clock(device)
+            attend_to_chosen(query, keys[:, :, slots], values[:, :, slots], mask, 0.1)
+            times.append(read_clock(device) - began)
+        return statistics.median(times[1:])
+
+    for length in (k,) if is_tiny() else (k, 32_000, 128_000):
+        for form in ("all", "masked", "copied"):
+            yield f"one step's attention to {length} tokens, {form}", partial(of_chosen, length, form)
 
 
 def small_model(device: torch.device, dtype: torch.dtype) -> Any:
