@@ -12,7 +12,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.chat_template import TODAY, render, render_behind, thinking_args
+from lazyllm.models.chat_template import TODAY, render, text_between_answers, thinking_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ class ChatFormat:
         Raises UserError as `wrapped`, and for a template that leaves earlier answers out.
         """
         if self.uses_template(tokenizer):
-            behind = render_behind(tokenizer, text, self.template_args(tokenizer), self._before(), self.today)
+            behind = text_between_answers(tokenizer, text, self.template_args(tokenizer), self._before(), self.today)
             if not behind:
                 raise UserError(
                     "the tokenizer's chat template leaves earlier answers out: rows with turns cannot use it"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
 from eval.benchmarks.suite import Dataset, Example, Turn
 from lazyllm.errors import UserError
-from lazyllm.models.chat_template import tokens_behind
+from lazyllm.models.chat_template import unseen_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class Message:
 
     def behind(self, answer: Sequence[int], end_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens to run after an answer, without a second end token."""
-        return tuple(tokens_behind(answer[-1], self.token_ids, end_ids))
+        return tuple(unseen_tokens(answer[-1], self.token_ids, end_ids))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import yaml
 
 from lazyllm.errors import UserError, parser_of
 from lazyllm.methods import Method, make
-from lazyllm.models.chat_template import render, render_behind, thinking_args, tokens_behind
+from lazyllm.models.chat_template import render, text_between_answers, thinking_args, unseen_tokens
 from lazyllm.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class Chat:
         messages, new_ids = [*self.messages, {"role": "user", "content": text}], None
         args = thinking_args(tokenizer) if tokenizer.chat_template else {}
         if conversation is not None:
-            after_answer = tokenizer(render_behind(tokenizer, text, args), add_special_tokens=False).input_ids
+            after_answer = tokenizer(text_between_answers(tokenizer, text, args), add_special_tokens=False).input_ids
             # none, if the template leaves earlier answers out: then the whole chat is a new prompt
-            new_ids = tokens_behind(conversation.token_ids[-1], after_answer, end_ids) or None
+            new_ids = unseen_tokens(conversation.token_ids[-1], after_answer, end_ids) or None
         if conversation is None or new_ids is None:
             prompt = render(tokenizer, messages, args) if tokenizer.chat_template else text
             ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids

@@ -127,7 +127,7 @@ class LazyGenerateOutput(GenerateDecoderOnlyOutput):
     generations: list[Generation] | None = None
 
 
-def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
+def generate_with(method: Method, *, seed: int | None = None) -> PrunedDecoding:
     """The value of `custom_generate` with which `model.generate` prunes by `method`.
 
         model.generate(**inputs, custom_generate=lazyllm.generate_with(method), max_new_tokens=64)
@@ -152,7 +152,7 @@ def generate_with(method: Method, *, seed: int | None = None) -> GenerateWith:
         independent of other rows; the global generator is not used.
     Raises TypeError for anything but a method, ValueError for a bad seed.
     """
-    return GenerateWith(method, seed)
+    return PrunedDecoding(method, seed)
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
     `tokenizer` are honoured; `assistant_model`, `synced_gpus` and any cache are refused. Nested contexts: the innermost
     wins. A call's own `custom_generate` wins over all.
     """
-    decode = GenerateWith(method, seed)
+    decode = PrunedDecoding(method, seed)
     original: Any = model.generate
     own = vars(model).get("generate")
 
@@ -245,7 +245,7 @@ def _stop_strings_as_criterion(model: Any, call: Mapping[str, Any]) -> dict[str,
 
 
 @dataclass(frozen=True)
-class GenerateWith:
+class PrunedDecoding:
     """The callable that `generate_with` returns. transformers calls it in place of its own decoding loop."""
 
     method: Method

@@ -53,7 +53,7 @@ def render(
         raise UserError(f"the tokenizer's chat template refuses the messages ({error})") from error
 
 
-def render_behind(
+def text_between_answers(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     args: Mapping[str, Any],
@@ -71,12 +71,13 @@ def render_behind(
     return render(tokenizer, messages, args, today).partition(_ANSWER)[2]
 
 
-def tokens_behind(last: int, token_ids: Sequence[int], end_ids: Container[int]) -> Sequence[int]:
-    """The tokens of `render_behind`'s text that the model has not seen after an answer whose last token is `last`.
+def unseen_tokens(last: int, token_ids: Sequence[int], end_ids: Container[int]) -> Sequence[int]:
+    """Which of `token_ids`, those of a text between two answers, the model has not seen.
 
-    The first token is left out if it is the end token that the answer has already generated.
+    last: token of the answer before. The first token is left out if it is the end token that this answer generated.
     """
-    return token_ids[last in end_ids and last in token_ids[:1] :]
+    has_ended = last in end_ids and last in token_ids[:1]
+    return token_ids[1:] if has_ended else token_ids
 
 
 def _with_date(template: str, today: date) -> str:

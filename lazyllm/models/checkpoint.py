@@ -101,11 +101,12 @@ def check_files(folder: Path, source: str, weights_file: str | None = None) -> N
     name = weights_file or next((name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None)
     if name is None:
         raise _pickled(source, sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)))
-    for shard in _shards(folder / name) if name.endswith(".index.json") else [name]:
+    for shard in shards_of(folder / name) if name.endswith(".index.json") else [name]:
         _check_shard(folder, shard)
 
 
-def _shards(index: Path) -> list[str]:
+def shards_of(index: Path) -> list[str]:
+    """The files that a checkpoint's index names. Raises UserError."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({str(Path(name)) for name in weight_map.values()})

@@ -20,7 +20,7 @@ from filelock import FileLock
 
 from lazyllm.errors import UserError
 from lazyllm.files import cache_folder, write_whole
-from lazyllm.models.checkpoint import CONFIGS, INDEX, hub_folder
+from lazyllm.models.checkpoint import CONFIGS, INDEX, hub_folder, shards_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def converted(hub_id: str, snapshot: Path, revision: str | None = None) -> Path 
     snapshot = hub_folder(hub_id, [*CONFIGS, PICKLE_INDEX], revision)
     index = snapshot / PICKLE_INDEX
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        shards = shards_of(index)
     elif (hub_folder(hub_id, [PICKLE], revision) / PICKLE).is_file():
         shards = [PICKLE]
     else:
@@ -91,19 +91,19 @@ def _convert(pickle: Path, file: Path) -> None:
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise UserError(f"{pickle}: expected a dictionary of tensors, as of a transformers checkpoint")
     partial = file.with_suffix(".partial")
-    save_file(_apart(tensors), partial, metadata={"format": "pt"})
+    save_file(_without_shared_memory(tensors), partial, metadata={"format": "pt"})
     partial.replace(file)
 
 
-def _apart(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _without_shared_memory(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors, copied where two share memory (tied weights) or one is a view, which safetensors does not take."""
-    apart, stored = {}, set[int]()
+    copied, stored = {}, set[int]()
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         is_alone = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in stored
         stored.add(storage.data_ptr())
-        apart[name] = tensor if is_alone else tensor.clone().contiguous()
-    return apart
+        copied[name] = tensor if is_alone else tensor.clone().contiguous()
+    return copied
 
 
 def _check_hash(pickle: Path) -> None:

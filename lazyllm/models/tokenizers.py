@@ -47,13 +47,13 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
     revision: branch, tag or commit of a hub id.
     Raises UserError if no such file exists, if it is damaged or of another kind, or if the hub does not answer.
     """
-    folder = _files_of(source, revision)
+    folder = _local_path(source, revision)
     tokenizer = sentencepiece_tokenizer(folder) if folder.is_file() else _from_folder(folder, str(source))
     tokenizer.name_or_path = str(source)
     return tokenizer
 
 
-def _files_of(source: str | Path, revision: str | None) -> Path:
+def _local_path(source: str | Path, revision: str | None) -> Path:
     path = Path(source).expanduser()
     if not path.exists() and (len(path.parts) > 2 or str(source).startswith((".", "/", "~"))):
         raise UserError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
@@ -62,7 +62,7 @@ def _files_of(source: str | Path, revision: str | None) -> Path:
 
 def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
     """Whether the tokenizer that `load_tokenizer` gives has a chat template, without transformers. Raises UserError."""
-    found = _files_of(source, revision)
+    found = _local_path(source, revision)
     folder = found.parent if found.is_file() else found
     file = folder / _CONFIG
     if any(folder.glob("chat_template.*")):
