@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
+from io import TextIOWrapper
 
 from lazyllm.errors import UserError
 
@@ -43,6 +44,9 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Call a command; returns the exit code: the command's, or a `UserError`'s with one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # not what replaces them in a notebook or a test
+            stream.reconfigure(errors="replace")  # a terminal that has no ± shows a question mark
     try:
         command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
         if command in ("-h", "--help"):

@@ -1,6 +1,6 @@
 """OpenAI's API around one model and its methods: completions and chat, streamed or not, one generation at a time.
 
-A field that is not honoured is refused, never ignored: a value of a known field with 400, an unknown field with 422.
+A field that is not honoured is refused with status 400, never ignored.
 Every error is OpenAI's object, {"error": {"message", "type", "param", "code"}}, in which `param` names the field.
 Sampling is as asked: by default OpenAI's, temperature 1 and top_p 1. Nothing is taken from the model's own settings
 but its end tokens. Equal requests with equal seeds get equal answers.
@@ -353,7 +353,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
         if first["type"] == "json_invalid":
             return RefusedError(400, f"the body is no JSON: {first['ctx']['error']}").response
         if first["type"] == "extra_forbidden":
-            return RefusedError(422, f"{where}: an unknown field", where, "unknown_parameter").response
+            return RefusedError(400, f"{where}: an unknown field", where, "unknown_parameter").response
         given = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
         said = first["msg"].removeprefix("Value error, ")
         return RefusedError(400, f"{where or 'body'}: {said}{given}", where or None).response

@@ -199,3 +199,10 @@ def test_closed_pipe_is_no_error() -> None:
     assert process.stderr.read() == ""
     process.stderr.close()
     process.wait()
+
+
+def test_a_terminal_without_the_sign_shows_another() -> None:
+    command = [sys.executable, "-m", "eval.cli", "results", str(ROOT / "results" / "embedded")]
+    shown = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=True)
+    assert b"?" in shown.stdout  # for ±
+    assert shown.stderr == b""
