@@ -141,7 +141,8 @@ def given_file(folder: Path, name: str, give: str) -> Path:
     """A file of the user's folder. give: the content that the folder must have. Raises UserError if it is missing."""
     file = folder.expanduser() / name
     if not file.is_file():
-        raise UserError(f"data.dir={folder}: {name} is missing; give data.dir=FOLDER with {give}")
+        packed = f" ({name}.gz is there: gunzip it)" if Path(f"{file}.gz").is_file() else ""
+        raise UserError(f"data.dir={folder}: {name} is missing{packed}; give data.dir=FOLDER with {give}")
     return file
 
 

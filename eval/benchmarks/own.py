@@ -26,7 +26,7 @@ import yaml
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.metrics import METRICS, check_gold, score_example
-from eval.benchmarks.rows import Rows, loaded, sha256_of
+from eval.benchmarks.rows import Rows, is_answers, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of, require
 
@@ -173,6 +173,8 @@ def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
     answers = [
         text for name in ([own.answers] if isinstance(own.answers, str) else own.answers) for text in texts(name)
     ]
+    if not is_answers(answers):
+        raise UserError(f"field {own.answers!r}: its text is empty, so there is nothing to score against")
     check_gold(own, answers, own.classes)
     starts = [(context.find(text), len(text)) for text in (texts(own.evidence) if own.evidence else ())]
     if any(start < 0 for start, _ in starts):

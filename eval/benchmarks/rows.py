@@ -42,10 +42,15 @@ def is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_text, value))
 
 
+def is_answers(value: Any) -> bool:
+    """Whether a value is a list of such strings, of which one can be scored against."""
+    return is_texts(value) and any(map(str.strip, value))
+
+
 _FIELDS: tuple[Field, ...] = (
     ("input", is_text, "a string"),
     ("context", is_filled, "a string that is not empty"),
-    ("answers", is_texts, "a list of strings"),
+    ("answers", is_answers, "a list of strings, not all of them empty"),
     ("length", lambda value: type(value) is int and value >= 0, "a whole number"),
     ("dataset", is_text, "a string"),
     ("language", is_text, "a string"),
@@ -53,7 +58,7 @@ _FIELDS: tuple[Field, ...] = (
 )
 _TURN_FIELDS: tuple[Field, ...] = (
     ("input", is_filled, "a string that is not empty"),
-    ("answers", is_texts, "a list of strings"),
+    ("answers", is_answers, "a list of strings, not all of them empty"),
 )
 
 

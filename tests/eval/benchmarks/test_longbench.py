@@ -121,7 +121,7 @@ def test_rows_without_id_get_one_from_their_content(folder):
 BAD_VALUES = {
     "context": ["", " \n", None],
     "input": [1, "\ud800"],
-    "answers": ["cat", [None], []],
+    "answers": ["cat", [None], [], ["", " "]],
     "length": ["3", True, -1],
     "language": [3],
     "all_classes": ["cat", [1]],
@@ -133,7 +133,7 @@ BAD_TURNS = {
     "turn 2: expected a JSON object": ["Why?"],
     "turn 3: field 'answers'": [TURN, {"input": "Why?"}],
     "turn 2: field 'input'": [TURN | {"input": " "}],
-    "turn 2: answers": [TURN | {"answers": []}],
+    "turn 2: field 'answers'": [TURN | {"answers": []}],
     "turn 2: field 'answer_prefix'": [TURN | {"answer_prefix": 1}],
 }
 BAD_ROWS = [
