@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 
@@ -24,6 +26,13 @@ class FailedExamplesError(UserError):
 def reason_of(error: Exception) -> str:
     """An error's kind and text, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def place_of(error: Exception) -> str:
+    """The innermost line that raised an error, outside installed packages: `my_method.py:12`."""
+    frames = extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
+    return f"{Path(last.filename).name}:{last.lineno}"
 
 
 def require(holds: bool, key: str, value: Any, expected: str) -> None:

@@ -103,8 +103,7 @@ def _result(run: Run, store: RunStore) -> RunResult:
         )
         return RunResult(run.folder, title, None, None, failed)
     if not any(arms & store.answered(key) for key in keys):
-        helps = "a longer server.timeout_s" if run.is_served else "another model.dtype, more memory"
-        raise FailedExamplesError(f"no answer: {failed}; {helps} or a smaller model.max_prompt_tokens may help")
+        raise FailedExamplesError(f"no answer: {failed}")
     results = Results([_stored(run, store)])
     return RunResult(run.folder, title, results, run_table(results, title), failed)
 

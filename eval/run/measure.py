@@ -33,7 +33,7 @@ from lazyllm.engine.devices import devices_of, read_clock
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import Greedy, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
-from lazyllm.errors import UserError, reason_of
+from lazyllm.errors import UserError, place_of, reason_of
 from lazyllm.measuring import (
     attention_events,
     attention_kernel,
@@ -402,12 +402,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _failure(case: Case, error: Exception) -> Failure:
-    advice = ""
     if is_out_of_memory(error):
         advice = (
             f"; out of memory at {len(case.prompt.token_ids)} prompt tokens: lower model.max_prompt_tokens, or "
             "give model.quantise=int8, model.device_map=auto, or method.aux_device=cpu (lazy)"
         )
+    else:
+        advice = f" ({place_of(error)})"
     return Failure(reason=reason_of(error) + advice, traceback=traceback.format_exc())
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.errors import UserError, parser_of, reason_of
+from lazyllm.errors import UserError, parser_of, place_of, reason_of
 from lazyllm.methods import Method, make
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ def main(arguments: Sequence[str]) -> int:
             check()
             print(f"ok      {what}", flush=True)
         except Exception as error:  # whatever the method does
-            reason = str(error) if isinstance(error, AssertionError | UserError) else reason_of(error)
+            is_said = isinstance(error, AssertionError | UserError)
+            reason = str(error) if is_said else f"{reason_of(error)} ({place_of(error)})"
             print(f"failed  {what}: {'the same' if reason in reasons else reason}", flush=True)
             reasons.append(reason)
     print(f"{len(reasons)} failed" if reasons else "all hold")

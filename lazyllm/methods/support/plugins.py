@@ -58,6 +58,8 @@ def load(point: EntryPoint) -> type[Method]:
         raise UserError(f"{what} could not be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
         raise UserError(f"{what} is not a method: expected a dataclass derived from lazyllm.methods.Method")
+    if "__dataclass_params__" not in vars(kind):  # a base's, which would leave out the fields of this class
+        raise UserError(f"{what} is no dataclass itself: write @dataclass(frozen=True) above it")
     return kind
 
 

@@ -36,6 +36,7 @@ draws_lots = own_methods.others:DrawsLots
 drafted = own_methods.others:Drafted
 breaks_at_import = own_methods.broken:Anything
 is_no_method = own_methods.others:IsNoMethod
+undecorated = own_methods.others:Undecorated
 odd_default = own_methods.others:OddDefault
 lazy = own_methods.keep_last:KeepLast
 """
@@ -67,6 +68,10 @@ class OddDefault(Baseline):
 
 class IsNoMethod:
     pass
+
+
+class Undecorated(Baseline):
+    keep: float = 0.5
 """
 
 
@@ -165,6 +170,7 @@ def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     [
         ("breaks_at_import", "of the package own-methods 0.1 .* ModuleNotFoundError: .*a_package_that_nobody_has"),
         ("is_no_method", r"own_methods.others:IsNoMethod\) is not a method: expected a dataclass derived from"),
+        ("undecorated", r"own_methods.others:Undecorated\) is no dataclass itself: write @dataclass\(frozen=True\)"),
         ("lazy", "'lazy' is lazyllm's own, and the package own-methods adds one of the same name"),
     ],
 )
