@@ -84,7 +84,7 @@ def answers_of(model: Any, method: Method) -> Iterator[Any]:
 def parts_of(card: Any, model: Any, method: Method) -> dict[str, Any]:
     """Before the prefill, in it, and in each step: waits, launches, backends, and the precision of scores."""
     found: dict[str, Any] = {}
-    precisions, baddbmm = set[str](), torch.baddbmm
+    precisions, baddbmm = set[Any](), torch.baddbmm
 
     def scores(*arguments: Any, **keywords: Any) -> torch.Tensor:
         precisions.add(torch.backends.cuda.matmul.fp32_precision)
@@ -119,7 +119,7 @@ def parts_of(card: Any, model: Any, method: Method) -> dict[str, Any]:
 def run_methods(card: Any, variant: str, dtype: str, names: Iterable[str]) -> dict[str, Any]:
     """{"variant, dtype: method": its parts, or what failed}."""
     found = {}
-    on_cpu = random_variant(variant, 3, attention_of(variant), getattr(torch, dtype), hidden_size=64)
+    on_cpu: Any = random_variant(variant, 3, attention_of(variant), getattr(torch, dtype), hidden_size=64)
     for name in names:
         method, what = METHODS[name], f"{variant}, {dtype}: {name}"
         expected = [*answers_of(on_cpu, method)]

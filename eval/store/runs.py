@@ -152,7 +152,7 @@ class StoredRun:
     @property
     def warnings(self) -> list[str]:
         """`lazyllm.machine.machine_warnings` of its baseline."""
-        of_baseline = self.rows[self.rows["arm"] == self.identity["baseline"]]
+        of_baseline: Any = self.rows[self.rows["arm"] == self.identity["baseline"]]
         long: Any = of_baseline[of_baseline["prompt_tokens"] >= LONG]
         # each token takes 2 FLOPs for each weight, which in 16 bits has 2 bytes
         weights = (of_baseline["prefill_flops"] / of_baseline["prompt_tokens"]).min()
