@@ -133,7 +133,12 @@ def run_lines() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "line"), run_lines(), ids=lambda value: value[:60])
-def test_settings_of_commands_exist(page: str, line: str) -> None:
+def test_settings_of_commands_exist(page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(
+        r"`(\w+\.py)`:\n\n```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S
+    ):
+        Path(name).write_text(text)  # a file that the page asks the reader to write
     try:
         run_config([word for word in run_arguments(line) or [] if not word.startswith("hydra/")])
     except UserError as error:

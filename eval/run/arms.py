@@ -15,7 +15,7 @@ from eval.run.config import CONF
 from eval.run.settings import RunConfig
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
-from lazyllm.methods import Method, by_name, known, make, settings_of
+from lazyllm.methods import Method, by_name, is_file, known, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
 AA_TEST = "baseline again"  # the label of the arm of `aa_test`
@@ -65,9 +65,9 @@ def arms_asked(config: RunConfig) -> tuple[dict[str, dict[str, Any]], str | None
 
 def _given(config: RunConfig) -> dict[str, dict[str, Any]]:
     """{label: settings} as the config has them."""
-    compare = config.compare or {config.method.get("name", ""): config.method}
+    compare = config.compare or {name_of(config.method.get("name", "")): config.method}
     if isinstance(compare, list) and all(isinstance(name, str) for name in compare):
-        compare = {name: _shipped(name) for name in compare}
+        compare = {name_of(name): _shipped(name) for name in compare}
     if not isinstance(compare, dict) or not all(isinstance(arm, dict) for arm in compare.values()):
         raise UserError(f"compare={compare}: expected [lazy, fastkv], or {{label: {{name: lazy, ...}}, ...}}")
     return {str(label): arm for label, arm in compare.items()}
@@ -83,7 +83,8 @@ def _shipped(name: str) -> dict[str, Any]:
 def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(label, settings) for each value of each list, and each of `seeds`. Raises UserError."""
     name = settings.get("name", "")
-    kind = by_name(name) if name in known() else None  # a server has no class; others are refused by `build_method`
+    # a server has no class; others are refused by `build_method`
+    kind = by_name(name) if name in known() or is_file(name) else None
     seeds, own = settings.get("seeds"), {key: value for key, value in settings.items() if key != "seeds"}
     has_seed = kind is not None and "seed" in settings_of(kind)
     lists = _list_fields(kind) if kind is not None else set()
@@ -169,7 +170,7 @@ def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     with about_the_method():
         settings = targets.at_depth(settings, num_layers)
     kind = by_name(settings["name"])
-    written = {"name": settings["name"]}
+    written = {"name": name_of(settings["name"])}
     for key, default in settings_of(kind).items():
         value = settings.get(key, default)
         if key in (kind.target_parameter, "seed", *kind.shown_parameters) or value != default:

@@ -26,7 +26,7 @@ from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
 from lazyllm.errors import UserError, require
-from lazyllm.methods import METHODS, by_name, known, settings_of
+from lazyllm.methods import METHODS, by_name, is_file, known, settings_of
 from lazyllm.presets import PRESETS
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # a link to the folder at the top level; a wheel holds it here
@@ -151,20 +151,25 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
 
 
-def with_own_datasets(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the name of each file of `dataset=FILE.yaml`, which Hydra knows from now on.
+def with_own_files(arguments: Sequence[str]) -> list[str]:
+    """The arguments with names for the files of `dataset=FILE.yaml` and `method=FILE.py`, which Hydra then knows.
 
     Raises UserError for a file that cannot be read.
     """
     named = list[str]()
     for argument in arguments:
         key, _, value = argument.partition("=")
-        choices = value.split(",") if key == "dataset" else []
+        choices = value.split(",") if key in ("dataset", "method") else []
         for number, choice in enumerate(choices):
-            if choice.endswith((".yaml", ".yml")):
-                file = Path(choice)
-                choices[number] = file.stem
-                ConfigStore.instance().store(group="dataset", name=file.stem, node=described(file))
+            file = Path(choice)
+            if key == "dataset" and file.suffix in (".yaml", ".yml"):
+                node = described(file)
+            elif key == "method" and is_file(choice):
+                node = {"name": choice, **_defaults(choice)}
+            else:
+                continue
+            choices[number] = file.stem
+            ConfigStore.instance().store(group=key, name=file.stem, node=node)
         named.append(f"{key}={','.join(choices)}" if choices else argument)
     return named
 
@@ -185,7 +190,7 @@ def run_config(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) ->
     """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError."""
     register_schema(schema)
     check_arguments(arguments)
-    return to_run_config(compose_config(with_own_datasets(arguments)))
+    return to_run_config(compose_config(with_own_files(arguments)))
 
 
 def model_arguments(name: str) -> list[str]:

@@ -24,7 +24,7 @@ from eval.benchmarks.rows import sha256_of
 from eval.run import targets
 from eval.run.arms import Arm, build_method, canonical, plain
 from lazyllm.machine import device_name, git_commit
-from lazyllm.methods import by_name, code_of
+from lazyllm.methods import by_name, code_of, name_of
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS
@@ -175,9 +175,10 @@ def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
         weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
         for spec in build_method(targets.check(arm.settings)).models()
     ]
+    solved = {data: settings | {"name": name_of(settings["name"])} for data, settings in arm.parameters.items()}
     return {
         "method": plain(canonical(arm.settings, run.model_config.num_hidden_layers)),
-        "parameters": plain(arm.parameters) if targets.uses_preset(arm.settings) else None,
+        "parameters": plain(solved) if targets.uses_preset(arm.settings) else None,
         "code": method_code(arm.settings["name"]),
         **({"weights": others} if others else {}),
     }

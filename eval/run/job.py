@@ -34,7 +34,7 @@ from eval.run.config import (
     one_line,
     register_schema,
     to_run_config,
-    with_own_datasets,
+    with_own_files,
 )
 from eval.run.run import RUNS, Run, check_writable
 from eval.run.settings import RunConfig
@@ -110,7 +110,7 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
     """
     register_schema(schema)
     check_arguments(arguments)
-    arguments = with_own_datasets(arguments)
+    arguments = with_own_files(arguments)
     if {"-m", "--multirun"} & set(arguments):
         check_writable(RUNS)
     _end_soon_after_ctrl_c()
@@ -131,7 +131,7 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     configs: list[RunConfig] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
     register_schema()
-    own = with_own_datasets(own)
+    own = with_own_files(own)
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
         _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])

@@ -25,6 +25,7 @@ from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
 from lazyllm.errors import UserError, require
 from lazyllm.machine import may_have_gpu
+from lazyllm.methods import name_of
 from lazyllm.models.checkpoint import read_config
 from lazyllm.models.tokenizers import has_chat_template
 from lazyllm.spec import ModelSpec
@@ -328,7 +329,7 @@ class Run:
     @property
     def name(self) -> str:
         """What it compares, for people: the label, or the method."""
-        others = [settings["name"] for label, settings in self.asked.items() if label != self.baseline]
+        others = [name_of(settings["name"]) for label, settings in self.asked.items() if label != self.baseline]
         methods = list(dict.fromkeys(others)) or ["baseline"]
         return self.config.label or (methods[0] if len(methods) == 1 else "comparison")
 

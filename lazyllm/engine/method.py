@@ -51,7 +51,7 @@ class Method(ABC):
     `python run.py method=keep_last method.layer=2 method.keep=0.25` and `lazyllm.methods.make` find it.
     """
 
-    label: ClassVar[str]  # the method's name in tables and legends
+    label: ClassVar[str]  # the method's name in tables and legends; without one, the class's name
     order: ClassVar[int] = 100  # place in tables and legends: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
     marker: ClassVar[str | None] = None  # in every picture, a matplotlib marker; None takes a spare one
@@ -65,6 +65,8 @@ class Method(ABC):
 
     def __init_subclass__(cls) -> None:
         refuse_renamed(cls, _RENAMED)
+        if "label" not in vars(cls):
+            cls.label = cls.__name__
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:

@@ -1,13 +1,16 @@
 """The methods, one file each. A new one is a file, a row here, a config, a row in
 `tests/lazyllm/methods/method_matrix.py`.
 
-Installed packages can add methods too (`lazyllm.methods.support.plugins`): `make` and `by_name` know both kinds.
+Installed packages and files of a user can hold methods too (`lazyllm.methods.support.plugins`): `make` and `by_name`
+know all of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from lazyllm.engine.inputs import ScoreSpec as ScoreSpec
@@ -60,10 +63,14 @@ def known() -> list[str]:
 
 
 def by_name(name: str) -> type[Method]:
-    """The method's class, of lazyllm or of an installed package.
+    """The method's class, of lazyllm, of an installed package, or of a file: a path that ends in `.py`.
 
-    Raises UserError for an unknown name, a name that is taken twice, or a broken package.
+    Raises UserError for an unknown name, a name that is taken twice, or a broken package or file.
     """
+    if is_file(name):
+        if name_of(name) in known():
+            raise UserError(f"method={name}: a method {name_of(name)!r} is there already: give the file another name")
+        return plugins.in_file(name)
     point = plugins.only(name, METHODS)
     if point is not None:
         return plugins.load(point)
@@ -72,8 +79,20 @@ def by_name(name: str) -> type[Method]:
     return METHODS[name]
 
 
+def is_file(name: str) -> bool:
+    """Whether it names a Python file of the user, which holds a method."""
+    return name.endswith(".py")
+
+
+def name_of(name: str) -> str:
+    """A method's name in tables and records: of a file, the file's name without folders and `.py`."""
+    return Path(name).stem if is_file(name) else name
+
+
 def code_of(name: str) -> str | None:
-    """A text that changes with the code of an installed package's method; None for lazyllm's own methods."""
+    """A text that changes with the code of a package's or file's method; None for lazyllm's own methods."""
+    if is_file(name):
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
     point = plugins.only(name, METHODS)
     return None if point is None else plugins.code(point)
 

@@ -1,6 +1,6 @@
-"""Methods that other installed packages add, through the entry point group `lazyllm.methods`.
+"""Methods of a user's own: in a Python file, `my_method.py`, or in an installed package.
 
-In such a package's pyproject.toml:
+A package adds them through the entry point group `lazyllm.methods`, in its pyproject.toml:
 
     [project.entry-points."lazyllm.methods"]
     keep_last = "my_package.keep_last:KeepLast"
@@ -16,11 +16,12 @@ from collections.abc import Iterable
 from dataclasses import is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from lazyllm.engine.method import Method
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, place_of, reason_of
 
 GROUP = "lazyllm.methods"
 
@@ -56,6 +57,31 @@ def load(point: EntryPoint) -> type[Method]:
         kind = point.load()
     except Exception as error:  # importing another package can raise anything
         raise UserError(f"{what} could not be loaded: {type(error).__name__}: {error}") from error
+    return _checked(kind, what)
+
+
+@cache
+def in_file(path: str) -> type[Method]:
+    """The only method that a Python file defines. Raises UserError if there is none, or more than one."""
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"method={path}: no such file")
+    module_name = f"method_file_{file.stem}"
+    spec: Any = spec_from_file_location(module_name, file)
+    module = sys.modules[module_name] = module_from_spec(spec)  # where `dataclass` looks for annotations
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file can raise anything
+        raise UserError(f"method={path} could not be loaded: {reason_of(error)} ({place_of(error)})") from error
+    own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module_name]
+    methods = [kind for kind in own if issubclass(kind, Method)]
+    if len(methods) != 1:
+        names = ", ".join(kind.__name__ for kind in methods) or "none"
+        raise UserError(f"method={path}: expected one class derived from lazyllm.methods.Method in it, found {names}")
+    return _checked(methods[0], f"method={path}: {methods[0].__name__}")
+
+
+def _checked(kind: Any, what: str) -> type[Method]:
     if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
         raise UserError(f"{what} is not a method: expected a dataclass derived from lazyllm.methods.Method")
     if "__dataclass_params__" not in vars(kind):  # a base's, which would leave out the fields of this class

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import MissingConfigException
 
 import lazyllm
+from eval.cli import main
 from eval.run.arms import canonical
 from eval.run.config import register_schema, to_run_config
 from eval.run.run import Run
@@ -266,3 +268,55 @@ def test_name_of_version_0_3_is_refused_with_the_line_to_change(old: str, new: s
     with pytest.raises(ImportError, match=f"from lazyllm.methods import {new}"):
         exec(f"from lazyllm.methods import {old}")
     assert not hasattr(lazyllm.methods, "NoSuchName")
+
+
+_IN_A_FILE = """
+from dataclasses import dataclass
+
+from lazyllm.methods import StaticPruning
+
+
+@dataclass(frozen=True)
+class {name}(StaticPruning):
+    label = "mine"
+"""
+
+
+def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`method=FILE.py` runs without a package; name, records and fingerprint do not depend on the folder."""
+    monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
+    file = tmp_path / "mine.py"
+    file.write_text(_IN_A_FILE.format(name="Mine"))
+    lengths = make("static_pruning", {"layer": 2, "keep": 0.25}).tokens_per_layer(8, 40)
+    assert make(str(file), {"layer": 2, "keep": 0.25}).tokens_per_layer(8, 40) == lengths
+    arguments = ["model=tiny", f"method={file}", "method.layer=2", "method.keep=0.5", "limit=1", "dataset=digest"]
+    assert main(["run", *arguments, "warmup=0", f"out={tmp_path / 'run'}"]) == 0
+    stored = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert str(tmp_path) not in json.dumps(stored["identity"])
+    arm = stored["identity"]["arms"]["mine"]
+    assert (arm["method"]["name"], arm["method"]["layer"], arm["code"]) == ("mine", 2, code_of(str(file)))
+    listed = run_of(f"compare=[lazy,{file}]")
+    assert list(listed.asked) == ["baseline", "lazy", "mine"]
+    file.write_text(file.read_text() + "\n\n")
+    assert code_of(str(file)) != arm["code"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("lazy", _IN_A_FILE.format(name="Mine"), "a method 'lazy' is there already"),
+        ("two", _IN_A_FILE.format(name="One") + _IN_A_FILE.format(name="Two"), "expected one class .* One, Two"),
+        ("none", "", "expected one class .* none"),
+        ("broken", "x = 1\nx.shape\n", r"could not be loaded: AttributeError.*broken\.py:2"),
+        ("bare", "from lazyllm.methods import Baseline\nclass Bare(Baseline): pass\n", "no dataclass itself"),
+    ],
+)
+def test_unusable_file_is_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(UserError, match=message):
+        make(str(tmp_path / f"{name}.py"))
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(UserError, match=r"method=nowhere\.py: no such file"):
+        make("nowhere.py")
