@@ -436,7 +436,7 @@ def _sizes(options: argparse.Namespace) -> Iterator[tuple[int, int, int]]:
 def parser() -> argparse.ArgumentParser:
     parser = parser_of("bench", __doc__)
     add = parser.add_argument
-    add("--shape", default="llama-1b", help="a preset, or sizes: layers=16,width=1024,...")
+    add("--shape", default="llama-1b", help="a model's short name, or sizes: layers=16,width=1024,...")
     add("--dtype", default="bfloat16")
     add("--device", default="auto")
     add("--attention", default="sdpa", help="sdpa, eager or flash_attention_2")

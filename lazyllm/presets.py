@@ -1,11 +1,12 @@
 """Models with a short name: their hub ids and shapes.
 
 The shapes are those of the published config.json files, but for LongRoPE's factors, which are 1 here: they change
-neither shapes nor times. tests/lazyllm/models/test_presets.py checks each against the published number of parameters.
+neither shapes nor times. tests/lazyllm/test_presets.py checks each against the published number of parameters.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,13 +176,14 @@ def fields_of(shape: str) -> dict[str, Any]:
     3.2 1B. Raises UserError for another shape.
     """
     preset = PRESETS.get("llama3.2-1b" if shape == "llama-1b" else shape)
-    if preset is not None and preset.architecture is not None:
-        return dict(preset.architecture)
+    if preset is not None:
+        if preset.architecture is not None:
+            return dict(preset.architecture)
+        return json.loads((Path(preset.source) / "config.json").read_text(encoding="utf-8"))
     sizes = {name: value for name, _, value in (part.partition("=") for part in shape.split(","))}
     if not {"layers", "width"} <= sizes.keys() <= SIZES.keys() or not all(map(str.isdecimal, sizes.values())):
-        shapes = [name for name, preset in PRESETS.items() if preset.architecture is not None]
         raise UserError(
-            f"shape {shape}: expected one of {', '.join(shapes)}, or sizes such as layers=16,width=1024, of "
+            f"shape {shape}: expected one of {', '.join(PRESETS)}, or sizes such as layers=16,width=1024, of "
             f"{', '.join(SIZES)}, layers and width at least"
         )
     width = int(sizes["width"])

@@ -59,9 +59,7 @@ def run_table(results: Results, title: str) -> Table:
     counts = [Column("examples", "n")]
     counts += [Column("turns", "turns")] if (frame["turns"] > frame["examples"]).any() else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
-    shown = frame.copy()
-    ends = [name for name in frame if name.endswith(("_low", "_high"))]
-    shown.loc[frame["examples"] < FEWEST, ends] = np.nan
+    shown = without_narrow_intervals(frame)
     score, *others = (column for column in SHOWN if frame[column.name].notna().any() or column.name == "score")
     shown["shown_name"] = np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**")
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
@@ -69,6 +67,12 @@ def run_table(results: Results, title: str) -> Table:
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[frame["kind"] == "all"] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
+
+
+def without_narrow_intervals(frame: Any) -> Any:
+    """The rows of a table, without ends of intervals where there are fewer than `FEWEST` examples."""
+    ends = [name for name in frame if name.endswith(("_low", "_high"))]
+    return frame.assign(**{name: frame[name].where(frame["examples"] >= FEWEST) for name in ends})
 
 
 def run_json(table: Table, about: Mapping[str, Any]) -> str:

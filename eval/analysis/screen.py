@@ -78,13 +78,16 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
 
 def table_of(frame: Any, results: Results) -> Any:
     """The `Table` of a `summary`."""
-    from eval.analysis.run_table import SHOWN
+    from eval.analysis.run_table import FEWEST, SHOWN, without_narrow_intervals
     from eval.analysis.table import LABEL, Column, Table, cells
 
     shown = [column for column in SHOWN if column.name in frame]
     counts = [Column("examples", "n")]
     counts += [Column("turns", "turns")] if (frame["turns"] > frame["examples"]).any() else []
     counts += [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
-    sections = frame.assign(section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"])
+    few = f"Intervals are not shown for n below {FEWEST}." if (frame["examples"] < FEWEST).any() else ""
+    sections = without_narrow_intervals(frame).assign(
+        section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"]
+    )
     keys = [Column("section", "model, suite, part"), LABEL]
-    return Table("results", "Results", "", frame, cells(sections, [*keys, *shown, *counts]), keys=2)
+    return Table("results", "Results", few, frame, cells(sections, [*keys, *shown, *counts]), keys=2)

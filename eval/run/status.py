@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from eval.store.runs import StoredRun, counted
 from lazyllm.errors import UserError, parser_of
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE = "done", "running", "unclear", "failed", "incomplete"
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.")  # in the names of a shard's files
 _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, DONE: 0}
 
 
@@ -79,12 +81,23 @@ def _status(folder: Path) -> Status:
             state, findings = DONE, []
         elif state == INCOMPLETE:
             lacks = "its number of examples is unknown" if planned is None else f"{counted(missing, 'example')} missing"
-            findings.append((INCOMPLETE, f"{lacks}; the same command goes on"))
+            findings.append((INCOMPLETE, f"{lacks}; the same command goes on{_with_shards(folder)}"))
         done, expected = (len(keys), None) if planned is None else (len(planned) - missing, len(planned))
         why = "; ".join(reason for _, reason in findings if reason)
         return Status(folder.name, run.model, [*run.arms], state, done, expected, failed.total(), last, why)
     except (ValueError, KeyError, TypeError) as error:  # a damaged run; the others are still listed
         return Status(folder.name, "", [], FAILED, 0, None, 0, None, str(error))
+
+
+def _with_shards(folder: Path) -> str:
+    """What to add to the command of a run in shards: those that have not ended."""
+    ended, count = set[str](), ""
+    for file, events in read_jobs(folder).items():
+        if shard := _SHARD.search(file.name):
+            count = shard[2]
+            ended |= {shard[1]} if events[-1]["event"] == "end" and not events[-1]["error"] else set()
+    left = [f"{number}/{count}" for number in range(1, int(count or 0) + 1) if str(number) not in ended]
+    return f" with shard={','.join(left)}" if left else ""
 
 
 def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.flops import LayerShape
 from lazyllm.models.load import load_config
-from lazyllm.presets import PRESETS
+from lazyllm.presets import PRESETS, fields_of
 from lazyllm.spec import ModelSpec
 
 # As the hub counts the checkpoints' safetensors: an index' total_size / 2 (bfloat16), or the API's safetensors.total
@@ -63,3 +63,10 @@ def test_thin_model_of_each_shape_runs_in_the_loop_over_layers(name: str) -> Non
     config.update(thin | kinds | tokens | {"num_attention_heads": 2, "num_key_value_heads": 1})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     check_same_as_model(model.eval())
+
+
+@pytest.mark.parametrize(("name", "layers", "width"), [("tiny", 8, 128), ("coder", 12, 384)])
+def test_models_of_this_package_have_a_shape(name: str, layers: int, width: int) -> None:
+    """docs/models.md and the models' cards give these sizes."""
+    shape = fields_of(name)
+    assert (shape["num_hidden_layers"], shape["hidden_size"]) == (layers, width)

@@ -105,6 +105,16 @@ def test_last_job_decides_until_the_run_is_done(settings: dict[str, Any], state:
     assert one(tmp_path).state == "done"
 
 
+def test_shards_that_have_not_ended_are_named(tmp_path: Path) -> None:
+    folder = make(tmp_path / "a", 2, 4)
+    job(folder, "-1-of-4")
+    job(folder, "-2-of-4", error="UserError: No space left")
+    job(folder, "-4-of-4", error="KeyboardInterrupt: ")
+    assert one(tmp_path).state == "failed"
+    (folder / "jobs-2-of-4.jsonl").unlink()
+    assert one(tmp_path).why.endswith("2 examples missing; the same command goes on with shard=2/4,3/4,4/4")
+
+
 def test_living_process_is_running(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", 2, 4)
     with subprocess.Popen(["sleep", "1000"]) as process:
