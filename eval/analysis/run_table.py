@@ -72,7 +72,9 @@ def run_table(results: Results, title: str) -> Table:
 def without_narrow_intervals(frame: Any) -> Any:
     """The rows of a table, without ends of intervals where there are fewer than `FEWEST` examples."""
     ends = [name for name in frame if name.endswith(("_low", "_high"))]
-    return frame.assign(**{name: frame[name].where(frame["examples"] >= FEWEST) for name in ends})
+    shown = frame.copy()
+    shown.loc[frame["examples"] < FEWEST, ends] = np.nan
+    return shown
 
 
 def run_json(table: Table, about: Mapping[str, Any]) -> str:
