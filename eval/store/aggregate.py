@@ -8,7 +8,7 @@ dataset, the same ones for every column, so that an example stays paired with it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -82,9 +82,12 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
     """
     codes = rows.groupby(["dataset", "id"], sort=False).ngroup().to_numpy()
     examples = _per_example(rows, beside(rows, among), codes)
-    groups = {str(name): group for name, group in examples.groupby("dataset", sort=False)}
-    sizes = {name: (len(group), int(group["turns"].sum())) for name, group in groups.items()}
-    drawn = {name: _dataset(name, group) for name, group in groups.items()}
+    sizes, drawn = dict[str, tuple[int, int]](), dict[str, np.ndarray]()
+    of_each, turns = examples.pop("dataset"), examples.pop("turns")
+    for name in dict.fromkeys(of_each):
+        there = of_each == name
+        sizes[name] = int(there.sum()), int(turns[there].sum())
+        drawn[name] = _dataset(name, {column: values[there] for column, values in examples.items()})
     seeds = _seed_scores(rows, codes, {name: size for name, (size, _) in sizes.items()})
     found, task_draws, task_seeds = [], [], []
     for task in TASKS:
@@ -99,18 +102,19 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
     return [*found, _row("all", "all", "all", list(sizes.values()), drawn_all, _mean_of_common(task_seeds))]
 
 
-def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
-    """One row per example, in order of appearance: dataset, turns, means over its answers, and for what compares with
-    the baseline: `pairs`, the number of answers with one, `has_pair`, 1 if there is any, else 0, and over these answers
-    `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of `_OF_PAIRS` are means over
-    these too.
+def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.ndarray]:
+    """Columns with a value for each example, in order of appearance: dataset, turns, and means over its answers.
+
+    For what compares with the baseline: `pairs`, the number of answers with one, `has_pair`, 1 if there is any, else 0,
+    and over these answers `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of
+    `_OF_PAIRS` are means over these too.
 
     references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
     of appearance.
     """
     times, seeds = np.bincount(codes), rows.groupby(codes)["seed"].nunique().to_numpy()
     first = np.unique(codes, return_index=True)[1]
-    examples = pd.DataFrame({"dataset": rows["dataset"].to_numpy()[first], "turns": times // seeds})
+    examples = {"dataset": rows["dataset"].to_numpy()[first], "turns": times // seeds}
 
     def values_of(frame: Any, name: str) -> np.ndarray:
         names = ("kv_bytes", "aux_bytes") if name == "cache_bytes" else (name,)
@@ -128,7 +132,7 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> Any:
     for name in _OF_BOTH:
         sums[name] /= np.maximum(sums["pairs"], 1)
     sums["has_pair"] = (sums["pairs"] > 0).astype(float)
-    return pd.concat([examples, pd.DataFrame(means), pd.DataFrame(sums)], axis=1)
+    return examples | means | sums
 
 
 # Arrays are [1 + RESAMPLES, columns]: the first row holds the values, the others those of the resamples.
@@ -146,12 +150,11 @@ def _weights(dataset: str, n: int) -> np.ndarray:
     return np.vstack([np.ones((1, n)), counts])
 
 
-def _dataset(name: str, examples: Any) -> np.ndarray:
-    """The columns of `_COLUMN` of one dataset."""
-    n = len(examples)
-    columns = list(examples.columns.drop(["dataset", "turns"]))
-    products = _weights(name, n) @ examples[columns].to_numpy()  # a single one, as it dominates the cost
-    sums = dict(zip(columns, products.T, strict=True))
+def _dataset(name: str, examples: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The columns of `_COLUMN` of one dataset. examples: those of `_per_example`."""
+    n = len(examples["score"])
+    products = _weights(name, n) @ np.stack([*examples.values()], axis=1)  # a single one, as it dominates the cost
+    sums = dict(zip(examples, products.T, strict=True))
     drawn = np.full((len(products), len(_COLUMN)), np.nan)
     for column in (*MEASURED, "cache_bytes"):
         drawn[:, _COLUMN[column]] = sums[column] / n
@@ -161,10 +164,10 @@ def _dataset(name: str, examples: Any) -> np.ndarray:
         for column in (*_OF_BOTH, *_OF_PAIRS):  # an example without a pair adds 0
             drawn[:, _COLUMN[column]] = sums[column] / sums["has_pair"]
     # the official score is rounded before it is averaged over datasets
-    drawn[0, _COLUMN["score"]] = dataset_score((examples["score"] / 100).to_list())
-    paired = examples[examples["has_pair"] > 0]
-    for column in ("own_score", "reference_score") if len(paired) else ():
-        drawn[0, _COLUMN[column]] = dataset_score((paired[column] / 100).to_list())
+    drawn[0, _COLUMN["score"]] = dataset_score((examples["score"] / 100).tolist())
+    paired = examples["has_pair"] > 0
+    for column in ("own_score", "reference_score") if paired.any() else ():
+        drawn[0, _COLUMN[column]] = dataset_score((examples[column][paired] / 100).tolist())
     return _with_ratios(drawn)
 
 
