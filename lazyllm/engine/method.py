@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
 from lazyllm.engine.inputs import Boundary, Group, Kept, Prompt
@@ -39,6 +39,13 @@ def refuse_renamed(kind: type, renamed: Mapping[str, str]) -> None:
             raise TypeError(f"{kind.__name__}.{name} has another name now: write {line}")
 
 
+class _NameOfClass:
+    """The label of a method that gives none."""
+
+    def __get__(self, method: object, kind: type) -> str:
+        return kind.__name__
+
+
 class Method(ABC):
     """Base of all methods: a frozen dataclass whose fields are its hyperparameters, without state.
 
@@ -51,7 +58,7 @@ class Method(ABC):
     `python run.py method=keep_last method.layer=2 method.keep=0.25` and `lazyllm.methods.make` find it.
     """
 
-    label: ClassVar[str]  # the method's name in tables and legends; without one, the class's name
+    label: ClassVar[str] = cast(str, _NameOfClass())  # the method's name in tables and legends
     order: ClassVar[int] = 100  # place in tables and legends: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
     marker: ClassVar[str | None] = None  # in every picture, a matplotlib marker; None takes a spare one
@@ -65,8 +72,6 @@ class Method(ABC):
 
     def __init_subclass__(cls) -> None:
         refuse_renamed(cls, _RENAMED)
-        if "label" not in vars(cls):
-            cls.label = cls.__name__
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:

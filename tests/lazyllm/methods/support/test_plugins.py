@@ -24,7 +24,7 @@ from eval.run.config import register_schema, to_run_config
 from eval.run.run import Run
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
-from lazyllm.methods import METHODS, Lazy, Prune, by_name, code_of, known, make
+from lazyllm.methods import METHODS, Lazy, Prune, StaticPruning, by_name, code_of, known, make
 from lazyllm.methods.support import bases, plugins
 
 CONF = Path(__file__).resolve().parents[4] / "eval" / "conf"
@@ -320,3 +320,13 @@ def test_unusable_file_is_refused(tmp_path: Path, name: str, text: str, message:
 def test_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"method=nowhere\.py: no such file"):
         make("nowhere.py")
+
+
+def test_method_without_a_label_has_its_class_name() -> None:
+    class Unnamed(Prune):
+        pass
+
+    class Derived(StaticPruning):
+        pass
+
+    assert (Unnamed.label, Derived.label, StaticPruning.label) == ("Unnamed", "static pruning", "static pruning")
