@@ -28,10 +28,14 @@ def reason_of(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def place_of(error: Exception) -> str:
-    """The innermost line that raised an error, outside installed packages: `my_method.py:12`."""
+def place_of(error: Exception, file: str = "") -> str:
+    """The innermost line that raised an error: in `file` if it was there, else outside installed packages.
+
+    Such as `my_method.py:12`.
+    """
     frames = extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
+    in_file = [frame for frame in frames if frame.filename == file]
+    last = (in_file or [frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]
     return f"{Path(last.filename).name}:{last.lineno}"
 
 

@@ -143,9 +143,10 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 def _file_rows(own: OwnDataset) -> Rows:
     from tempfile import TemporaryDirectory
 
-    from datasets import load_dataset  # not at the top: it is slow to import
+    from datasets import disable_progress_bars, load_dataset  # not at the top: it is slow to import
     from datasets.exceptions import DatasetsError
 
+    disable_progress_bars()
     with TemporaryDirectory() as cache:  # a changed file is read again
         try:
             read = load_dataset(str(_kind(own)), data_files=own.file, split="train", cache_dir=cache)

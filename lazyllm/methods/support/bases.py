@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Boundary, Group, Kept, Prompt, ScoreSpec
 from lazyllm.engine.method import Method, refuse_renamed
+from lazyllm.errors import UserError
 from lazyllm.methods.support.ranking import split_prompt
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class Prune(Method):
 
     def kept(self, num_layers: int, n: int) -> Mapping[int, int]:
         """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them."""
-        raise NotImplementedError(f"{type(self).__name__} declares neither kept(num_layers, n) nor groups(...)")
+        raise UserError(
+            f"{type(self).__name__} declares neither kept(num_layers, n) nor groups(...): write one of them"
+        )
 
     def score_spec(self, layers: range) -> ScoreSpec:
         """The attention scores to record in a group's layers; its tokens are pruned at its end."""

@@ -72,7 +72,9 @@ def in_file(path: str) -> type[Method]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file can raise anything
-        raise UserError(f"method={path} could not be loaded: {reason_of(error)} ({place_of(error)})") from error
+        raise UserError(
+            f"method={path} could not be loaded: {reason_of(error)} ({place_of(error, spec.origin)})"
+        ) from error
     own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module_name]
     methods = [kind for kind in own if issubclass(kind, Method)]
     if len(methods) != 1:

@@ -308,6 +308,7 @@ def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("two", _IN_A_FILE.format(name="One") + _IN_A_FILE.format(name="Two"), "expected one class .* One, Two"),
         ("none", "", "expected one class .* none"),
         ("broken", "x = 1\nx.shape\n", r"could not be loaded: AttributeError.*broken\.py:2"),
+        ("absent", "import lazyllm\n\nlazyllm.absent\n", r"could not be loaded: AttributeError.*absent\.py:3"),
         ("bare", "from lazyllm.methods import Baseline\nclass Bare(Baseline): pass\n", "no dataclass itself"),
     ],
 )
