@@ -109,7 +109,7 @@ def plot(frame: Any) -> MplFigure:
         for axes in panels.values():
             axes.set(ylim=(-4, 104))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            axes.legend(title="n", fontsize=7, title_fontsize=7, handlelength=2.4, loc="lower left")
+            style.legend_beside(axes, title="n", fontsize=7, title_fontsize=7, handlelength=2.4)
         part.supxlabel("layer", fontsize=9)
         part.supylabel("evidence computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]

@@ -131,7 +131,8 @@ def data(results: Results) -> pd.DataFrame:
     """
     frame = overall(style.usual(results))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
-    frame = frame.assign(on_curve=frame["settings"].map(columns.target_of).notna())
+    is_alone = ~frame.duplicated([*SECTION, "method"], keep=False)
+    frame = frame.assign(on_curve=frame["settings"].map(columns.target_of).notna() | is_alone)
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")
     return frame[[*SECTION, "method", "label", "examples", "on_curve", *values]]
 
@@ -192,7 +193,8 @@ FIGURE = Figure(
     data=data,
     plot=plot,
     notes=(
-        "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...). Hollow: a "
+        "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...); a method's only "
+        "setting is as dark. Hollow: a "
         "diagnostic, which keeps the tokens that the full model's own answer attends to; its TTFT excludes that "
         "selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
     ),

@@ -93,7 +93,8 @@ def plot(frame: Any) -> MplFigure:
             shown = rows.dropna(subset=value)  # the paper has no KL
             for task, axes in style.task_panels(part, shown).items():
                 _draw_task(axes, shown[shown["task"] == task], styles, value)
-                axes.set(xlim=(shown["ttft_speedup"].min() / 1.15, shown["ttft_speedup"].max() * 1.15))
+                speedups = shown["ttft_speedup"]
+                axes.set(xlim=(min(0.9, speedups.min() / 1.15), max(2.2, speedups.max() * 1.15)))
                 if value == "kl":
                     axes.set_yscale("log", nonpositive="clip")
                 else:
