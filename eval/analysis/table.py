@@ -200,6 +200,12 @@ class Cell(str):
         cell.value = value
         return cell
 
+    @property
+    def parts(self) -> tuple[str, str]:
+        """(number, the rest: a space, then an interval or unit); (text, "") without a number."""
+        end = -1 if self.value is None else self.find(" ", 1)
+        return (str(self), "") if end < 0 else (self[:end], self[end:])
+
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -24,7 +24,6 @@ from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     from eval.analysis.registry import Subject
-    from eval.analysis.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,8 @@ def write_paper(
     for number, (name, subject) in enumerate(subjects.items(), start=1):
         if subject.table is not None:
             log.info("%d of %d: table %s", number, len(subjects), name)
-            table = _with_notes(subject.table(results), notes)
+            table = subject.table(results)
+            table = replace(table, caption="\n".join([*notes, table.caption]))
             texts = {"md": table.to_page(), "csv": table.to_csv(), "tex": table.to_latex()}
             texts = {suffix: text for suffix, text in texts.items() if suffix in formats}
             for suffix, text in texts.items():
@@ -91,11 +91,6 @@ def write_paper(
     index += f"In all tables, {signs}\n\n" if (signs := legend(tables)) else ""
     write_whole(out / "README.md", index + "\n".join(sections))
     return [out / "README.md", out / "provenance.json", *paths]
-
-
-def _with_notes(table: Table, notes: Sequence[str]) -> Table:
-    """The table, whose caption begins with these sentences."""
-    return replace(table, caption="\n".join([*notes, table.caption]))
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:

@@ -25,20 +25,6 @@ class Heading:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A cell. text: as shown. value: its number, by which a numeric column is sorted; None without a number."""
-
-    text: str
-    value: float | None
-
-    @property
-    def parts(self) -> tuple[str, str]:
-        """(number, the rest: a space, then an interval or unit); (text, "") without a number."""
-        end = -1 if self.value is None else self.text.find(" ", 1)
-        return (self.text, "") if end < 0 else (self.text[:end], self.text[end:])
-
-
-@dataclass(frozen=True)
 class Grid:
     """A table on the page.
 
@@ -50,12 +36,12 @@ class Grid:
     caption: str
     notes: str
     columns: tuple[Heading, ...]
-    rows: tuple[tuple[Shown, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
     filtered: int | None = None
 
     def choices(self) -> list[str]:
         """The values of the filtered column, in order of their first rows."""
-        return [] if self.filtered is None else list(dict.fromkeys(row[self.filtered].text for row in self.rows))
+        return [] if self.filtered is None else list(dict.fromkeys(str(row[self.filtered]) for row in self.rows))
 
 
 def grid(
@@ -86,7 +72,7 @@ def grid(
     return Grid(name, title, caption, notes, columns, tuple(zip(*shown, strict=True)), filtered)
 
 
-def _shown(value: Any) -> Shown:
+def _shown(value: Any) -> Cell:
     if isinstance(value, str):
-        return Shown(str(value), value.value if isinstance(value, Cell) else None)
-    return Shown("", None) if pd.isna(value) else Shown(f"{value:,}", float(value))
+        return value if isinstance(value, Cell) else Cell(value)
+    return Cell("") if pd.isna(value) else Cell(f"{value:,}", float(value))

@@ -27,7 +27,7 @@ from eval.run.measure import Bench, Todo, in_turn, released
 from eval.run.run import Run
 from eval.run.served import Servers
 from eval.run.tracing import traces
-from eval.run.wandb_run import Trackers, open_trackers
+from eval.run.wandb_run import Tracker, open_trackers
 from eval.store.folder import PLANNED, RunStore, open_store, planned_text
 from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
@@ -125,7 +125,7 @@ def _failed(run: Run, store: RunStore) -> str:
     )
 
 
-def _summarise(run: Run, results: Results, table: Table | None, trackers: Trackers) -> list[Path]:
+def _summarise(run: Run, results: Results, table: Table | None, trackers: list[Tracker]) -> list[Path]:
     """Write the run's table and its pictures into its folder, and show them in W&B. Returns the pictures."""
     assert table is not None  # at least one arm has answered, so there are results
     folder = run.folder
@@ -143,7 +143,8 @@ def _summarise(run: Run, results: Results, table: Table | None, trackers: Tracke
         from eval.analysis.registry import draw_all
 
         pictures += draw_all(results, folder / "figures")
-    trackers.finish(results, table, pictures)
+    for tracker in trackers:
+        tracker.finish(results, table, pictures)
     log.info("visits, summary.json, .csv and .md are in %s", folder)
     return pictures
 
@@ -220,7 +221,7 @@ def loaded_once(run: Run) -> Iterator[Callable[[], PreTrainedModel]]:
         yield load
 
 
-def _measure_missing(run: Run, store: RunStore, trackers: Trackers, load: Callable[[], PreTrainedModel]) -> None:
+def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: Callable[[], PreTrainedModel]) -> None:
     """Measure and trace what the store lacks of this job's examples; the model loads only if that is anything.
 
     An example that some arms have answered is visited again with the baseline and the other arms.
@@ -283,7 +284,7 @@ def _opened(
         )
 
 
-def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: RunStore, trackers: Trackers) -> None:
+def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
     """Store each visit as soon as it is made. Progress is a bar on a terminal, else lines."""
     log.info("warming up: %s of each arm", counted(warmup, "run"))
     subject.warm_up([one.case for one in todo], warmup)
@@ -296,7 +297,8 @@ def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: Run
             for label, failure in visit.failures.items():
                 log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.reason)
             store.append(visit)
-            trackers.visit(visit)
+            for tracker in trackers:
+                tracker.visit(visit)
             bar.update(task, advance=1, description=visit.dataset)
             now = time.monotonic()
             if not screen.is_terminal and (now - last >= PROGRESS_EVERY_S or done == len(todo)):

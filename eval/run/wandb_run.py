@@ -167,31 +167,17 @@ class Tracker:
             log.info("W&B was offline; send it with  wandb sync %s", os.path.relpath(Path(self._run.dir).parent))
 
 
-@dataclass(frozen=True)
-class Trackers:
-    """The trackers of a run's arms; none without W&B."""
-
-    arms: Sequence[Tracker]
-
-    def visit(self, visit: Visit) -> None:
-        """Show a new visit."""
-        for tracker in self.arms:
-            tracker.visit(visit)
-
-    def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
-        """Show the finished run. results: of this run alone. pictures: those that are PNG files are shown."""
-        for tracker in self.arms:
-            tracker.finish(results, table, pictures)
-
-
 @contextmanager
-def open_trackers(config: TrackerConfig, run: StoredRun, part: str = "") -> Iterator[Trackers]:
-    """The trackers of a run until the block ends. W&B's files go to `<run folder>/wandb`. part: as of `Tracker`."""
+def open_trackers(config: TrackerConfig, run: StoredRun, part: str = "") -> Iterator[list[Tracker]]:
+    """A tracker for each arm, none without W&B, until the block ends. W&B's files go to `<run folder>/wandb`.
+
+    part: as of `Tracker`.
+    """
     arms = run.arms.values() if config.name == "wandb" else ()
     trackers, exit_code = [Tracker(True, run, arm) for arm in arms], 1
     with ExitStack() as closed:
         for tracker in trackers:
             tracker.start(config, part)
             closed.callback(lambda tracker=tracker: tracker.close(exit_code))
-        yield Trackers(trackers)
+        yield trackers
         exit_code = 0

@@ -88,10 +88,6 @@ class RunStore:
         for visit in read_visits(self.folder):
             self.visits.setdefault(visit.key, []).append(visit)
 
-    @property
-    def all_visits(self) -> list[Visit]:
-        return [visit for visits in self.visits.values() for visit in visits]
-
     def answered(self, key: tuple[str, str]) -> set[str]:
         """The labels of the arms that have answered an example."""
         return {label for visit in self.visits.get(key, ()) for label in visit.answers}

@@ -108,7 +108,7 @@ def test_field_figure_by_hand() -> None:
     found = frame.set_index("label")[["relative_score", "ttft_speedup", "ideal_ttft_speedup", "on_curve"]]
     assert found.loc["lazy, schedule=2x"].tolist() == pytest.approx([90, 2.0, 2.4, True])
     assert found.loc["lazy, schedule=6x"].tolist() == pytest.approx([60, 4.0, 6.0, True])
-    assert found.loc["fastkv, keep=0.2, retain=0.1"].tolist() == pytest.approx([80, 1.6, 1.5, False])
+    assert found.loc["fastkv, keep=0.2, retain=0.1"].tolist() == pytest.approx([80, 1.6, 1.5, True])  # its only setting
     assert found.loc["random_drop, keep=0.5"].isna().tolist() == [False, False, True, False]
     assert "oracle, keep=2x (diagnostic)" in found.index
     assert "baseline" not in set(frame["method"])
@@ -116,14 +116,16 @@ def test_field_figure_by_hand() -> None:
 
 
 def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
-    picture = drawn(FIGURE, FIGURE.data(Results(runs())))
+    slow = example("trec", "a", score=0.7, ttft_s=0.4, prefill_flops=500, baseline=BASELINE)
+    other = stored([slow], "fastkv", {"keep": 0.4, "retain": 0.1})
+    picture = drawn(FIGURE, FIGURE.data(Results([*runs(), other])))
     scores, ideals, _ = picture.axes
     curves = {tuple(map(tuple, bars.lines[0].get_xydata().round(6))): bars.lines[0] for bars in scores.containers}
     assert ((2.0, 90.0), (4.0, 60.0)) in curves
     hollow = [points for points, line in curves.items() if line.get_markerfacecolor() == "white"]
     assert hollow == [((2.0, 100.0),)]
     points = sorted(xy for bars in ideals.containers for xy in map(tuple, bars.lines[0].get_xydata().round(6)))
-    assert points == [(1.5, 1.6), (2.0, 2.0), (2.4, 2.0), (6.0, 4.0)]
+    assert points == [(1.2, 1.0), (1.5, 1.6), (2.0, 2.0), (2.4, 2.0), (6.0, 4.0)]
     written = " ".join(texts(picture))
     assert "oracle (diagnostic):\nselection time excluded" in written
     assert "faint: other settings" in written

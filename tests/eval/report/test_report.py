@@ -117,7 +117,7 @@ def test_cell_has_the_number_that_sorts_its_column(cell: Any, value: float | Non
 def test_column_of_texts_is_not_numeric(text: str) -> None:
     found = grid("t", "", "", pd.DataFrame({"x": ["1", text], "y": ["", None]}), filtered=0)
     assert [column.numeric for column in found.columns] == [False, False]
-    assert [cell.text for cell in found.rows[1]] == [text, ""]
+    assert [*found.rows[1]] == [text, ""]
     assert found.choices() == ["1", text]
 
 
@@ -258,7 +258,7 @@ def test_provenance_has_common_values_once_and_others_by_run(tmp_path: Path) -> 
     assert dict(common)["machine.cuda"] == "null"
     assert differing is not None
     assert [column.text for column in differing.columns] == ["folder", "warmup", "started"]
-    assert [[cell.text for cell in row] for row in differing.rows] == [
+    assert [[*row] for row in differing.rows] == [
         ["a", "5", "2026-01-02T03:04:05Z"],
         ["b", "1", "2026-01-03T00:00:00Z"],
     ]
@@ -272,18 +272,18 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     def rows(folder: Path) -> list[dict[str, Any]]:
         found = overview.results_grid(Results(find_runs([folder])))
         named = [dict(zip([column.text for column in found.columns], row, strict=True)) for row in found.rows]
-        return [row for row in named if row["setting"].text == "lazy, schedule={2: 0.5}"]
+        return [row for row in named if row["setting"] == "lazy, schedule={2: 0.5}"]
 
     store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, visits)
     (row,) = rows(tmp_path / "a")  # no second row of the task, no third of the mean over one task
-    assert row["task or dataset"].text == "hotpotqa"
+    assert row["task or dataset"] == "hotpotqa"
     assert (row["n"].value, row["score"].value) == (2, 75)
     assert row["score"].parts[1] == " ±25.00"  # a resample of two examples may hold either one twice
     assert row["TTFT speedup"].value == 2  # 0.4 + 0.4 over 0.1 + 0.3
-    assert (row["TTFT, ms"].text, row["TTFT, ms"].value, row["% tokens computed"].value) == ("200.0", 0.2, 75)
+    assert (row["TTFT, ms"], row["TTFT, ms"].value, row["% tokens computed"].value) == ("200.0", 0.2, 75)
     more = [example(0, "trec", score=1.0), example(0, "musique", score=0.0)]
     store(tmp_path / "b", {"name": "lazy", "schedule": {"2": 0.5}}, [*visits, *more])
-    names = [(row["task or dataset"].text, row["score"].value) for row in rows(tmp_path / "b")]
+    names = [(row["task or dataset"], row["score"].value) for row in rows(tmp_path / "b")]
     # 37.5 of 75 and 0; then (37.5 + 100) / 2
     assert names == [
         ("mean over tasks", 68.75),
@@ -346,7 +346,7 @@ def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
         write_run(tmp_path / str(number), [example(number)], LAZY, "mini", **{"data": {"hotpotqa": "aa bb"}} | changes)
     settings = overview.settings_grid(find_runs([tmp_path]))
     assert settings is not None
-    assert [[cell.text for cell in row] for row in settings.rows] == [
+    assert [[*row] for row in settings.rows] == [
         ["mini (turns=4)", "turns", "4"], ["mini (turns=4)", "rows of hotpotqa", "cc dd"]
     ]  # fmt: skip
     assert overview.settings_grid(find_runs([tmp_path / "0"])) is None
@@ -459,5 +459,5 @@ def test_report_refuses_bad_arguments_and_traces(tmp_path: Path) -> None:
 def test_overview_counts_examples_not_turns(tmp_path: Path) -> None:
     runs = find_runs([write_run(tmp_path, [with_turns()], provenance={"started": "now"})])
     assert dict(overview.summary(runs))["Examples"] == "1, in 1 visit"
-    assert "1" in [cell.text for cell in overview.runs_grid(runs).rows[0]]
-    assert "3" not in [cell.text for cell in overview.runs_grid(runs).rows[0]]
+    assert "1" in overview.runs_grid(runs).rows[0]
+    assert "3" not in overview.runs_grid(runs).rows[0]

@@ -119,8 +119,10 @@ def tracked(*pictures: Path) -> Table:
     Path("run/other.txt").write_text("not shared")
     with open_trackers(CONFIG, results().runs[0]) as trackers:
         for visit in (FIRST, SECOND):
-            trackers.visit(visit)
-        trackers.finish(results(), table, pictures)
+            for tracker in trackers:
+                tracker.visit(visit)
+        for tracker in trackers:
+            tracker.finish(results(), table, pictures)
     return table
 
 
@@ -171,7 +173,8 @@ def test_arm_without_an_answer_in_a_visit_shows_nothing_of_it(monkeypatch: pytes
     lone = replace(SECOND, answers={"mine": SECOND.answers["mine"]})
     with open_trackers(CONFIG, results().runs[0]) as trackers:
         for visit in (FIRST, lone):
-            trackers.visit(visit)
+            for tracker in trackers:
+                tracker.visit(visit)
     baseline, mine = shown.runs
     assert len(baseline["log"]) == 1
     # a speedup is of the visits that hold both
