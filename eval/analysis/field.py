@@ -124,10 +124,10 @@ def ttft_share(results: Results) -> Table:
 
 
 def data(results: Results) -> pd.DataFrame:
-    """model, suite, method, label, examples, on_curve (whether a target speedup such as `2x` gives the setting), and
-    the means over tasks of relative_score, ttft_speedup and ideal_ttft_speedup, with `_low` and `_high`.
+    """model, suite, method, label, examples, on_curve, and the means over tasks of relative_score, ttft_speedup and
+    ideal_ttft_speedup, with `_low` and `_high`. All settings except the baseline.
 
-    All settings except the baseline.
+    on_curve: whether a target speedup such as `2x` gives the setting, or the method has no other.
     """
     frame = overall(style.usual(results))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
@@ -194,9 +194,8 @@ FIGURE = Figure(
     plot=plot,
     notes=(
         "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...); a method's only "
-        "setting is as dark. Hollow: a "
-        "diagnostic, which keeps the tokens that the full model's own answer attends to; its TTFT excludes that "
-        "selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
+        "setting is as dark. Hollow: a diagnostic, which keeps the tokens that the full model's own answer attends to; "
+        "its TTFT excludes that selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
     ),
     opens_report=True,
 )

@@ -55,7 +55,7 @@ warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated
 
 
 def _help(schema: Any) -> str:
-    """The text of `--help`: every setting, its default and its meaning. A group's come last."""
+    """The text of `--help`: every setting, its default and its meaning. Those of groups (`model.name`) come last."""
     rows = sorted(documented(schema), key=lambda row: "." in row[0])
     width = max(len(f"{key}={default}") for key, default, _ in rows)
     return "\n".join(f"{f'{key}={default}':<{width}}  {text}" for key, default, text in rows).replace("`", "")

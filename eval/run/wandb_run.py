@@ -127,7 +127,10 @@ class Tracker:
 
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
-        """Show the arm's part of the finished run: its rows of the table, and every turn in another."""
+        """Show the arm's part of the finished run: its rows of the table, and every turn in another.
+
+        results: of this run alone. pictures: those that are PNG files are shown.
+        """
         names = [name for name, labels in arm_groups(self.run).items() if self.arm.name in labels]
         rows: Any = table.frame[table.frame["method"].isin(names)]
         named = rows.assign(name=rows["name"].where(rows["kind"] != "all", "all"))
