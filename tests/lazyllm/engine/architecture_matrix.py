@@ -71,7 +71,8 @@ def check(cell: Cell) -> None:
             expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
             found = lazyllm.generate(model, PROMPT, keeping, STEPS, ())
             assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
-            assert found.token_ids == expected_tokens, "tokens with everything kept"
+            if cell.dtype in ("float64", "float32") or cell.attention != "sdpa" or grouped_heads_round_as_others():
+                assert found.token_ids == expected_tokens, "tokens with everything kept"
             assert found.pct_prompt_tokens_computed == 100
 
         found = lazyllm.generate(model, PROMPT, pruning, STEPS, ())
@@ -93,6 +94,21 @@ def check(cell: Cell) -> None:
             assert ours == theirs
         for ours, theirs in zip(logits_of_steps(model, pruning, PROMPT, found.token_ids), expected.logits, strict=True):
             assert np.abs(ours - theirs).max() < tolerance
+
+
+@lru_cache
+def grouped_heads_round_as_others() -> bool:
+    """Whether SDPA on this CPU gives a step's 16-bit bits by one kernel, with `enable_gqa` and without.
+
+    torch 2.7 takes its unfused kernel with `enable_gqa`, which transformers sets. Our steps put a group's queries side
+    by side instead.
+    """
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 1, 16, generator=random).bfloat16()
+    key, value = torch.randn(2, 1, 2, 40, 16, generator=random).bfloat16()
+    grouped = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    folded = F.scaled_dot_product_attention(query.view(1, 2, 2, 16), key, value)
+    return torch.equal(grouped, folded.view_as(query))
 
 
 class Recording(Greedy):
