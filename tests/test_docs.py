@@ -11,9 +11,12 @@ import pytest
 
 from eval.cli import COMMANDS
 from eval.run.config import run_config
+from eval.run.work import Model
 from eval.store.results import COLUMNS
 from eval.store.visit import MEASURED, Measurement
 from lazyllm.errors import UserError
+from lazyllm.methods import Baseline
+from lazyllm.spec import ModelSpec
 from scripts.dev import docs, site
 from scripts.dev.docstrings import as_list
 
@@ -87,6 +90,16 @@ def test_glossary_is_short() -> None:
     rows = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
     terms = [row for row in rows if row != "term"]
     assert len(terms) == len({*terms}) <= 40
+
+
+def test_memory_of_models_is_that_of_a_plan() -> None:
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\S+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert rows
+    for name, prompt_tokens, weights, everything in rows:
+        parts = Model.of(ModelSpec(name, "dummy")).memory(Baseline(), int(prompt_tokens.replace(",", "")), 512)
+        assert parts["weights"] / 1e9 == pytest.approx(float(weights), abs=0.05)
+        assert sum(parts.values()) / 1e9 == pytest.approx(float(everything), rel=0.01)
 
 
 def test_every_folder_of_results_says_how_it_was_made() -> None:
