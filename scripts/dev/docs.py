@@ -6,6 +6,7 @@ A page names its source in a pair of comments, and what stands between them is r
     <!-- insert: results/demo/demo.md mean over tasks -->   its rows that begin with these words
     <!-- insert: results/demo/demo.md mean over tasks columns 2-7 -->   these columns of them, from 1
     <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
+    <!-- insert: methods -->                        the hyperparameters of `lazyllm-bench methods`
     <!-- end -->
 """
 
@@ -15,6 +16,8 @@ import re
 from pathlib import Path
 
 from eval.run.settings import RunConfig, documented
+from lazyllm.methods import METHODS
+from lazyllm.methods.__main__ import lines
 
 ROOT = Path(__file__).parents[2]
 _PART = re.compile(r"(<!-- insert: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -31,6 +34,8 @@ def inserted(text: str) -> str:
 
 
 def _source(name: str) -> str:
+    if name == "methods":
+        return _methods()
     if name.startswith("settings "):
         return _settings(name.split()[1:])
     name, _, columns = name.partition(" columns ")
@@ -52,6 +57,17 @@ def _settings(groups: list[str]) -> str:
         raise ValueError(f"settings {' '.join(groups)}: no such setting")
     lines = [f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |" for key, default, meaning in rows]
     return "\n".join(["| key | meaning | default |", "|---|---|---|", *lines])
+
+
+def _methods() -> str:
+    """The hyperparameters of this repository's methods; installed packages' are left out."""
+    printed = list(lines())
+    rows = list[str]()
+    for summary, settings in zip(printed[::2], printed[1::2], strict=True):
+        name = summary.partition(":")[0]
+        if name in METHODS:
+            rows.append(f"| `{name}` | `{settings.strip()}` |")
+    return "\n".join(["| `method=` | `method.*`, with defaults |", "|---|---|", *rows])
 
 
 def main() -> None:
