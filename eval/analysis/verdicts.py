@@ -43,7 +43,6 @@ class Claim:
 
     section: str
     claim: str
-    kind: str
     measure: str
     preset: str
     shown: str
@@ -57,7 +56,7 @@ class Claim:
         """What the value says of the claim. parts: one value, or one for each task or step."""
         if not parts:
             return NOT_RUN
-        if self.kind == "direction":
+        if self.holds:
             return self._direction(parts)
         if paper_model not in self.paper:
             return NO_NUMBER
@@ -95,7 +94,7 @@ class Claim:
     @property
     def expected(self) -> str:
         """What the verdict asks for, for people."""
-        return f"within {self.tolerance}" if self.kind == "reproduction" else self.holds
+        return self.holds or f"within {self.tolerance}"
 
 
 @cache
@@ -292,7 +291,7 @@ _COLUMNS = (
 def verdicts(results: Results) -> Table:
     """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict.
 
-    frame: model, suite, section, claim, kind, paper (its number for the model), expected, parts (the number of values
+    frame: model, suite, section, claim, paper (its number for the model), expected, parts (the number of values
     behind ours), value, value_low, value_high (of a single part), verdict, shown.
     """
     rows, seen = [], set[str | None]()
@@ -304,7 +303,7 @@ def verdicts(results: Results) -> Table:
     for name in _PAPER_MODELS:
         if name not in seen:
             rows += [_row(claim, name, _PAPER_SUITE, name, []) for claim in claims() if name in claim.paper]
-    columns = [*SECTION, "section", "claim", "kind", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
+    columns = [*SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
     frame = pd.DataFrame(rows, columns=[*columns, "ours"])
     caption = (
         "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, and differs if none "
@@ -323,7 +322,7 @@ def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: l
     paper = claim.paper.get(paper_model or "")
     value = parts[0] if len(parts) == 1 else (np.nan,) * 3
     return {
-        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim, "kind": claim.kind,
+        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
         "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
         **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
         "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
