@@ -60,7 +60,6 @@ _RC: Any = {
     "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "grid.linewidth": 0.6,
-    "errorbar.capsize": 2,
     "lines.linewidth": 1.5,
     "lines.markersize": 5,
 }
@@ -276,11 +275,15 @@ def draw_methods(axes: Any, rows: Any, styles: Mapping[str, MethodStyle], x: str
         on_curve = points["on_curve"].astype(bool)
         others = points[~on_curve]
         axes.plot(others[x], others[y], **look | {"linestyle": "none", "alpha": 0.4})
-        draw(axes, points[on_curve].sort_values(x), x, y, with_x=True, capsize=0, **look)
+        draw(axes, points[on_curve].sort_values(x), x, y, with_x=True, **look)
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write the figure as `stem` with each suffix (svg, pdf or png): the paths. Equal pictures have equal bytes."""
+    """Write the figure as `stem` with each suffix (svg, pdf or png), in a folder that is made: the paths.
+
+    Equal pictures have equal bytes.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in suffixes]
     with mpl.rc_context(_FILES):
         for path in paths:
