@@ -184,7 +184,6 @@ def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) ->
 
 
 FIGURE = Figure(
-    name="field",
     title="All methods at the same ideal TTFT speedups",
     caption=(
         "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks. Right: the "

@@ -261,7 +261,6 @@ def _shown(text: Any) -> str:
 
 
 FIGURE = Figure(
-    name="mechanism",
     title="What LazyLLM does with each token, layer by layer and step by step",
     caption=(
         "One traced example: columns are tokens, rows are layers, panels are steps of a standard LLM and of LazyLLM. "

@@ -126,7 +126,6 @@ def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
 
 
 FIGURE = Figure(
-    name="figure6",
     title="Score against the layer of a single pruning point (the paper's Figure 6)",
     caption=(
         "LazyLLM with one pruning layer, mean over tasks: the score, and the KL divergence of the first token's "

@@ -156,15 +156,14 @@ def legend(tables: Iterable[Table]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """name: the stem of its files. title, caption: as shown, the caption with at most two sentences; `notes`, shown on
-    demand, name averages and omissions.
+    """title, caption: as shown, the caption with at most two sentences; `notes`, shown on demand, name averages and
+    omissions.
 
     data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
     plot: draws the picture from this table alone, so also from the CSV; never called with an empty table.
     opens_report: the report opens with the first of these figures that has data.
     """
 
-    name: str
     title: str
     caption: str
     data: Callable[[Results], pd.DataFrame]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import pandas as pd
 import yaml
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_ends
+from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
 from eval.analysis.run_table import FEWEST
 from eval.analysis.style import as_published, studied, usual
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
@@ -30,8 +30,6 @@ from eval.store.visit import read_trace
 AGREES, HIGHER, LOWER = "agrees", "differs (higher)", "differs (lower)"
 HOLDS, FAILS, UNSEEN, NOT_RUN, NO_NUMBER = "holds", "does not hold", "cannot be seen", "not run", "-"
 _RULES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-_CLAIMS = Path(__file__).parent / "published" / "claims.yaml"
-_PAPER_MODELS = ("llama2", "xgen")
 _PAPER_SUITE = "longbench"
 
 Value = tuple[float, float, float]  # with both ends of its 95 % interval
@@ -100,7 +98,7 @@ class Claim:
 @cache
 def claims() -> tuple[Claim, ...]:
     """The claims of published/claims.yaml, in order."""
-    return tuple(Claim(**entry) for entry in yaml.safe_load(_CLAIMS.read_text(encoding="utf-8")))
+    return tuple(Claim(**entry) for entry in yaml.safe_load((PUBLISHED / "claims.yaml").read_text(encoding="utf-8")))
 
 
 class _Section:
@@ -148,7 +146,7 @@ def _single_layer(settings: Mapping[str, Any]) -> tuple[int, float] | None:
 
 
 _BELONGS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "table1": lambda settings: "table1" in settings.values(),
+    "table1": is_table1_preset,
     "figure5": lambda settings: target_of(json.dumps(settings)) is not None,
     "figure6": lambda settings: _single_layer(settings) is not None,
 }
@@ -300,7 +298,7 @@ def verdicts(results: Results) -> Table:
         for claim in claims():
             parts = _MEASURES[claim.measure](section, claim.preset, **claim.arguments)
             rows.append(_row(claim, section.model, section.suite, section.paper_model, parts))
-    for name in _PAPER_MODELS:
+    for name in PAPER_MODELS:
         if name not in seen:
             rows += [_row(claim, name, _PAPER_SUITE, name, []) for claim in claims() if name in claim.paper]
     columns = [*SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]

@@ -28,7 +28,7 @@ ALL_TABLES = {name: Subject(make, command=f"run {name}") for name, make in TABLE
 
 def subject(name: str, data: pd.DataFrame) -> Subject:
     """A figure of nothing, with these data."""
-    figure = Figure(name, f"Picture {name}", f"About {name}.", lambda results: data, lambda frame: new_figure(1, 1))
+    figure = Figure(f"Picture {name}", f"About {name}.", lambda results: data, lambda frame: new_figure(1, 1))
     return Subject(figure=figure, command=f"run {name}")
 
 
