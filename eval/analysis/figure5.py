@@ -34,7 +34,7 @@ def data(results: Results) -> pd.DataFrame:
     on_curve: whether a speedup such as `2.0x` gives the setting; for a method without such settings, whether no other
         setting beats it in both score and speedup.
     """
-    table: Any = style.as_published(style.usual(results).by_task)
+    table: Any = style.as_published(results.usual.by_task)
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
     table = table.dropna(subset=_POINTS).assign(source=MEASURED)
     if table.empty:

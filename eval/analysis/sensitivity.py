@@ -86,7 +86,7 @@ def data(results: Results) -> pd.DataFrame:
     """Means over tasks of LazyLLM with one pruning layer and default settings: model, suite, layer, keep (0 to 1),
     examples, and score, score_difference, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
-    table: Any = style.as_published(style.usual(results).by_task)
+    table: Any = style.as_published(results.usual.by_task)
     table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
     table = table[_has_one_layer(table)].astype({"layers": int}).rename(columns={"layers": "layer"})
     values = forms("score", "score_difference", "relative_score", "ttft_speedup", "kl")

@@ -71,15 +71,6 @@ _FILES: Any = {
 _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-def usual(results: Results) -> Results:
-    """For each model, its most common kind of run. Figures show only these; tables show all runs."""
-    least: dict[str, int] = {}
-    for run in results.runs:
-        name = run.model.removesuffix(run.variant)
-        least[name] = min(len(run.differences), least.get(name, len(run.differences)))
-    return results.where(lambda run: len(run.differences) == least[run.model.removesuffix(run.variant)])
-
-
 def as_published(rows: Any) -> Any:
     """The rows of a frame without ablations of LazyLLM, which only tables show. rows: with method and settings."""
     ablations = {text: is_ablation(json.loads(text)) for text in rows["settings"].unique()}
@@ -88,9 +79,9 @@ def as_published(rows: Any) -> Any:
 
 def studied(results: Results) -> Any:
     """The rows that count of one LazyLLM setting for each model: Figure 4's schedule if it was run, else the setting
-    with most examples (the first by label of equal ones). Of `usual` runs, without ablations.
+    with most examples (the first by label of equal ones). Of the `usual` runs, without ablations.
     """
-    counting = as_published(usual(results).counting)
+    counting = as_published(results.usual.counting)
     rows = counting[counting["method"] == STUDIED]
     sizes = rows.groupby(["model", "label"])[["dataset", "id"]].apply(lambda part: len(part.drop_duplicates()))
     chosen: dict[str, str] = {}

@@ -20,7 +20,7 @@ import yaml
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_ends
 from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
 from eval.analysis.run_table import FEWEST
-from eval.analysis.style import as_published, studied, usual
+from eval.analysis.style import as_published, studied
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
 from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
 from eval.store.join import beside
@@ -108,7 +108,7 @@ class _Section:
     """
 
     def __init__(self, results: Results, model: str, suite: str) -> None:
-        self.model, self.suite, self.results = model, suite, usual(results)
+        self.model, self.suite, self.results = model, suite, results.usual
         frame: Any = self.results.frame
         self.frame = as_published(frame[(frame["model"] == model) & (frame["suite"] == suite)])
         self.rows = self.frame[self.frame["counts"]]
@@ -329,7 +329,7 @@ def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: l
 
 def _sections(results: Results) -> list[_Section]:
     """The models and suites of the runs of LazyLLM."""
-    frame: Any = as_published(usual(results).frame)
+    frame: Any = as_published(results.usual.frame)
     return [_Section(results, *key) for key in frame[frame["method"] == STUDIED].groupby(SECTION).groups]
 
 
