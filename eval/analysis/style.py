@@ -249,7 +249,7 @@ def legend_beside(axes: Any, **options: Any) -> None:
 
 def around(rows: Any, column: str) -> np.ndarray:
     """[2, rows] both ends of intervals as distances from the value, for `errorbar`; NaN if there is no interval."""
-    low, value, high = (np.atleast_1d(rows[f"{column}{end}"]).astype(float) for end in ("_low", "", "_high"))
+    low, value, high = (rows[f"{column}{end}"].astype(float) for end in ("_low", "", "_high"))
     return np.maximum(0, [value - low, high - value])
 
 
