@@ -68,8 +68,9 @@ def write_paper(
                 continue
             from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
 
-            pictures = save(figure.plot(data), stem, [suffix for suffix in formats if suffix in ("svg", "pdf", "png")])
-            files = {file.suffix[1:]: file for file in pictures}
+            pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
+            saved = save(figure.plot(data), stem, pictures) if pictures else []
+            files = {file.suffix[1:]: file for file in saved}
             if "csv" in formats:
                 files["csv"] = stem.with_name(f"{name}.csv")
                 write_whole(files["csv"], data.to_csv(index=False, lineterminator="\n"))
