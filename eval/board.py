@@ -100,8 +100,7 @@ def _lacking(run: StoredRun) -> Iterator[str]:
     if planned is None:
         yield f"{run.folder}: lacks examples.json, the list of planned examples"
         return
-    answered = {(*visit.key, arm) for visit in run.visits for arm in visit.answers}
-    missing = [(*key, arm) for key in planned for arm in run.arms if (*key, arm) not in answered]
+    missing = [(*key, arm) for key in planned for arm in run.arms if arm not in run.answered.get(key, ())]
     if missing:
         dataset, example, arm = missing[0]
         lacks = counted(len(missing), "planned answer")

@@ -69,6 +69,10 @@ def test_rows_and_columns_are_chosen() -> None:
     head, rule, *rows = [line for line in docs.inserted(f"{begin}\n{end}").splitlines() if line.startswith("|")]
     assert (head, rule) == ("| method | n | score |", "|---|---:|---:|")
     assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy"]
+    begin = "<!-- insert: results/field/field.md tiny.*=1\\.5x columns 3-3 -->\n"
+    _, _, *rows = [line for line in docs.inserted(f"{begin}\n{end}").splitlines() if line.startswith("|")]
+    assert len(rows) >= 10
+    assert all("=1.5x" in row for row in rows)
 
 
 def test_an_old_number_is_seen() -> None:

@@ -123,7 +123,6 @@ def plot(frame: Any) -> MplFigure:
 
 
 FIGURE = Figure(
-    name="evidence",
     title="Evidence computed in prefill, layer by layer, of right and wrong answers",
     caption=(
         "Share of the evidence, the prompt's tokens that hold the answer, that each layer computes in prefill. Right "

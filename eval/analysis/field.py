@@ -129,7 +129,7 @@ def data(results: Results) -> pd.DataFrame:
 
     on_curve: whether a target speedup such as `2x` gives the setting, or the method has no other.
     """
-    frame = overall(style.usual(results))
+    frame = overall(results.usual)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
     is_alone = ~frame.duplicated([*SECTION, "method"], keep=False)
     frame = frame.assign(on_curve=frame["settings"].map(columns.target_of).notna() | is_alone)
@@ -184,7 +184,6 @@ def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) ->
 
 
 FIGURE = Figure(
-    name="field",
     title="All methods at the same ideal TTFT speedups",
     caption=(
         "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks. Right: the "

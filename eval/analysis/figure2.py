@@ -93,7 +93,6 @@ def _draw_means(axes: Any, frame: Any) -> None:
 
 
 FIGURE = Figure(
-    name="figure2",
     title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
     caption=(
         "Importance (Eq. 1) of every token of one prompt, without pruning: by layer on the left, as a mean over the "

@@ -100,7 +100,6 @@ def _curves(answers: Sequence[tuple[int, Measurement]]) -> pd.DataFrame:
 
 
 FIGURE = Figure(
-    name="figure7",
     title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
     caption=(
         "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; the baseline computes all "

@@ -123,7 +123,6 @@ def _draw_map(axes: Any, values: Any) -> Any:
 
 
 FIGURE = Figure(
-    name="needle",
     title="Needle in a haystack: score by length and depth",
     caption=(
         "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. The "

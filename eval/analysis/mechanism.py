@@ -15,7 +15,7 @@ from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 
 from eval.analysis.columns import STUDIED
-from eval.analysis.style import GREY, new_figure, of_trace, styled, usual
+from eval.analysis.style import GREY, new_figure, of_trace, styled
 from eval.analysis.table import Figure
 from eval.store.results import Results
 from eval.store.runs import is_ablation
@@ -169,7 +169,7 @@ def _cells_of(
 def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of LazyLLM, with columns `model` and `label`."""
     return of_trace(
-        usual(results),
+        results.usual,
         mechanism_frame,
         ["model", "label"],
         lambda arm: arm.method == STUDIED and not is_ablation(arm.settings),
@@ -261,7 +261,6 @@ def _shown(text: Any) -> str:
 
 
 FIGURE = Figure(
-    name="mechanism",
     title="What LazyLLM does with each token, layer by layer and step by step",
     caption=(
         "One traced example: columns are tokens, rows are layers, panels are steps of a standard LLM and of LazyLLM. "

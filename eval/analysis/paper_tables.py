@@ -19,6 +19,7 @@ from eval.store.results import Results
 from eval.store.runs import canonical_json, counted, is_ablation, settings_in
 
 PUBLISHED = Path(__file__).parent / "published"
+MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 PAPER_MODELS = ("llama2", "xgen")
 _KEYS = [
     "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status", "examples",
@@ -166,7 +167,6 @@ _METHOD_NAMES = {
     "baseline": "Baseline", "random_drop": "Random Token Drop", "static_pruning": "Static Token Pruning",
     "prompt_compression": "Prompt Compression", "lazy": "LazyLLM",
 }  # fmt: skip
-MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 
 
 def table1_paper(results: Results) -> Table:

@@ -69,7 +69,6 @@ def plot(frame: Any) -> MplFigure:
 
 
 FIGURE = Figure(
-    name="table1_paper",
     title="Table 1 as the paper prints it",
     caption="Ours (the paper's); -: not run; n: examples; *: only a part of the task was run.",
     data=data,

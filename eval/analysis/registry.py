@@ -61,7 +61,6 @@ FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject
 
 def draw_all(results: Results, folder: Path) -> list[Path]:
     """Draw all figures that have data as PNG files in a folder, created if missing. Returns the paths."""
-    folder.mkdir(exist_ok=True)
     data = {name: figure.data(results) for name, figure in FIGURES.items()}
     drawn = [name for name in FIGURES if not data[name].empty]
     return [path for name in drawn for path in save(FIGURES[name].plot(data[name]), folder / name, ("png",))]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import marked, range_of, ranges_in, with_ends
+from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
 from eval.analysis.table import Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
@@ -157,8 +157,7 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
 
     A later turn is in the range of its conversation's prompt.
     """
-    prompts = rows["prompt_tokens"].where(rows["turn"] == 1).groupby([rows["dataset"], rows["id"]]).transform("first")
-    ranges = range_of(prompts)
+    ranges = range_of(prompt_lengths(rows))
     present = ranges_in(ranges)
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
     return [

@@ -86,7 +86,7 @@ def data(results: Results) -> pd.DataFrame:
     """Means over tasks of LazyLLM with one pruning layer and default settings: model, suite, layer, keep (0 to 1),
     examples, and score, score_difference, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
-    table: Any = style.as_published(style.usual(results).by_task)
+    table: Any = style.as_published(results.usual.by_task)
     table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
     table = table[_has_one_layer(table)].astype({"layers": int}).rename(columns={"layers": "layer"})
     values = forms("score", "score_difference", "relative_score", "ttft_speedup", "kl")
@@ -126,7 +126,6 @@ def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
 
 
 FIGURE = Figure(
-    name="figure6",
     title="Score against the layer of a single pruning point (the paper's Figure 6)",
     caption=(
         "LazyLLM with one pruning layer, mean over tasks: the score, and the KL divergence of the first token's "

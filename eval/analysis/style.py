@@ -60,7 +60,6 @@ _RC: Any = {
     "axes.axisbelow": True,
     "grid.alpha": 0.25,
     "grid.linewidth": 0.6,
-    "errorbar.capsize": 2,
     "lines.linewidth": 1.5,
     "lines.markersize": 5,
 }
@@ -72,15 +71,6 @@ _FILES: Any = {
 _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-def usual(results: Results) -> Results:
-    """For each model, its most common kind of run. Figures show only these; tables show all runs."""
-    least: dict[str, int] = {}
-    for run in results.runs:
-        name = run.model.removesuffix(run.variant)
-        least[name] = min(len(run.differences), least.get(name, len(run.differences)))
-    return results.where(lambda run: len(run.differences) == least[run.model.removesuffix(run.variant)])
-
-
 def as_published(rows: Any) -> Any:
     """The rows of a frame without ablations of LazyLLM, which only tables show. rows: with method and settings."""
     ablations = {text: is_ablation(json.loads(text)) for text in rows["settings"].unique()}
@@ -89,9 +79,9 @@ def as_published(rows: Any) -> Any:
 
 def studied(results: Results) -> Any:
     """The rows that count of one LazyLLM setting for each model: Figure 4's schedule if it was run, else the setting
-    with most examples (the first by label of equal ones). Of `usual` runs, without ablations.
+    with most examples (the first by label of equal ones). Of the `usual` runs, without ablations.
     """
-    counting = as_published(usual(results).counting)
+    counting = as_published(results.usual.counting)
     rows = counting[counting["method"] == STUDIED]
     sizes = rows.groupby(["model", "label"])[["dataset", "id"]].apply(lambda part: len(part.drop_duplicates()))
     chosen: dict[str, str] = {}
@@ -259,7 +249,7 @@ def legend_beside(axes: Any, **options: Any) -> None:
 
 def around(rows: Any, column: str) -> np.ndarray:
     """[2, rows] both ends of intervals as distances from the value, for `errorbar`; NaN if there is no interval."""
-    low, value, high = (np.atleast_1d(rows[f"{column}{end}"]).astype(float) for end in ("_low", "", "_high"))
+    low, value, high = (rows[f"{column}{end}"].astype(float) for end in ("_low", "", "_high"))
     return np.maximum(0, [value - low, high - value])
 
 
@@ -276,11 +266,15 @@ def draw_methods(axes: Any, rows: Any, styles: Mapping[str, MethodStyle], x: str
         on_curve = points["on_curve"].astype(bool)
         others = points[~on_curve]
         axes.plot(others[x], others[y], **look | {"linestyle": "none", "alpha": 0.4})
-        draw(axes, points[on_curve].sort_values(x), x, y, with_x=True, capsize=0, **look)
+        draw(axes, points[on_curve].sort_values(x), x, y, with_x=True, **look)
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write the figure as `stem` with each suffix (svg, pdf or png): the paths. Equal pictures have equal bytes."""
+    """Write the figure as `stem` with each suffix (svg, pdf or png), in a folder that is made: the paths.
+
+    Equal pictures have equal bytes.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in suffixes]
     with mpl.rc_context(_FILES):
         for path in paths:

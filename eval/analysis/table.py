@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -122,42 +122,25 @@ class Table:
             yield ("  " if above else "") + name.replace("**", ""), row[self.keys :], is_sum
 
     def to_latex(self) -> str:
-        """A `longtable` (it may span pages) with booktabs rules, and thin rules between groups of rows.
+        """A `longtable` (it may span pages) with booktabs rules, then caption and notes.
 
         A name of a group stands in its first row only. Neighbouring headings such as `XGen: score` share a line above.
         """
-        headings, rows = list(self.cells.columns), self.cells.to_numpy().tolist()
-        lines, begins = [], True
-        for row, ends in zip(rows, self._ends(), strict=True):
-            groups = row[: self.keys - 1]
-            lines += [_latex_line(row if begins else [*([""] * len(groups)), *row[len(groups) :]])]
-            lines += [r"\midrule"] if ends else []
-            begins = ends
-        if not rows:
-            headings, lines = [""], [_latex_line([_EMPTY])]
+        shown = self.cells.map(latex)
+        shown.columns = [latex(heading) for heading in self.cells]
+        groups: Any = shown.iloc[:, : self.keys - 1]
+        repeats = (groups == groups.shift()).all(axis=1)
+        for heading in groups:
+            shown[heading] = shown[heading].mask(repeats, "")
+        if any(": " in heading for heading in shown):
+            shown.columns = pd.MultiIndex.from_tuples([heading.rpartition(": ")[::2] for heading in shown])
+        alignment = "l" * self.keys + "r" * (shown.shape[1] - self.keys)
+        body = shown.to_latex(
+            index=False, longtable=True, escape=False, column_format=alignment, multicolumn_format="c",
+            caption=latex(self.title), label=f"tab:{self.name}",
+        )  # fmt: skip
         text = " ".join(text for text in (self.caption, self.notes, legend([self])) if text)
-        head = [r"\toprule", *_latex_head(headings), r"\midrule"]  # on every page
-        columns = "l" * self.keys + "r" * (len(headings) - self.keys)
-        return "\n".join(
-            [
-                r"% \usepackage{booktabs, longtable}",
-                rf"\begin{{longtable}}{{{columns}}}",
-                rf"\caption{{{latex(self.title)}. {latex(text)}}}\label{{tab:{self.name}}} \\",
-                *head,
-                r"\endfirsthead",
-                *head,
-                r"\endhead",
-                *lines,
-                r"\bottomrule",
-                r"\end{longtable}",
-                "",
-            ]
-        )
-
-    def _ends(self) -> list[bool]:
-        """For each row, whether the next one differs in a key before the last one."""
-        groups = self.cells.iloc[:, : self.keys - 1].to_numpy().tolist()
-        return [group != following for group, following in zip(groups, [*groups[1:], *groups[-1:]], strict=True)]
+        return f"% \\usepackage{{booktabs, longtable}}\n{body}\n{{\\footnotesize {latex(text)}}}\n"
 
 
 def legend(tables: Iterable[Table]) -> str:
@@ -173,15 +156,14 @@ def legend(tables: Iterable[Table]) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """name: the stem of its files. title, caption: as shown, the caption with at most two sentences; `notes`, shown on
-    demand, name averages and omissions.
+    """title, caption: as shown, the caption with at most two sentences; `notes`, shown on demand, name averages and
+    omissions.
 
     data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
     plot: draws the picture from this table alone, so also from the CSV; never called with an empty table.
     opens_report: the report opens with the first of these figures that has data.
     """
 
-    name: str
     title: str
     caption: str
     data: Callable[[Results], pd.DataFrame]
@@ -297,16 +279,3 @@ def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], keys:
 def latex(text: str) -> str:
     """The text with LaTeX's special characters escaped."""
     return "".join(_LATEX.get(letter, letter) for letter in text)
-
-
-def _latex_head(headings: Sequence[str]) -> list[str]:
-    """One line, or two if headings have a part before a colon."""
-    shared = [heading.rpartition(": ")[0] for heading in headings]
-    if not any(shared):
-        return [_latex_line(headings)]
-    above = [rf"\multicolumn{{{len(list(group))}}}{{c}}{{{latex(name)}}}" for name, group in groupby(shared)]
-    return [" & ".join(above) + r" \\", _latex_line([heading.rpartition(": ")[2] for heading in headings])]
-
-
-def _latex_line(cells: Sequence[str]) -> str:
-    return " & ".join(latex(text) for text in cells) + r" \\"

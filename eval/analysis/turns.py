@@ -139,7 +139,6 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
 
 
 FIGURE = Figure(
-    name="turns",
     title="Later questions on the same context",
     caption=(
         "Rows with several questions, mean over tasks by question. Left: each turn continues from what the method has "

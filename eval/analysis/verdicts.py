@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ import pandas as pd
 import yaml
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_ends
+from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
 from eval.analysis.run_table import FEWEST
-from eval.analysis.style import as_published, studied, usual
+from eval.analysis.style import as_published, studied
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
 from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
 from eval.store.join import beside
@@ -30,8 +30,6 @@ from eval.store.visit import read_trace
 AGREES, HIGHER, LOWER = "agrees", "differs (higher)", "differs (lower)"
 HOLDS, FAILS, UNSEEN, NOT_RUN, NO_NUMBER = "holds", "does not hold", "cannot be seen", "not run", "-"
 _RULES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-_CLAIMS = Path(__file__).parent / "published" / "claims.yaml"
-_PAPER_MODELS = ("llama2", "xgen")
 _PAPER_SUITE = "longbench"
 
 Value = tuple[float, float, float]  # with both ends of its 95 % interval
@@ -43,7 +41,6 @@ class Claim:
 
     section: str
     claim: str
-    kind: str
     measure: str
     preset: str
     shown: str
@@ -57,7 +54,7 @@ class Claim:
         """What the value says of the claim. parts: one value, or one for each task or step."""
         if not parts:
             return NOT_RUN
-        if self.kind == "direction":
+        if self.holds:
             return self._direction(parts)
         if paper_model not in self.paper:
             return NO_NUMBER
@@ -95,13 +92,13 @@ class Claim:
     @property
     def expected(self) -> str:
         """What the verdict asks for, for people."""
-        return f"within {self.tolerance}" if self.kind == "reproduction" else self.holds
+        return self.holds or f"within {self.tolerance}"
 
 
 @cache
 def claims() -> tuple[Claim, ...]:
     """The claims of published/claims.yaml, in order."""
-    return tuple(Claim(**entry) for entry in yaml.safe_load(_CLAIMS.read_text(encoding="utf-8")))
+    return tuple(Claim(**entry) for entry in yaml.safe_load((PUBLISHED / "claims.yaml").read_text(encoding="utf-8")))
 
 
 class _Section:
@@ -111,7 +108,7 @@ class _Section:
     """
 
     def __init__(self, results: Results, model: str, suite: str) -> None:
-        self.model, self.suite, self.results = model, suite, usual(results)
+        self.model, self.suite, self.results = model, suite, results.usual
         frame: Any = self.results.frame
         self.frame = as_published(frame[(frame["model"] == model) & (frame["suite"] == suite)])
         self.rows = self.frame[self.frame["counts"]]
@@ -149,7 +146,7 @@ def _single_layer(settings: Mapping[str, Any]) -> tuple[int, float] | None:
 
 
 _BELONGS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "table1": lambda settings: "table1" in settings.values(),
+    "table1": is_table1_preset,
     "figure5": lambda settings: target_of(json.dumps(settings)) is not None,
     "figure6": lambda settings: _single_layer(settings) is not None,
 }
@@ -292,7 +289,7 @@ _COLUMNS = (
 def verdicts(results: Results) -> Table:
     """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict.
 
-    frame: model, suite, section, claim, kind, paper (its number for the model), expected, parts (the number of values
+    frame: model, suite, section, claim, paper (its number for the model), expected, parts (the number of values
     behind ours), value, value_low, value_high (of a single part), verdict, shown.
     """
     rows, seen = [], set[str | None]()
@@ -301,10 +298,10 @@ def verdicts(results: Results) -> Table:
         for claim in claims():
             parts = _MEASURES[claim.measure](section, claim.preset, **claim.arguments)
             rows.append(_row(claim, section.model, section.suite, section.paper_model, parts))
-    for name in _PAPER_MODELS:
+    for name in PAPER_MODELS:
         if name not in seen:
             rows += [_row(claim, name, _PAPER_SUITE, name, []) for claim in claims() if name in claim.paper]
-    columns = [*SECTION, "section", "claim", "kind", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
+    columns = [*SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
     frame = pd.DataFrame(rows, columns=[*columns, "ours"])
     caption = (
         "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, and differs if none "
@@ -323,7 +320,7 @@ def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: l
     paper = claim.paper.get(paper_model or "")
     value = parts[0] if len(parts) == 1 else (np.nan,) * 3
     return {
-        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim, "kind": claim.kind,
+        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
         "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
         **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
         "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
@@ -332,7 +329,7 @@ def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: l
 
 def _sections(results: Results) -> list[_Section]:
     """The models and suites of the runs of LazyLLM."""
-    frame: Any = as_published(usual(results).frame)
+    frame: Any = as_published(results.usual.frame)
     return [_Section(results, *key) for key in frame[frame["method"] == STUDIED].groupby(SECTION).groups]
 
 

@@ -1,6 +1,6 @@
 """Every table and figure from stored runs, without a model: lazyllm-bench paper RUNS [RUNS ...] [--out FOLDER]
 
-OUT/README.md     all tables and figures with captions, and a list of those without runs
+OUT/README.md     all tables and figures with captions, and a list of those without runs, which are not written
 OUT/tables/       each table as .md, .csv (full precision) and .tex
 OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
 OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hashes of the visits
@@ -46,37 +46,39 @@ def write_paper(
         if subject.table is not None:
             log.info("%d of %d: table %s", number, len(subjects), name)
             table = subject.table(results)
+            if table.frame.empty:
+                _remove(out / "tables" / name)
+                missing.append(f"- {table.title}: `{subject.command}`")
+                continue
             table = replace(table, caption="\n".join([*notes, table.caption]))
-            texts = {"md": table.to_page(), "csv": table.to_csv(), "tex": table.to_latex()}
-            texts = {suffix: text for suffix, text in texts.items() if suffix in formats}
-            for suffix, text in texts.items():
-                paths.append(out / "tables" / f"{name}.{suffix}")
-                write_whole(paths[-1], text)
-            links = " ".join(f"[{suffix}](tables/{name}.{suffix})" for suffix in texts)
-            sections.append(f"{table.to_markdown('##')}\n{links}; `{subject.command}`\n")
+            forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
+            files = {suffix: out / "tables" / f"{name}.{suffix}" for suffix in forms if suffix in formats}
+            for suffix, file in files.items():
+                write_whole(file, forms[suffix]())
+            sections.append(f"{table.to_markdown('##')}\n{_source(files, subject.command)}\n")
             tables.append(table)
-            missing += [table.title] if table.frame.empty else []
+            paths += files.values()
     for number, (name, subject) in enumerate(subjects.items(), start=1):
-        if subject.figure is not None:
+        if (figure := subject.figure) is not None:
             log.info("%d of %d: figure %s", number, len(subjects), name)
-            figure, data = subject.figure, subject.figure.data(results)
-            pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
-            files = {suffix: out / "figures" / f"{name}.{suffix}" for suffix in (*pictures, "csv")}
+            data, stem = figure.data(results), out / "figures" / name
             if data.empty:
-                for file in files.values():  # of an earlier call
-                    file.unlink(missing_ok=True)
-                text = f"No run for this figure. Command: `{subject.command}`\n"
-                missing.append(figure.title)
-            else:
-                from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
+                _remove(stem)
+                missing.append(f"- {figure.title}: `{subject.command}`")
+                continue
+            from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
 
+            pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
+            saved = save(figure.plot(data), stem, pictures) if pictures else []
+            files = {file.suffix[1:]: file for file in saved}
+            if "csv" in formats:
+                files["csv"] = stem.with_name(f"{name}.csv")
                 write_whole(files["csv"], data.to_csv(index=False, lineterminator="\n"))
-                paths += [files["csv"], *save(figure.plot(data), out / "figures" / name, pictures)]
-                links = " ".join(f"[{suffix}](figures/{file.name})" for suffix, file in files.items())
-                picture = f"![{figure.title}](figures/{name}.png)"
-                texts = "\n\n".join(text for text in (figure.caption, figure.notes) if text)
-                text = f"{picture}\n\n{texts}\n\n{links}; `{subject.command}`\n"
-            sections.append(f"## {figure.title}\n\n{text}")
+            texts = [text for text in (figure.caption, figure.notes) if text]
+            if "png" in formats:
+                texts.insert(0, f"![{figure.title}](figures/{name}.png)")
+            sections.append("\n\n".join([f"## {figure.title}", *texts, _source(files, subject.command)]) + "\n")
+            paths += files.values()
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     runs, answers = len(results.runs), len(results.counting)
     index = (
@@ -87,10 +89,22 @@ def write_paper(
     if notes:
         index += "\n".join([*(f"**{note}**" for note in notes), "", ""])
     if missing:
-        index += "\n".join(["No run yet for:", "", *(f"- {title}" for title in missing), "", ""])
+        index += "\n".join(["No run yet for:", "", *missing, "", ""])
     index += f"In all tables, {signs}\n\n" if (signs := legend(tables)) else ""
     write_whole(out / "README.md", index + "\n".join(sections))
     return [out / "README.md", out / "provenance.json", *paths]
+
+
+def _source(files: Mapping[str, Path], command: str) -> str:
+    """Markdown links to these files of a folder below README.md, and the command. files: by suffix."""
+    links = " ".join(f"[{suffix}]({file.parent.name}/{file.name})" for suffix, file in files.items())
+    return f"{links}; `{command}`" if links else f"`{command}`"
+
+
+def _remove(stem: Path) -> None:
+    """Remove what an earlier call wrote of a table or figure that has no run now."""
+    for suffix in FORMATS:
+        stem.with_name(f"{stem.name}.{suffix}").unlink(missing_ok=True)
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:
@@ -121,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="SUFFIX",
-        help="the files to write: %(choices)s (default: all; a figure's data is always a csv)",
+        help="the files to write: %(choices)s (default: all)",
     )  # fmt: skip
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)

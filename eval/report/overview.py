@@ -10,7 +10,6 @@ import pandas as pd
 
 from eval.analysis.columns import BASELINE, is_diagnostic, marked
 from eval.analysis.run_table import SHOWN
-from eval.analysis.style import usual
 from eval.analysis.table import EXAMPLES, MODEL, Column, cells
 from eval.benchmarks.datasets import DATASETS
 from eval.report.grid import Grid, grid
@@ -47,7 +46,7 @@ def findings(results: Results) -> list[str]:
     It says instead what the runs cannot show: without a baseline, with one that scores 0, with few examples.
     As in figures, of the `usual` runs; the last sentence names the others.
     """
-    shown = usual(results)
+    shown = results.usual
     whole: Any = shown.by_task[shown.by_task["level"] == "all"]
     sentences = [
         f"{_named(model, suite)}: {_finding(rows.to_dict('records'))}"

@@ -41,11 +41,11 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
     common, differing = overview.provenance(runs)
     tables = [subject.table(results) for subject in subjects.values() if subject.table is not None]
     pictures = []
-    for subject in subjects.values():
+    for name, subject in subjects.items():
         if (figure := subject.figure) is not None:
-            data, name = figure.data(results), f"figure-{figure.name}"
-            svg = None if data.empty else inline_svg(figure.plot(data), name)
-            pictures.append({**vars(figure), "name": name, "svg": svg, "command": subject.command})
+            data = figure.data(results)
+            svg = None if data.empty else inline_svg(figure.plot(data), f"figure-{name}")
+            pictures.append({**vars(figure), "name": f"figure-{name}", "svg": svg, "command": subject.command})
     first = next((picture for picture in pictures if picture["svg"] and picture["opens_report"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     environment = Environment(

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,6 @@ class Results:
 
     def __init__(self, runs: Sequence[StoredRun]) -> None:
         self.runs = tuple(runs)
-        self._parts: dict[tuple[StoredRun, ...], Results] = {self.runs: self}
 
     @classmethod
     def read(cls, folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> Results:
@@ -133,13 +132,15 @@ class Results:
             visit = visits[folder, dataset, example][number]
             yield visit.turns[turn - 1], visit.answers[arm][turn - 1]
 
-    def where(self, keep: Callable[[StoredRun], bool]) -> Results:
-        """The results of some runs."""
-        runs = tuple(run for run in self.runs if keep(run))
-        if runs not in self._parts:
-            part = self._parts[runs] = Results(runs)
-            part._parts = self._parts
-        return self._parts[runs]
+    @cached_property
+    def usual(self) -> Results:
+        """The runs that differ least from the others of their model. Figures show only these; tables show all."""
+        least: dict[str, int] = {}
+        for run in self.runs:
+            name = run.model.removesuffix(run.variant)
+            least[name] = min(len(run.differences), least.get(name, len(run.differences)))
+        runs = [run for run in self.runs if len(run.differences) == least[run.model.removesuffix(run.variant)]]
+        return self if len(runs) == len(self.runs) else Results(runs)
 
 
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:

@@ -93,10 +93,19 @@ class StoredRun:
         """
         return rows_of_visits(self.visits, self.arms)
 
+    @cached_property
+    def answered(self) -> dict[tuple[str, str], set[str]]:
+        """{(dataset, id) of each example that any arm has answered: the labels of these arms}, in order."""
+        answered: dict[tuple[str, str], set[str]] = {}
+        for visit in self.visits:
+            if visit.answers:
+                answered.setdefault(visit.key, set()).update(visit.answers)
+        return answered
+
     @property
     def keys(self) -> list[tuple[str, str]]:
         """(dataset, id) of each example that any arm has answered."""
-        return list(dict.fromkeys(visit.key for visit in self.visits if visit.answers))
+        return list(self.answered)
 
     @property
     def datasets(self) -> list[str]:
@@ -106,18 +115,18 @@ class StoredRun:
     @property
     def failed(self) -> dict[tuple[str, str, str], str]:
         """{(dataset, id, arm): why} of the arms that have not answered in any visit, as the last try failed."""
-        answered = {(*visit.key, arm) for visit in self.visits for arm in visit.answers}
-        failed = {(*visit.key, arm): why.reason for visit in self.visits for arm, why in visit.failures.items()}
-        return {key: reason for key, reason in failed.items() if key not in answered}
+        return {
+            (*visit.key, arm): why.reason
+            for visit in self.visits
+            for arm, why in visit.failures.items()
+            if arm not in self.answered.get(visit.key, ())
+        }
 
     @property
     def unfinished(self) -> str:
         """`4 of 120 examples`, if an arm lacks an answer to one that was planned; else ""."""
         planned = set(read_planned(self.folder) or ())
-        answered: dict[tuple[str, str], set[str]] = {}
-        for visit in self.visits:
-            answered.setdefault(visit.key, set()).update(visit.answers)
-        done = planned & {key for key, arms in answered.items() if arms >= self.arms.keys()}
+        done = planned & {key for key, arms in self.answered.items() if arms >= self.arms.keys()}
         return "" if done == planned else f"{len(done)} of {counted(len(planned), 'example')}"
 
     @property

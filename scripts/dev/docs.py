@@ -1,10 +1,10 @@
-"""Insert into README.md and docs/*.md what other files hold: python -m scripts.dev.docs
+r"""Insert into README.md and docs/*.md what other files hold: python -m scripts.dev.docs
 
 A page names its source in a pair of comments, and what stands between them is replaced:
 
     <!-- insert: results/demo/demo.md -->           the table of a Markdown file
-    <!-- insert: results/demo/demo.md mean over tasks -->   its rows that begin with these words
-    <!-- insert: results/demo/demo.md mean over tasks columns 2-7 -->   these columns of them, from 1
+    <!-- insert: results/demo/demo.md mean over tasks -->   its rows whose beginning matches this regular expression
+    <!-- insert: results/field/field.md tiny.*=1\.5x columns 2-7 -->   these columns of them, from 1
     <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
     <!-- insert: methods -->                        the hyperparameters of `lazyllm-bench methods`
     <!-- end -->
@@ -41,9 +41,9 @@ def _source(name: str) -> str:
     name, _, columns = name.partition(" columns ")
     file, _, row = name.partition(" ")
     lines = [line for line in (ROOT / file).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    head, rows = lines[:2], [line for line in lines[2:] if line.strip("|* ").startswith(row)]
+    head, rows = lines[:2], [line for line in lines[2:] if re.match(row, line.strip("|* "))]
     if not rows:
-        raise ValueError(f"{file}: no row of a table begins with {row!r}")
+        raise ValueError(f"{file}: no row of a table matches {row!r}")
     if columns:
         first, last = map(int, columns.split("-"))
         return "\n".join(f"|{'|'.join(line.strip('|').split('|')[first - 1 : last])}|" for line in [*head, *rows])

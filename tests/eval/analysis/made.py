@@ -46,11 +46,6 @@ def conversation(dataset: str, name: str, tokens: list[int], own: list[dict], ba
     )
 
 
-def alone(visit: Visit) -> Visit:
-    """The visit without its baseline."""
-    return replace(visit, answers={ARM: visit.answers[ARM]})
-
-
 def over(names: tuple[str, ...], **own: Any) -> list[Visit]:
     """Two examples of each dataset."""
     return [example(name, row, **own) for name in names for row in "ab"]

@@ -11,7 +11,8 @@ from eval.analysis.run_table import Comparison, binomial, comparisons, gate_fail
 from eval.run.job import parse_gate
 from eval.store.results import Results
 from lazyllm.errors import UserError
-from tests.eval.analysis.made import ARM, alone, conversation, example, stored
+from tests.eval.analysis.made import ARM, conversation, example, stored
+from tests.eval.store.made import alone
 
 
 def results(scores: list[float], baseline: float = 0.5, ttft_s: float = 0.1, **own) -> Results:

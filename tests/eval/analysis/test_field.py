@@ -10,7 +10,8 @@ from eval.analysis.field import FIGURE, field, memory, plot_comparison, ttft_sha
 from eval.analysis.run_table import run_table
 from eval.store.results import Results
 from lazyllm.methods import METHODS
-from tests.eval.analysis.made import ARM, alone, drawn, example, line, over, stored, texts
+from tests.eval.analysis.made import ARM, drawn, example, line, over, stored, texts
+from tests.eval.store.made import alone
 
 BASELINE = {"prefill_flops": 600}
 

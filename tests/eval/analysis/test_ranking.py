@@ -34,6 +34,12 @@ def test_ranking_by_hand() -> None:
     assert table.cells["KL - first's"].tolist()[0] == "-"
 
 
+def test_ranking_puts_the_score_before_kl() -> None:
+    """A method may hit the first token's distribution and lose the answer after it."""
+    runs = [swept("static_pruning", "2x", [0.0, 0.0], [1, 0], layer=2), swept("lazy", "2x", [0.2, 0.2], [1, 1])]
+    assert ranking(Results(runs)).frame["method"].tolist() == ["lazy", "static_pruning"]
+
+
 def test_ranking_leaves_out_diagnostics_and_missed_speedups() -> None:
     def run(method: str, kls: list[float], ideal: float) -> StoredRun:
         flops = [

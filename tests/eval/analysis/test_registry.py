@@ -32,7 +32,6 @@ def test_table_without_runs_says_so(name: str) -> None:
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_has_a_caption_and_no_data_without_runs(name: str) -> None:
     figure = FIGURES[name]
-    assert figure.name == name
     assert figure.title
     assert 1 <= sentences(figure.caption) <= 2
     assert figure.data(Results([])).empty

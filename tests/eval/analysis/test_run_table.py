@@ -15,7 +15,8 @@ from eval.analysis.table import Table
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Failure, Visit
-from tests.eval.analysis.made import ARM, alone, conversation, example, stored
+from tests.eval.analysis.made import ARM, conversation, example, stored
+from tests.eval.store.made import alone
 
 
 def pair(dataset: str, name: str, own: tuple[float, float, float], baseline: tuple[float, float, float]) -> Visit:

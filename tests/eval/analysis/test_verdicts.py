@@ -20,8 +20,8 @@ NAN = math.nan
 TABLE1 = {"schedule": "table1"}
 
 
-def claim(kind: str = "direction", **values: Any) -> Claim:
-    return Claim("1", "", kind, "overall", "table1", "", 1, **values)
+def claim(**values: Any) -> Claim:
+    return Claim("1", "", "overall", "table1", "", 1, **values)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_a_direction_needs_every_interval(holds: str, parts: Any, verdict: str) 
     ],
 )
 def test_a_reproduction_compares_the_interval_with_the_number(tolerance: str, value: Any, verdict: str) -> None:
-    reproduction = claim("reproduction", tolerance=tolerance, paper={"llama2": 23})
+    reproduction = claim(tolerance=tolerance, paper={"llama2": 23})
     assert reproduction.verdict([value], "llama2") == verdict
     assert reproduction.verdict([value], "xgen") == reproduction.verdict([value], None) == "-"  # it has no number of it
 
 
 def test_the_papers_own_values_agree() -> None:
-    reproductions = [(one, model) for one in claims() if one.kind == "reproduction" for model in one.paper]
+    reproductions = [(one, model) for one in claims() if one.tolerance for model in one.paper]
     assert len(reproductions) >= 10
     for one, model in reproductions:
         assert one.verdict([(one.paper[model],) * 3], model) == "agrees", one.claim
@@ -69,7 +69,7 @@ def test_the_papers_own_values_agree() -> None:
 
 def test_directions_that_the_paper_gives_a_number_for_hold_for_it() -> None:
     for one in claims():
-        if one.kind == "direction":
+        if one.holds:
             for model, number in one.paper.items():
                 assert one.verdict([(number,) * 3], model) == "holds", one.claim
 

@@ -105,10 +105,10 @@ def test_overview_tables_and_figures_show_what_was_measured(page: webdriver.Chro
 
     assert "No run here gives a row" in one(page, "#table-bare").text
     assert page.find_elements(By.CSS_SELECTOR, "#table-bare table") == []
-    drawing = one(page, "#figure-full svg")
+    drawing = one(page, "#figure-hand svg")
     assert drawing.size["height"] > 100
     assert drawing.accessible_name == f"Drawn {HOSTILE}"
-    assert "No run here gives data" in one(page, "#figure-empty").text
+    assert "No run here gives data" in one(page, "#figure-bare").text
     assert texts(page, "#table-hand h3") == [f"By hand {HOSTILE}"]
     assert page.find_elements(By.CSS_SELECTOR, "img, script[src]") == []
 
@@ -302,7 +302,7 @@ def test_narrow_screen_shows_whole_figures_without_sideways_scrolling(page: webd
     try:
         assert page.execute_script("return document.documentElement.scrollWidth") <= width
         figure = page.execute_script(
-            "const {left, right} = document.querySelector('#figure-full svg').getBoundingClientRect();"
+            "const {left, right} = document.querySelector('#figure-hand svg').getBoundingClientRect();"
             "return [left, right]"
         )
         assert 0 <= figure[0] < figure[1] <= width

@@ -393,10 +393,10 @@ def draw(frame: pd.DataFrame) -> Any:
     return figure
 
 
-FULL = Figure("full", f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw)
+FULL = Figure(f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw)
 SUBJECTS = {
     "hand": Subject(hand_table, FULL),
-    "bare": Subject(bare_table, Figure("empty", "Not drawn", "", lambda results: pd.DataFrame(), draw)),
+    "bare": Subject(bare_table, Figure("Not drawn", "", lambda results: pd.DataFrame(), draw)),
 }
 
 

@@ -1,17 +1,16 @@
+"""By hand; `test_join_oracle.py` compares every value and interval with a slow version, on random runs."""
+
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import COLUMNS, RESAMPLES, VALUES, by_task
+from eval.store.aggregate import COLUMNS, by_task
 from eval.store.results import COLUMNS as FRAME_COLUMNS
-from eval.store.visit import MEASURED
 
 NAN = float("nan")
 BASELINE = dict(score=100.0, ttft_s=2.0, scoring_s=0.0, scoring_tokens=0, total_s=4.0, step_s=1.0,
@@ -128,13 +127,6 @@ def test_deviation_leaves_out_seeds_without_all_examples() -> None:
     assert row_of(table, "hotpotqa")["score_seed_std"] == pytest.approx(math.sqrt(50))  # of 0 and 10
 
 
-def test_turns_are_part_of_their_example() -> None:
-    rows = [visit("hotpotqa", name, turn=turn, score=10.0 * turn, ttft_s=turn) for name in "ab" for turn in (1, 2, 3)]
-    found = row_of(by_task(frame(*rows)), "hotpotqa")
-    assert (found["examples"], found["turns"], found["score"]) == (2, 6, 20)
-    assert found["ttft_speedup"] == 1  # 12 s of both
-
-
 def test_comparisons_are_missing_without_a_baseline() -> None:
     table = by_task(frame(*(visit("hotpotqa", name)[1:] for name in "ab")))
     assert list(table["method"].unique()) == ["lazy"]
@@ -143,23 +135,6 @@ def test_comparisons_are_missing_without_a_baseline() -> None:
     for column in ("score_difference", "relative_score", "ttft_speedup", "step_speedup", "cache_ratio"):
         assert math.isnan(found[column])
         assert math.isnan(found[f"{column}_low"])
-
-
-def test_an_answer_whose_baseline_failed_counts_but_not_in_comparisons() -> None:
-    whole = visit("hotpotqa", "a", {"score": 80.0, "ttft_s": 6.0}, score=60.0, ttft_s=2.0)
-    half = visit("hotpotqa", "b", score=0.0, ttft_s=9.0)[1:]
-    found = row_of(by_task(frame(whole, half)), "hotpotqa")
-    assert (found["examples"], found["score"], found["ttft_s"]) == (2, 30, 5.5)
-    assert (found["ttft_speedup"], found["score_difference"], found["relative_score"]) == (3, -20, 75)
-
-
-def test_a_second_visit_gives_the_clock_of_what_it_measured_and_no_second_answer() -> None:
-    first = visit("hotpotqa", "a", {"ttft_s": 100.0})[:1]  # lazy failed
-    second = visit("hotpotqa", "a", {"ttft_s": 3.0, "visit": 1, "counts": False}, ttft_s=1.0, visit=1)
-    table = by_task(frame(first, second))
-    assert row_of(table, "hotpotqa")["ttft_speedup"] == 3
-    assert row_of(table, "hotpotqa", "baseline")["ttft_s"] == 100
-    assert row_of(table, "hotpotqa", "baseline")["examples"] == 1
 
 
 def test_settings_models_and_suites_stay_apart() -> None:
@@ -179,92 +154,3 @@ def test_settings_models_and_suites_stay_apart() -> None:
         ["llama2", "llama2", "lazy", "longbench", 30],
         ["tiny", "-", "lazy", "embedded", 40],
     ]
-
-
-SPEEDUPS = {
-    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
-    "ideal_ttft_speedup": "prefill_flops",
-}  # fmt: skip
-Pair = tuple[dict[str, float], dict[str, float]]  # an answer, and the baseline's
-
-
-def slow_value(column: str, examples: list[list[Pair]], side: int = 0) -> float:
-    """A dataset's value. examples: the answers of each example's seeds."""
-    if column in SPEEDUPS:
-        theirs, own = (sum(pair[place][SPEEDUPS[column]] for seeds in examples for pair in seeds) for place in (1, 0))
-        return theirs / own
-    if column == "cache_bytes":
-        return slow_value("kv_bytes", examples, side) + slow_value("aux_bytes", examples, side)
-    means = [sum(pair[side][column] for pair in seeds) / len(seeds) for seeds in examples]
-    return sum(means) / len(means)
-
-
-def slow_task(column: str, datasets: list[list[list[Pair]]], official: bool, side: int = 0) -> float:
-    def of(name: str, place: int = 0) -> float:
-        return slow_task(name, datasets, official, place)
-
-    match column:
-        case "relative_score":
-            return 100 * of("score") / of("score", 1)
-        case "score_difference":
-            return of("score") - of("score", 1)
-        case "answered_score":
-            return 100 * of("score") / of("pct_answered")
-        case "cache_ratio":
-            return of("cache_bytes") / of("cache_bytes", 1)
-        case "peak_ratio":
-            return of("peak_memory_bytes") / of("peak_memory_bytes", 1)
-    values = [slow_value(column, examples, side) for examples in datasets]
-    if official and column == "score":
-        values = [round(value, 2) for value in values]
-    return sum(values) / len(values)
-
-
-def slow_percentile(values: list[float], share: float) -> float:
-    """Linear between the two nearest ranks."""
-    ordered, place = sorted(values), share * (len(values) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(values) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_values_and_intervals_equal_a_slow_version(seeds: int) -> None:
-    rng = random.Random(seeds)
-    sizes = {"hotpotqa": 4, "musique": 3}
-
-    def drawn_values() -> dict[str, float]:
-        return {column: rng.uniform(1, 100) for column in MEASURED}
-
-    rows = {
-        name: [[(drawn_values(), drawn_values()) for _ in range(seeds)] for _ in range(size)]
-        for name, size in sizes.items()
-    }
-    table = by_task(
-        frame(
-            *(
-                visit(name, str(number), rows[name][number][seed][1], seed=seed, folder=str(seed),
-                      **rows[name][number][seed][0])
-                for name in sizes
-                for number in range(sizes[name])
-                for seed in range(seeds)
-            )
-        )
-    )  # fmt: skip
-    # the same resamples: only the random draws are taken from there
-    picks = {
-        name: np.random.default_rng(list(name.encode())).integers(0, n, size=(RESAMPLES, n)).tolist()
-        for name, n in sizes.items()
-    }
-    for row_name, names in {"hotpotqa": ["hotpotqa"], "musique": ["musique"], "multi_doc_qa": list(sizes)}.items():
-        found = row_of(table, row_name)
-        for column in VALUES:
-            assert found[column] == pytest.approx(slow_task(column, [rows[name] for name in names], True)), column
-            if column in MEASURED and column not in {"score", "ttft_s"}:
-                continue  # resampled like the score, which is a mean too
-            resampled = [
-                slow_task(column, [[rows[name][pick] for pick in picks[name][number]] for name in names], False)
-                for number in range(RESAMPLES)
-            ]
-            assert found[f"{column}_low"] == pytest.approx(slow_percentile(resampled, 0.025)), column
-            assert found[f"{column}_high"] == pytest.approx(slow_percentile(resampled, 0.975)), column

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eval.store.folder import read_visits
-from eval.store.visit import Failure, Measurement, Request, Trace, Turn, Visit, compact_counts, read_trace
+from eval.store.visit import Failure, Measurement, Request, Trace, Visit, compact_counts, read_trace
 from lazyllm.errors import UserError
 from tests.eval.store.visits import measurement, turn, visit
 
@@ -124,12 +124,6 @@ def test_compact_counts_lose_nothing() -> None:
         ends = [*starts[1:], full.shape[1] + 1]
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         assert np.array_equal(np.repeat(np.array(compact), lengths, axis=1), full)
-
-
-def test_every_turn_has_its_own_facts() -> None:
-    assert visit(3, turns=3).turns == [turn(0), turn(1), turn(2)]
-    assert visit(3).key == ("hotpotqa", "row-3")
-    assert isinstance(visit(3).turns[0], Turn)
 
 
 def test_traces_have_names_of_their_own(tmp_path: Path) -> None:
