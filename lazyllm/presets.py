@@ -21,7 +21,7 @@ class Preset:
 
     source: hub id or folder. architecture: the shapes and RoPE of the checkpoint's `config.json`, for
     `load_format="dummy"`; None if this package holds the checkpoint. gated: the hub gives it only to those whom its
-    owner has granted access. pickled: its weights on the hub are pickles, which are converted once.
+    owner has granted access. pickled: its weights on the hub are pickles in 32 bits.
     """
 
     source: str

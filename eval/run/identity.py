@@ -256,7 +256,8 @@ def weights_sha256(source: str) -> str | None:
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    for file in sorted([folder / "config.json", *weights]):
         size = file.stat().st_size
         with file.open("rb") as opened:
             digest.update(f"{file.name}\0{size}\0".encode())

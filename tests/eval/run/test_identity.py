@@ -146,3 +146,14 @@ def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest
         return method_code("mine")
 
     assert code("{2: n}") == code("{2: n}") != code("{2: 1}")
+
+
+def test_local_checkpoint_is_hashed_by_the_weights_that_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    hashes = []
+    for file, content in (("a.bin", b"1"), ("a.bin", b"2"), ("a.safetensors", b"3"), ("a.safetensors", b"4")):
+        (tmp_path / file).write_bytes(content)
+        hashes.append(identity.weights_sha256(str(tmp_path)))
+    assert len({*hashes}) == 4
+    (tmp_path / "a.bin").write_bytes(b"5")  # not read beside safetensors
+    assert identity.weights_sha256(str(tmp_path)) == hashes[-1]
