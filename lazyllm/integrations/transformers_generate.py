@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile_config": ((None,), "the number of tokens changes from layer to layer and step to step: leave it out"),
     "guidance_scale": ((None, 1), "guidance runs the model a second time, unpruned: leave it out"),
     "is_assistant": ((None, False), "a pruned generation cannot draft for another model"),
+    "num_beams": ((None, 1), _ONE_SEQUENCE),
     "output_attentions": ((None, False), _NOT_KEPT),
     "output_hidden_states": ((None, False), _NOT_KEPT),
     "prefill_chunk_size": ((None,), "the newest token's attention to the whole prompt is what prunes: leave it out"),
@@ -79,8 +80,8 @@ INERT = frozenset(
     | {"cache_config", "constraints", "continuous_batching_config", "decoder_start_token_id", "disable_compile"}
     | {"diversity_penalty", "dola_layers", "early_stopping", "force_words_ids", "length_penalty", "low_memory"}
     | {"max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"}
-    | {"num_beam_groups", "num_beams", "penalty_alpha", "prompt_lookup_num_tokens", "speculation_type"}
-    | {"target_lookbehind", "transformers_version", "use_mtp"}
+    | {"num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind"}
+    | {"transformers_version", "use_mtp"}
 )
 
 # Arguments that `generate` itself adds. They have no effect here: only the last logits are computed.
@@ -391,11 +392,11 @@ def _not_called(model: PreTrainedModel) -> Iterator[None]:
 
 def check_options(config: GenerationConfig) -> None:
     """Refuse generation options that a pruned generation cannot honour. Raises ValueError."""
-    _check_mode(config.get_generation_mode())
     for name, (accepted, instead) in REFUSED.items():
         value = getattr(config, name, None)
         if value not in accepted:
             raise ValueError(f"{name}={value!r} is not supported with a pruning method: {instead}")
+    _check_mode(config.get_generation_mode())
     for name, default in vars(GenerationConfig()).items():
         value = getattr(config, name, None)
         known = name.startswith("_") or name in HONOURED | REFUSED.keys() | INERT

@@ -436,14 +436,12 @@ def test_every_option_of_this_release_is_in_one_table() -> None:
 
 OTHER = {
     "cache_implementation": "static", "compile_config": {}, "guidance_scale": 1.5, "is_assistant": True,
-    "output_attentions": True, "output_hidden_states": True, "prefill_chunk_size": 4, "token_healing": True,
-    "use_cache": False,
+    "num_beams": 2, "output_attentions": True, "output_hidden_states": True, "prefill_chunk_size": 4,
+    "token_healing": True, "use_cache": False,
 }  # fmt: skip
 MODES: list[dict[str, Any]] = [
-    {"num_beams": 2}, {"num_beams": 2, "do_sample": True}, {"num_beams": 2, "num_beam_groups": 2},
-    {"num_beams": 2, "constraints": [1]}, {"num_beams": 2, "force_words_ids": [[1]]},
-    {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}, {"prompt_lookup_num_tokens": 3},
-    {"assistant_early_exit": 2}, {"use_mtp": True},
+    {"constraints": [1]}, {"force_words_ids": [[1]]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"},
+    {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}, {"use_mtp": True},
 ]  # fmt: skip
 
 
@@ -462,7 +460,7 @@ def test_option_is_refused(name: str) -> None:
 def test_generation_mode_is_refused(options: dict[str, Any]) -> None:
     config = GenerationConfig()
     for name, value in options.items():
-        assert name in INERT | {"do_sample", "top_k"}
+        assert name in INERT | {"top_k"}
         setattr(config, name, value)
     with pytest.raises(ValueError, match=r"generation mode .* is not supported with a pruning method"):
         check_options(config)
