@@ -151,9 +151,14 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
     Arguments and results are those of `generate_with`. In addition, a `streamer` (for one row) and `stop_strings` with
     `tokenizer` are honoured; `assistant_model`, `synced_gpus` and any cache are refused. Nested contexts: the innermost
-    wins. A call's own `custom_generate` wins over all.
+    wins. A call's own `custom_generate` wins over all. Raises TypeError for anything but a model of transformers.
     """
     original = type(model)
+    if not issubclass(original, GenerationMixin):
+        raise TypeError(
+            f"expected a model of transformers, got {original.__name__}: of a wrapper (peft's, torch.compile's), give "
+            "the model inside"
+        )
     # of the same name, by which a pipeline knows what the model can do
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     decoding = {"lazyllm_decoding": PrunedDecoding(method, seed)}

@@ -534,6 +534,12 @@ def test_using_refuses_arguments_that_transformers_passes_on(given: dict[str, An
         MODEL.generate(**{"inputs": ids_of(LONG), **given}, max_new_tokens=3)
 
 
+def test_using_refuses_a_wrapper_whose_own_model_would_generate() -> None:
+    wrapper: Any = torch.nn.Sequential(MODEL)
+    with pytest.raises(TypeError, match=r"got Sequential: .* give the model inside"), lazyllm.using(wrapper, PRUNE):
+        pass
+
+
 def test_generate_with_refuses_bad_methods_and_seeds() -> None:
     with pytest.raises(TypeError, match="expected a method such as"):
         lazyllm.generate_with(Lazy)  # type: ignore[arg-type]
