@@ -207,9 +207,9 @@ def test_each_file_is_fetched_once_and_no_pickle_at_all(played: Played) -> None:
 
 
 def test_sweep_over_both_models_of_the_paper_gives_two_runs_and_one_table(played: Played) -> None:
-    """XGen's weights are pickles on the hub, converted by the fetch; the next day it is found offline."""
+    """XGen's weights are pickles on the hub; the next day they are found offline."""
     checkpoint, _ = played.steps["fetch xgen"]["out"].splitlines()
-    assert re.fullmatch(r"xgen: .*/converted/Salesforce--xgen-7b-8k-inst/[0-9a-f]{40}", checkpoint)
+    assert re.fullmatch(r"xgen: .*/models--Salesforce--xgen-7b-8k-inst/snapshots/[0-9a-f]{40}", checkpoint)
     for step in ("two models", "more of both"):
         joint = played.steps[step]["out"].partition("All runs of the sweep")[2]
         assert "llama2" in joint

@@ -8,7 +8,6 @@ from eval.benchmarks import (
     longbench_v2,
     mrcr,
     needle,
-    own,
     ruler,
     scbench,
     stdlib,
@@ -27,7 +26,6 @@ _ALL = (
     graphwalks.SUITE,
     babilong.SUITE,
     mrcr.SUITE,
-    own.SUITE,
 )
 
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}

@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.own import OwnDataset, own_dataset
+from eval.benchmarks.own import TASK, OwnDataset, own_dataset, own_suite
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite
 from lazyllm.errors import UserError, require
 
 DATASETS: dict[str, Dataset] = {dataset.name: dataset for suite in SUITES.values() for dataset in suite.datasets}
-"""All datasets by name; `add_own` adds a user's."""
+"""All datasets by name; `add_own` adds a user's, and its suite to `SUITES`."""
 
 TASKS: tuple[str, ...] = tuple(
-    dict.fromkeys(task for suite in SUITES.values() for task in (*suite.all_tasks, *suite.tasks))
+    dict.fromkeys((*(task for suite in SUITES.values() for task in (*suite.all_tasks, *suite.tasks)), TASK))
 )
 """All tasks, in the order of tables."""
 
-_WHOLE = {suite.whole: suite.datasets for suite in SUITES.values() if suite.datasets}
+_WHOLE = {suite.whole: suite.datasets for suite in SUITES.values()}
 _TASK = {
     task: tuple(dataset for dataset in suite.datasets if dataset.task == task)
     for suite in SUITES.values()
     for task in suite.tasks
-    if suite.datasets
 }
 CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
 """{name in a config: its datasets}: names of suites, tasks and datasets."""
@@ -73,16 +72,17 @@ def default_suite(model: str) -> Suite:
 
 
 def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
-    """The user's datasets that a config describes, from now on in `DATASETS`.
+    """The user's datasets that a config describes, from now on in `DATASETS`, and their suites in `SUITES`.
 
     dataset: the config's, as in `datasets_asked_for`. Raises UserError.
     """
     described = {name: value for name, value in dataset.items() if isinstance(value, Mapping)}
     for name in described:
-        if name in DATASETS and not isinstance(DATASETS[name], OwnDataset):
-            raise UserError(f"dataset.{name}: a dataset of {DATASETS[name].suite} has this name; give another")
+        if (name in DATASETS or name in SUITES) and not isinstance(DATASETS.get(name), OwnDataset):
+            raise UserError(f"dataset.{name}: a dataset or suite of this package has this name; give another")
     own = tuple(own_dataset(name, value) for name, value in described.items())
     DATASETS.update({each.name: each for each in own})
+    SUITES.update({each.name: own_suite(each) for each in own})
     return own
 
 

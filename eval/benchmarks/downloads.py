@@ -89,19 +89,27 @@ class HubDataset:
             source = self.repository if configuration is None else f"{self.repository}, {configuration}"
             parts[source] = map(dict, self.split(configuration, split))
         else:
-            import pyarrow.parquet as pq  # not at the top: it is slow to import
-
             source = str(settings.dir.expanduser())
-            for file in sorted(Path(source).glob(pattern)):
-                try:
-                    is_json = file.suffix == ".json"
-                    parts[file] = json.loads(file.read_bytes()) if is_json else pq.read_table(file).to_pylist()
-                except (OSError, ValueError) as error:
-                    raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
+            parts |= {file: _rows_in(file) for file in sorted(Path(source).glob(pattern))}
             if not parts:
-                raise UserError(f"data.dir={source}: no file {pattern} is there; expected the dataset's own files")
+                raise UserError(f"data.dir={source}: no file {pattern} is there; give data.dir=FOLDER with {self.give}")
         rows = [(f"{part}, row {place}", row) for part, values in parts.items() for place, row in enumerate(values, 1)]
         return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
+
+
+def _rows_in(file: Path) -> list[Any]:
+    """The rows of a JSON array or a Parquet file. Raises UserError."""
+    try:
+        if file.suffix != ".json":
+            import pyarrow.parquet as pq  # not at the top: it is slow to import
+
+            return pq.read_table(file).to_pylist()
+        rows = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{file}: not a table of rows (expected an array, got {type(rows).__name__})")
+    return rows
 
 
 def literals(content: bytes, *names: str) -> list[Any]:

@@ -10,14 +10,13 @@ the results. The table `groups` shows both scores.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import HubDataset, given_file, official_file
+from eval.benchmarks.downloads import HubDataset, official_file
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, loaded, parsed_json, shortened
+from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, loaded
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -62,16 +61,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     absent = [place for place in ("$DOC$", *_PLACES) if place not in template]
     if absent:
         raise UserError(f"{PROMPT}: expected LongBench v2's prompt, with the place {absent[0]}")
-    expected, parse = "an array of rows, as LongBench v2 has them", partial(_example, dataset, template)
-    if settings.dir is None:
-        rows = _HUB.rows(settings)
-    else:
-        file = given_file(settings.dir, ROWS, _HUB.give)
-        values = parsed_json(data := file.read_bytes(), str(file))
-        if not isinstance(values, list):
-            raise UserError(f"{file}: expected {expected}, got {shortened(values)}")
-        places = [(f"{file}, row {number}", row) for number, row in enumerate(values, 1)]
-        rows = places, str(file), hashlib.sha256(data).hexdigest()
+    rows, parse = _HUB.rows(settings, ROWS), partial(_example, dataset, template)
+    expected = "an array of rows, as LongBench v2 has them"
     return loaded(dataset, rows, parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[template])
 
 

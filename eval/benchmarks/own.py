@@ -1,4 +1,4 @@
-"""A user's own rows under an own name: `dataset=mine.yaml`, or `dataset=mine` for conf/dataset/mine.yaml.
+"""A user's own rows, a suite of an own name: `dataset=mine.yaml`, or `dataset=mine` for conf/dataset/mine.yaml.
 
     mine:
       file: rows.jsonl            # or .json, .csv, .parquet, also .gz; or hub: OWNER/NAME with split: test
@@ -41,12 +41,12 @@ class OwnDataset(Dataset):
     file: of the rows. hub, split, configuration: of a dataset of the hub instead. template: the prompt, with `{field}`
     of the rows. context: the field of the template that methods may shorten. answers: the field, or fields, of the gold
     answers. classes: the class names, for the metric `classification`. evidence: the field with the text, or texts, of
-    the context that hold the answer. id: the field of an identity; "" for a hash of the row. version: to be raised when
-    the file's meaning changes. Others: as of `Dataset`.
+    the context that hold the answer. id: the field of an identity; "" for a hash of the row. prompt_tokens: the prompt
+    length for which a target speedup is solved, such as the rows' mean; 0 if unknown. version: to be raised when the
+    file's meaning changes. Others: as of `Dataset`.
     """
 
     task: str = TASK
-    suite: str = "own"
     decode_halves: bool = False
     template: str
     context: str
@@ -59,10 +59,12 @@ class OwnDataset(Dataset):
     classes: tuple[str, ...] = ()
     evidence: str = ""
     id: str = ""
+    prompt_tokens: int = 0
     version: int = 1
 
 
 _NOT_GIVEN = ("name", "task", "suite", "prompt_of", "protected")
+_NO_PROMPT = ("name", "suite", "file", "prompt_tokens")  # these change no prompt, and no answer's score
 _GIVEN = {item.name: item for item in fields(OwnDataset) if item.name not in _NOT_GIVEN}
 
 
@@ -90,7 +92,7 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in description.items()
     }
-    own = OwnDataset(name=name, **values)
+    own = OwnDataset(name=name, suite=name, **values)
     require(own.metric in METRICS, f"{where}.metric", own.metric, " or ".join(METRICS))
     try:
         places = _places(own.template)
@@ -101,6 +103,8 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     number = own.max_new_tokens
     require(type(number) is int and number > 0, f"{where}.max_new_tokens", number, "1 or more")
     require(bool(own.file) != bool(own.hub), f"{where}.file", own.file, "a file, or hub: OWNER/NAME instead")
+    tokens = own.prompt_tokens
+    require(type(tokens) is int and tokens >= 0, f"{where}.prompt_tokens", tokens, "a number of tokens")
     readable = not own.file or _kind(own) is not None
     require(readable, f"{where}.file", own.file, f"{', '.join(_READERS)}, also with .gz")
     return own
@@ -133,7 +137,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     assert isinstance(dataset, OwnDataset)
     own = dataset.configuration, dataset.split
     rows = _file_rows(dataset) if dataset.file else _hub(dataset).rows(settings, "", *own)
-    meaning = {key: value for key, value in asdict(dataset).items() if key not in ("name", "file")}
+    meaning = {key: value for key, value in asdict(dataset).items() if key not in _NO_PROMPT}
     return loaded(
         dataset, rows, partial(_example, dataset), settings.on_error, "rows with the template's fields",
         dataset.max_new_tokens, prompts=[meaning],
@@ -194,4 +198,13 @@ def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
     )
 
 
-SUITE = Suite(name="own", datasets=(), load=load, score=score_example, tasks=(TASK,), missing=missing)
+def own_suite(own: OwnDataset) -> Suite:
+    """The suite of this dataset alone, of its name: its scores are pooled with no other's."""
+    return Suite(
+        name=own.name,
+        datasets=(own,),
+        load=load,
+        score=score_example,
+        missing=missing,
+        reference_tokens=own.prompt_tokens,
+    )

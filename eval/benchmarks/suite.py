@@ -202,7 +202,8 @@ class Suite:
     tasks: tasks that a config may name, for its datasets of that task.
     limit: the number of examples of each dataset in a run without a `limit`; None for all.
     in_paper: whether LazyLLM's paper reports this suite.
-    reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths.
+    reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths, 0 if it is
+        unknown.
     rows_in_dir: whether a given `data.dir` holds its rows, which are then read and checked before torch is imported.
     rows_here: whether its rows need no other file, network or tokenizer, so that they are checked as early.
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.

@@ -22,8 +22,7 @@ from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import parser_of, require
 from lazyllm.machine import machine_warnings, torch_build
-from lazyllm.models.checkpoint import INDEX
-from lazyllm.models.convert import is_converted
+from lazyllm.models.checkpoint import FIRST_FILES
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import source_of
 
@@ -88,13 +87,13 @@ def check_model(model: str) -> dict[str, State]:
 
     source = source_of(model)
     preset, suite = PRESETS.get(model, Preset(source)), default_suite(model)
-    is_here = Path(source).is_dir() or is_converted(source)
-    if not is_here:
-        is_here = any(isinstance(try_to_load_from_cache(source, name), str) for name in ("model.safetensors", INDEX))
+    is_here = Path(source).is_dir() or any(
+        isinstance(try_to_load_from_cache(source, name), str) for name in FIRST_FILES
+    )
     gated, cache = preset.gated and not is_here, Path(constants.HF_HUB_CACHE)
     folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(folder).free / 1e9
-    files = 0 if is_here else gigabytes_of(model) * (4 if preset.pickled else 1)  # pickles in 32 bits, converted ones
+    files = 0 if is_here else gigabytes_of(model) * (2 if preset.pickled else 1)  # pickles in 32 bits
     space = f"{free:.1f} GB free in {folder}, {files + 2:.0f} GB needed"  # 2 for LongBench and runs
     no_token = MISSING if gated else NOT_NEEDED, "hf auth login (gated models need it)"
     access = f"ask for access at https://huggingface.co/{source}, then " if gated else ""

@@ -34,6 +34,7 @@ PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score
 ENGINE = (
     "lazyllm/spec.py",
     "lazyllm/presets.py",
+    "lazyllm/presets.yaml",
     "lazyllm/engine",
     "lazyllm/models",
     "lazyllm/methods/support",
@@ -54,7 +55,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def code_sha256(parts: tuple[str, ...]) -> str:
-    """16 hex digits of the SHA-256 of sources without comments, docstrings and layout.
+    """16 hex digits of the SHA-256 of sources, Python's without comments, docstrings and layout.
 
     parts: folders with their subfolders, and files, relative to the folder of the packages.
     """
@@ -62,7 +63,7 @@ def code_sha256(parts: tuple[str, ...]) -> str:
     for part in parts:
         path = _ROOT / part
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            content = json.dumps(_meaning(_tree(file)))
+            content = json.dumps(_meaning(_tree(file))) if file.suffix == ".py" else file.read_text(encoding="utf-8")
             digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{content}\0".encode())
     return digest.hexdigest()[:16]
 
@@ -256,7 +257,8 @@ def weights_sha256(source: str) -> str | None:
     if not folder.is_dir():
         return None
     digest = hashlib.sha256()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+    for file in sorted([folder / "config.json", *weights]):
         size = file.stat().st_size
         with file.open("rb") as opened:
             digest.update(f"{file.name}\0{size}\0".encode())

@@ -131,7 +131,7 @@ class Run:
             dir=Path(config.data.dir) if config.data.dir is not None else None,
             on_error="skip" if config.data.on_error == "skip" else "raise",
             limit=rows if config.subset == "first" else None,  # of each two rows, one is in a split
-            options=getattr(config, suite.name, None),
+            options=None if suite.options is None else getattr(config, suite.name),
             model=self.spec,
             chat=self.chat,
             turns=config.turns,
@@ -139,10 +139,9 @@ class Run:
         expected = f"dataset=NAME with it, as {suite.name} has rows of its own"
         require(data.dir is None or not suite.rows_here, "data.dir", data.dir, expected)
         for other in SUITES.values():
-            options = getattr(config, other.name, None)
-            if options is not None and other is not suite:
+            if other.options is not None and other is not suite:
                 instead = f"dataset={other.whole} with it: {self._named[0].name} is of {suite.name}"
-                _check_unused(other.name, options, instead)
+                _check_unused(other.name, getattr(config, other.name), instead)
         return data
 
     @cached_property

@@ -20,7 +20,7 @@ import yaml
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.suite import Dataset
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, require
 from lazyllm.methods import by_name, settings_of
 from lazyllm.methods.support.schedule import Schedule
 
@@ -97,7 +97,10 @@ def solved(
     if not is_preset(value):
         return settings
     column = column or "llama2"
-    tokens = length or SUITES[dataset.suite].reference_tokens or REFERENCE_TOKENS[column]
+    reference = SUITES[dataset.suite].reference_tokens
+    tokens = length or (REFERENCE_TOKENS[column] if reference is None else reference)
+    key, expected = f"dataset.{dataset.name}.prompt_tokens", f"the rows' mean, for which {value} is solved"
+    require(tokens > 0, key, tokens, expected)
     target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(str(value)[:-1])
     others = {key: value for key, value in settings.items() if key not in ("name", "turns")}
     solution = kind.solve(others, model_config, tokens, target)

@@ -10,14 +10,13 @@ Notation:
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -35,11 +34,10 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-    StopStringCriteria,
     SuppressTokensAtBeginLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lazyllm.engine.batch import BATCH_SIZE, generate_requests
@@ -59,42 +57,31 @@ HONOURED = frozenset(
 )
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
-_OWN_CACHE = "a pruned generation makes its own KV cache: leave it out"
 _GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
 _NOT_KEPT = "the layers see different tokens, so it is not recorded: call model(sequences, ...) afterwards"
 
 # Options that a pruned generation cannot honour: {name: (values that have no effect, what to do instead)}.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "assistant_early_exit": ((None,), _ONE_SEQUENCE),
-    "cache_config": ((None,), _OWN_CACHE),
-    "cache_implementation": ((None, "dynamic"), _OWN_CACHE),
+    "cache_implementation": ((None, "dynamic"), "a pruned generation makes its own KV cache: leave it out"),
     "compile_config": ((None,), "the number of tokens changes from layer to layer and step to step: leave it out"),
-    "constraints": ((None,), _ONE_SEQUENCE),
-    "diversity_penalty": ((None, 0.0), _ONE_SEQUENCE),
-    "dola_layers": ((None,), "layers run on different tokens and are not compared: leave it out"),
-    "force_words_ids": ((None,), _ONE_SEQUENCE),
     "guidance_scale": ((None, 1), "guidance runs the model a second time, unpruned: leave it out"),
     "is_assistant": ((None, False), "a pruned generation cannot draft for another model"),
-    "low_memory": ((None, False), "it is an option of beam and contrastive search: leave it out"),
-    "max_cache_len": ((None,), _OWN_CACHE),
-    "num_beam_groups": ((None, 1), _ONE_SEQUENCE),
     "num_beams": ((None, 1), _ONE_SEQUENCE),
     "output_attentions": ((None, False), _NOT_KEPT),
     "output_hidden_states": ((None, False), _NOT_KEPT),
-    "penalty_alpha": ((None, 0), _ONE_SEQUENCE),
     "prefill_chunk_size": ((None,), "the newest token's attention to the whole prompt is what prunes: leave it out"),
-    "prompt_lookup_num_tokens": ((None,), _ONE_SEQUENCE),
     "token_healing": ((None, False), "it changes the prompt behind the attention mask: heal the prompt before"),
     "use_cache": ((None, True), "pruning works on the KV cache: set use_cache=True"),
-    "use_mtp": ((None, False), _ONE_SEQUENCE),
 }
 
-# Options that only tune a refused mode, or that no decoding loop reads.
+# Options that choose or tune a generation mode or a cache, which are refused as such, or that no decoding loop reads.
 INERT = frozenset(
-    {"assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind"}
-    | {"continuous_batching_config", "decoder_start_token_id", "disable_compile", "early_stopping"}
-    | {"length_penalty", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"}
-    | {"speculation_type", "target_lookbehind", "transformers_version"}
+    {"assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind"}
+    | {"cache_config", "constraints", "continuous_batching_config", "decoder_start_token_id", "disable_compile"}
+    | {"diversity_penalty", "dola_layers", "early_stopping", "force_words_ids", "length_penalty", "low_memory"}
+    | {"max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"}
+    | {"num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind"}
+    | {"transformers_version", "use_mtp"}
 )
 
 # Arguments that `generate` itself adds. They have no effect here: only the last logits are computed.
@@ -111,7 +98,6 @@ _COUNTING = (
     MinNewTokensLengthLogitsProcessor,
     SuppressTokensAtBeginLogitsProcessor,
 )
-_PARAMETERS = list(inspect.signature(vars(GenerationMixin)["generate"]).parameters)[1:]  # of `model.generate`, in order
 
 
 @dataclass
@@ -165,49 +151,65 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
     Arguments and results are those of `generate_with`. In addition, a `streamer` (for one row) and `stop_strings` with
     `tokenizer` are honoured; `assistant_model`, `synced_gpus` and any cache are refused. Nested contexts: the innermost
-    wins. A call's own `custom_generate` wins over all.
+    wins. A call's own `custom_generate` wins over all. Raises TypeError for anything but a model of transformers.
     """
-    decode = PrunedDecoding(method, seed)
-    original: Any = model.generate
-    own = vars(model).get("generate")
-
-    @functools.wraps(original)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
-        if call.get("custom_generate") is None:
-            call = _stop_strings_as_criterion(model, call)
-            _check_helpers(call)
-            _check_options_of(call)  # before transformers acts on them: token healing would run the model
-            if call.get("past_key_values") is not None:
-                raise ValueError(_GIVEN_CACHE)
-            # transformers does not pass these on to a custom_generate
-            dropped = {"streamer": call.get("streamer"), "mask_given": call.get("attention_mask") is not None}
-            call["custom_generate"] = functools.partial(decode, **dropped)
-        return original(**call)
-
-    setattr(model, "generate", generate)  # noqa: B010 - on the instance, it hides the class's
+    original = type(model)
+    if not issubclass(original, GenerationMixin):
+        raise TypeError(
+            f"expected a model of transformers, got {original.__name__}: of a wrapper (peft's, torch.compile's), give "
+            "the model inside"
+        )
+    # of the same name, by which a pipeline knows what the model can do
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    decoding = {"lazyllm_decoding": PrunedDecoding(method, seed)}
+    bases = (original,) if issubclass(original, _Pruning) else (_Pruning, original)  # the first in a nested context
+    model.__class__ = type(original.__name__, bases, names | decoding)
     try:
         yield model
     finally:
-        if own is None:
-            del model.generate
-        else:
-            setattr(model, "generate", own)  # noqa: B010
+        model.__class__ = original
 
 
-def _check_options_of(call: Mapping[str, Any]) -> None:
-    """Refuse options that a pruned generation cannot honour. Raises ValueError."""
-    for name, (accepted, instead) in REFUSED.items():
-        if call.get(name) not in accepted:
-            raise ValueError(f"{name}={call[name]!r} is not supported with a pruning method: {instead}")
+class _Pruning:
+    """Overrides of `GenerationMixin`: the decoding loops, and what these are not told of.
 
+    lazyllm_decoding: replaces the loops.
+    """
 
-def _check_helpers(call: Mapping[str, Any]) -> None:
-    """Refuse an assistant model and generation synchronised between processes. Raises ValueError."""
-    if call.get("assistant_model") is not None:
-        raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
-    if call.get("synced_gpus"):
-        raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
+    lazyllm_decoding: PrunedDecoding
+
+    def _sample(self, input_ids: Tensor, **call: Any) -> LazyGenerateOutput | Tensor:
+        return self.lazyllm_decoding(cast(PreTrainedModel, self), input_ids, **call)
+
+    _beam_search = _assisted_decoding = _sample  # refused by their generation mode
+
+    def generate_batch(self, *_: Any, **__: Any) -> None:
+        """Refuse continuous batching, which `generate` begins for a paged cache. Raises ValueError."""
+        raise ValueError("continuous batching (a paged cache) is not supported with a pruning method: leave it out")
+
+    def _get_deprecated_gen_repo(
+        self, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
+    ) -> None:
+        """Refuse a mode whose loop is code of the hub, trusted or not. Raises ValueError."""
+        repository = super()._get_deprecated_gen_repo(mode, True, custom_generate)  # type: ignore[misc]
+        if repository is not None:
+            _check_mode(mode)
+
+    def _prepare_cache_for_generation(self, config: Any, model_kwargs: dict[str, Any], *others: Any) -> Any:
+        """Refuse a given cache, even an empty one: a pruned generation does not fill it. Raises ValueError."""
+        if model_kwargs.get("past_key_values") is not None:
+            raise ValueError(_GIVEN_CACHE)
+        return super()._prepare_cache_for_generation(config, model_kwargs, *others)  # type: ignore[misc]
+
+    def _prepare_attention_mask_for_generation(self, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
+        """Refuse to guess the mask of rows that may be padded on the right. Raises ValueError."""
+        pad_id = config._pad_token_tensor
+        if len(ids) > 1 and pad_id is not None and (ids[:, -1] == pad_id).any():
+            raise ValueError(
+                "rows end with the padding token and there is no attention_mask: pad on the left, "
+                "tokenizer.padding_side='left', and give the attention_mask"
+            )
+        return super()._prepare_attention_mask_for_generation(ids, config, model_kwargs)  # type: ignore[misc]
 
 
 def _check_dropped(frame: FrameType | None) -> None:
@@ -219,7 +221,7 @@ def _check_dropped(frame: FrameType | None) -> None:
     if caller is None or caller.f_code is not inspect.unwrap(vars(GenerationMixin)["generate"]).__code__:
         return
     given = caller.f_locals
-    _check_helpers(given)
+    _check_helpers(given.get("assistant_model"), given.get("synced_gpus"))
     if given.get("streamer") is not None:
         raise ValueError(
             "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., streamer=...) "
@@ -227,21 +229,12 @@ def _check_dropped(frame: FrameType | None) -> None:
         )
 
 
-def _stop_strings_as_criterion(model: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """`generate`'s arguments with `stop_strings` replaced by transformers' criterion.
-
-    With a `custom_generate`, transformers 5 drops the tokenizer that it needs to make this criterion.
-    """
-    configs = (call.get("generation_config"), getattr(model, "generation_config", None))
-    sources = [call.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs)]
-    strings = next((source for source in sources if source is not None), None)
-    tokenizer = call.get("tokenizer")
-    if strings is None or tokenizer is None:
-        return dict(call)
-    criteria = StoppingCriteriaList(call.get("stopping_criteria") or [])
-    if not any(isinstance(criterion, StopStringCriteria) for criterion in criteria):
-        criteria.append(StopStringCriteria(tokenizer, strings))
-    return {**call, "stop_strings": None, "stopping_criteria": criteria}
+def _check_helpers(assistant_model: Any, synced_gpus: Any) -> None:
+    """Refuse an assistant model and generation synchronised between processes. Raises ValueError."""
+    if assistant_model is not None:
+        raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
+    if synced_gpus:
+        raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
 
 
 @dataclass(frozen=True)
@@ -264,16 +257,15 @@ class PrunedDecoding:
         stopping_criteria: Sequence[Any],
         generation_config: GenerationConfig,
         streamer: Any = None,
-        mask_given: bool = True,
+        synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> LazyGenerateOutput | Tensor:
         """Decode input_ids [b, n].
 
-        mask_given: False if transformers guessed the attention mask from the padding token.
         model_kwargs: the arguments that `generate` prepared for `forward`.
         """
-        if streamer is None:
-            _check_dropped(inspect.currentframe())
+        _check_dropped(inspect.currentframe())
+        _check_helpers(model_kwargs.get("assistant_model"), synced_gpus)
         check_options(generation_config)
         _check_call(model_kwargs)
         (rows, width), device = input_ids.shape, input_ids.device
@@ -282,11 +274,6 @@ class PrunedDecoding:
         padding = _left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         given = (generation_config.pad_token_id, generation_config.eos_token_id)  # transformers pads with the first
         pad_id = next((int(torch.as_tensor(token).flatten()[0]) for token in given if token is not None), None)
-        if not mask_given and rows > 1 and pad_id is not None and (input_ids[:, -1] == pad_id).any():
-            raise ValueError(
-                "rows end with the padding token and there is no attention_mask: pad on the left, "
-                "tokenizer.padding_side='left', and give the attention_mask"
-            )
         if pad_id is None and rows > 1 and not all(isinstance(rule, MaxLengthCriteria) for rule in stopping_criteria):
             raise ValueError("rows may end at different lengths, and there is no padding token: give pad_token_id")
         lengths = [rule.max_length for rule in stopping_criteria if isinstance(rule, MaxLengthCriteria)]
@@ -410,15 +397,22 @@ def _not_called(model: PreTrainedModel) -> Iterator[None]:
 
 def check_options(config: GenerationConfig) -> None:
     """Refuse generation options that a pruned generation cannot honour. Raises ValueError."""
-    _check_options_of({name: getattr(config, name, None) for name in REFUSED})
-    mode = config.get_generation_mode()
-    if mode not in ("greedy_search", "sample"):
-        raise ValueError(f"generation mode {mode.value} is not supported with a pruning method: {_ONE_SEQUENCE}")
+    for name, (accepted, instead) in REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in accepted:
+            raise ValueError(f"{name}={value!r} is not supported with a pruning method: {instead}")
+    _check_mode(config.get_generation_mode())
     for name, default in vars(GenerationConfig()).items():
         value = getattr(config, name, None)
         known = name.startswith("_") or name in HONOURED | REFUSED.keys() | INERT
         if not known and value not in (None, default):
             raise ValueError(f"{name}={value!r} is an option of a newer transformers, unknown here: leave it out")
+
+
+def _check_mode(mode: GenerationMode) -> None:
+    """Refuse a mode that is not one sequence, token by token. Raises ValueError."""
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"generation mode {mode.value} is not supported with a pruning method: {_ONE_SEQUENCE}")
 
 
 def _check_call(model_kwargs: Mapping[str, Any]) -> None:

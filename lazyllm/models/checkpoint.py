@@ -1,4 +1,4 @@
-"""A checkpoint's files, fetched from the hub and checked before loading: safetensors only, complete, not cut short."""
+"""A checkpoint's files, fetched from the hub and checked before loading: complete, in one folder, not cut short."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
 
 CONFIGS = ("config.json", "generation_config.json")
-INDEX = "model.safetensors.index.json"
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# What transformers looks for first, in its order; a checkpoint has one of these, and an index names more files
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+FIRST_FILES = (*SAFETENSORS, *PICKLES)
+# Patterns of all files of the weights
+WEIGHTS = (*SAFETENSORS, "model-*-of-*.safetensors")
+PICKLED_WEIGHTS = (*PICKLES, "pytorch_model-*-of-*.bin")
 
 # (hub id, revision) -> commit, so that a process reads all files of a repository at one commit
 _commits: dict[tuple[str, str | None], str] = {}
@@ -88,19 +92,19 @@ def read_json(file: Path, source: str) -> dict[str, Any]:
 
 
 def check_files(folder: Path, source: str, weights_file: str | None = None) -> None:
-    """Refuse a checkpoint whose weights are pickled, absent, cut short or outside its folder. Raises UserError.
+    """Refuse a checkpoint whose weights are absent, cut short or outside its folder. Raises UserError.
 
     source: the checkpoint's name in messages.
     weights_file: the file that its config names (`transformers_weights`).
-    Only headers are read. No pickle is opened, as reading it can run code.
+    Only headers of safetensors are read. No pickle is opened.
     """
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{source} is an adapter: merge it into its model (peft's merge_and_unload), and give the result's folder"
         )
-    name = weights_file or next((name for name in ("model.safetensors", INDEX) if (folder / name).is_file()), None)
+    name = weights_file or next((name for name in FIRST_FILES if (folder / name).is_file()), None)
     if name is None:
-        raise _pickled(source, sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)))
+        raise UserError(f"{source} has no weights: expected one of {', '.join(FIRST_FILES)}")
     for shard in shards_of(folder / name) if name.endswith(".index.json") else [name]:
         _check_shard(folder, shard)
 
@@ -118,12 +122,12 @@ def _check_shard(folder: Path, name: str) -> None:
     from safetensors import SafetensorError, safe_open
 
     file = folder / name
-    if not name.endswith(".safetensors"):
-        raise _pickled(str(folder), [name])
     if Path(name).name != name:
         raise UserError(f"{folder}: its weights are in {name!r}, outside the folder: put them into the folder")
     if not file.is_file():
         raise UserError(f"{file} is missing: the checkpoint is not complete; download or copy it again")
+    if not name.endswith(".safetensors"):
+        return  # a pickle, which `torch.load` checks when it reads it
     try:
         with safe_open(file, framework="pt"):
             pass  # opening compares the file's length with its header
@@ -131,15 +135,3 @@ def _check_shard(folder: Path, name: str) -> None:
         raise UserError(
             f"{file} is damaged or cut short ({error}): download or copy it again, and compare its size"
         ) from error
-
-
-def _pickled(source: str, files: list[str]) -> UserError:
-    download = "" if Path(source).is_dir() else f"download them (hf download {source} --local-dir FOLDER) and "
-    kind = f"pickles ({', '.join(files)})" if files else f"not safetensors (no model.safetensors, no {INDEX})"
-    return UserError(
-        f"{source}: its weights are {kind}. Pickles can run code when they are read, so they are refused. If you trust "
-        f"their source, {download}write them as safetensors, once, into the same folder: python -c "
-        '"from transformers import AutoModelForCausalLM as M; '
-        "M.from_pretrained('FOLDER', use_safetensors=False, dtype='auto').save_pretrained('FOLDER')\", "
-        "then model.name=FOLDER"
-    )

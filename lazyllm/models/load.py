@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import CONFIGS, INDEX, WEIGHTS, check_files, folder_of, read_json
-from lazyllm.models.convert import converted
+from lazyllm.models.checkpoint import (
+    CONFIGS,
+    PICKLED_WEIGHTS,
+    SAFETENSORS,
+    WEIGHTS,
+    check_files,
+    folder_of,
+    read_json,
+)
 from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
@@ -184,12 +192,15 @@ def as_device(name: str) -> torch.device:
 
 
 def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
-    """The folder of the checkpoint's files, fetched from the hub if necessary, and checked. Raises UserError."""
+    """The folder of the checkpoint's files, fetched from the hub if necessary, and checked. Raises UserError.
+
+    Of a repository with safetensors, no pickle is fetched.
+    """
     weights = getattr(config, "transformers_weights", None)
-    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or "model.safetensors"])
+    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or SAFETENSORS[0]])
     if str(folder) != spec.source:  # a local folder has been checked already
-        if not any((folder / name).is_file() for name in ("model.safetensors", INDEX)) and not weights:
-            folder = converted(spec.source, folder, spec.revision) or folder
+        if weights is None and not any((folder / name).is_file() for name in SAFETENSORS):
+            folder = folder_of(spec, [*CONFIGS, *PICKLED_WEIGHTS])
         check_files(folder, spec.source, weights)
     return folder
 
@@ -206,7 +217,7 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            use_safetensors=True,
+            weights_only=True,  # no code in a pickle can run
             trust_remote_code=False,
             output_loading_info=True,
             dtype=dtype,
@@ -216,10 +227,12 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
         )
     except torch.OutOfMemoryError:
         raise
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise UserError(
+            f"{source}: its pickled weights hold more than tensors, or are damaged; they are not read"
+        ) from error
     except (OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
-        files = "Only safetensors are read (pickles can run code); no remote code."
-        hint = "" if isinstance(error, ImportError) else f"\n{files}"  # a package is absent, not a file
-        raise UserError(f"{source} could not be loaded: {error}{hint}") from error
+        raise UserError(f"{source} could not be loaded: {error}") from error
     model, info = loaded
     if info["missing_keys"]:  # transformers warns and gives them random values
         missing = sorted(info["missing_keys"])

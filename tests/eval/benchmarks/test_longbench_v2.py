@@ -162,10 +162,11 @@ def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[\n{'a': 1}\n]", r"data\.json: not valid JSON .*line 2"),
-        (b"[\xff]", r"data\.json: not valid JSON in UTF-8"),
-        (b"{}", r"data\.json: expected an array of rows"),
-        (b"[]", r"data\.json: no usable row; expected an array of rows"),
+        (b"[\n{'a': 1}\n]", r"data\.json: not a table of rows .*line 2"),
+        (b"[\xff]", r"data\.json: not a table of rows .*utf-8"),
+        (b"{}", r"data\.json: not a table of rows \(expected an array, got dict\)"),
+        (b"3", r"data\.json: not a table of rows \(expected an array, got int\)"),
+        (b"[]", r"no usable row; expected an array of rows"),
     ],
 )
 def test_malformed_file_is_refused(content, message, tmp_path):
@@ -185,7 +186,7 @@ def test_incomplete_folder_is_refused(tmp_path):
         load(tmp_path)
     write(tmp_path, row(0))
     (tmp_path / "data.json").unlink()
-    with pytest.raises(UserError, match=r"data\.json is missing"):
+    with pytest.raises(UserError, match=r"no file data\.json is there; give data\.dir=FOLDER with LongBench v2's"):
         load(tmp_path)
 
 

@@ -17,10 +17,14 @@ import yaml
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS, add_own, datasets_asked_for, load_rows
-from eval.benchmarks.own import OwnDataset, described, own_dataset
+from eval.benchmarks.own import OwnDataset, described, missing, own_dataset
 from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.suite import DataSettings
 from eval.cli import main
+from eval.run import targets
 from lazyllm.errors import UserError
+from lazyllm.models.load import shape_of
+from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 
 ROWS = [
@@ -37,8 +41,9 @@ ABOUT: dict[str, Any] = {
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names added by a test end with it."""
     for name in ("mine", "other"):
-        monkeypatch.setitem(DATASETS, name, None)
-        del DATASETS[name]
+        for registered in (DATASETS, SUITES):
+            monkeypatch.setitem(registered, name, None)
+            del registered[name]
 
 
 def written(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> Path:
@@ -59,7 +64,8 @@ def written(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> Path:
 
 
 def loaded(file: Path, **changes: Any) -> Any:
-    return load_rows(own_dataset("mine", ABOUT | {"file": str(file)} | changes))
+    (own,) = add_own({"mine": ABOUT | {"file": str(file)} | changes})
+    return load_rows(own)
 
 
 @pytest.mark.parametrize("kind", [".csv", ".parquet", ".jsonl.gz", ".jsonl"])
@@ -85,7 +91,7 @@ def test_what_a_prompt_is_made_of_is_hashed_and_a_files_name_is_not(tmp_path: Pa
     for changes in ({"template": "{report}{question}"}, {"metric": "rouge"}, {"max_new_tokens": 5}, {"version": 2}):
         assert loaded(file, **changes).config_sha256 != data.config_sha256
     (tmp_path / "else").mkdir()
-    moved = loaded(written(tmp_path / "else", ".jsonl"))
+    moved = loaded(written(tmp_path / "else", ".jsonl"), prompt_tokens=90)
     assert (moved.data_sha256, moved.config_sha256) == (data.data_sha256, data.config_sha256)
     assert loaded(written(tmp_path, ".jsonl", ROWS[:1])).data_sha256 != data.data_sha256
 
@@ -110,6 +116,8 @@ def test_lists_of_answers_and_classes(tmp_path: Path) -> None:
         ({"template": "{report} {"}, "dataset.mine.template"),
         ({"max_new_tokens": 0}, "dataset.mine.max_new_tokens"),
         ({"max_new_tokens": "4"}, "dataset.mine.max_new_tokens"),
+        ({"prompt_tokens": -1}, "dataset.mine.prompt_tokens"),
+        ({"prompt_tokens": "long"}, "dataset.mine.prompt_tokens"),
         ({"hub": "me/rows"}, "dataset.mine.file"),
         ({"file": ""}, "dataset.mine.file"),
         ({"file": "rows.xlsx"}, "dataset.mine.file"),
@@ -144,15 +152,16 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
 
 def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(no_hub: None) -> None:
     own = own_dataset("mine", ABOUT | {"hub": "me/rows"})
-    reason = SUITES["own"].missing(own, None)  # type: ignore[misc,arg-type]
+    reason = missing(own, DataSettings())
     assert reason is not None
     assert "me/rows" in reason
     assert "dataset.mine.file=FILE" in reason
 
 
 def test_names_of_suites_are_refused_and_own_ones_stand_alone() -> None:
-    with pytest.raises(UserError, match=r"dataset\.hotpotqa: "):
-        add_own({"hotpotqa": ABOUT | {"file": "rows.csv"}})
+    for name in ("hotpotqa", "ruler"):  # a dataset, a suite
+        with pytest.raises(UserError, match=rf"dataset\.{name}: "):
+            add_own({name: ABOUT | {"file": "rows.csv"}})
     with pytest.raises(UserError, match="own datasets alone"):
         datasets_asked_for({"mine": ABOUT | {"file": "rows.csv"}, "hotpotqa": True}, "llama2")
     (own,) = datasets_asked_for({"mine": ABOUT | {"file": "rows.csv"}}, "llama2")
@@ -164,6 +173,29 @@ def test_the_example_in_conf_is_a_whole_description() -> None:
     (name, description), *others = described(Path("conf/dataset/example.yaml")).items()
     assert not others
     assert Path(own_dataset(name, description).file).is_absolute()
+
+
+def test_two_own_datasets_are_two_suites_with_means_of_their_own(tmp_path: Path, capsys: Any) -> None:
+    for name in ("mine", "other"):
+        description = ABOUT | {"file": str(written(tmp_path, ".jsonl"))}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({name: description}))
+        run = ["run", "model=tiny", "method=lazy", f"dataset={tmp_path / name}.yaml", f"out={tmp_path / 'runs' / name}"]
+        assert main([*run, "warmup=0", "threads=1", "limit=1"]) == 0
+    capsys.readouterr()
+    assert main(["results", str(tmp_path / "runs"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["suite"] for row in rows} == {"mine", "other"}
+    assert {row["examples"] for row in rows} == {1}
+
+
+def test_a_target_speedup_is_solved_for_the_rows_own_length_or_refused() -> None:
+    def solved(prompt_tokens: int) -> dict[str, Any]:
+        (own,) = add_own({"mine": ABOUT | {"file": "rows.csv", "prompt_tokens": prompt_tokens}})
+        return targets.solved({"name": "lazy", "schedule": "2x"}, own, shape_of(ModelSpec("llama2", "dummy")), None)
+
+    with pytest.raises(UserError, match=r"^dataset\.mine\.prompt_tokens=0: expected .*2x"):
+        solved(0)
+    assert solved(3376)["schedule"] != solved(20_000)["schedule"]
 
 
 @pytest.mark.parametrize("kind", [".csv", ".parquet", ".jsonl.gz"])

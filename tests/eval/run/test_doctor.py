@@ -47,7 +47,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         ({}, "token", "hf auth login"),
         ({}, "llama2", "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf, then lazyllm-bench fetch model=llama2"),
         ({"model": "xgen"}, "xgen", "lazyllm-bench fetch model=xgen"),
-        ({"model": "xgen", "free_gb": 50}, "disk", "57 GB needed"),
+        ({"model": "xgen", "free_gb": 20}, "disk", "30 GB needed"),
         ({}, "rows", "lazyllm-bench fetch dataset=all"),
         ({"gpu": "no answer"}, "torch", "could not be examined"),
     ],

@@ -71,9 +71,9 @@ def test_engine_is_what_all_runs_share() -> None:
     files = {
         file.relative_to(ROOT).as_posix()
         for part in ENGINE
-        for file in ([ROOT / part] if part.endswith(".py") else (ROOT / part).rglob("*.py"))
+        for file in ((ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part])
     }
-    assert {"lazyllm/engine/batch.py", "lazyllm/models/load.py", "eval/run/measure.py"} <= files
+    assert {"lazyllm/engine/batch.py", "lazyllm/models/load.py", "lazyllm/presets.yaml", "eval/run/measure.py"} <= files
     assert "lazyllm/methods/support/bases.py" in files
     assert not [file for file in files if file.startswith(("lazyllm/bench", "lazyllm/integrations", "eval/report"))]
     assert "lazyllm/methods/lazy.py" not in files
@@ -146,3 +146,14 @@ def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest
         return method_code("mine")
 
     assert code("{2: n}") == code("{2: n}") != code("{2: 1}")
+
+
+def test_local_checkpoint_is_hashed_by_the_weights_that_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    hashes = []
+    for file, content in (("a.bin", b"1"), ("a.bin", b"2"), ("a.safetensors", b"3"), ("a.safetensors", b"4")):
+        (tmp_path / file).write_bytes(content)
+        hashes.append(identity.weights_sha256(str(tmp_path)))
+    assert len({*hashes}) == 4
+    (tmp_path / "a.bin").write_bytes(b"5")  # not read beside safetensors
+    assert identity.weights_sha256(str(tmp_path)) == hashes[-1]

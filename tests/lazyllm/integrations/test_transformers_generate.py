@@ -360,7 +360,7 @@ def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
 
 def state_of(model: Any) -> tuple[Any, ...]:
     hooks = [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]
-    return (sorted(vars(model)), model.config.to_dict(), model.generation_config.to_dict(), hooks)
+    return (type(model), sorted(vars(model)), model.config.to_dict(), model.generation_config.to_dict(), hooks)
 
 
 def test_using_leaves_the_model_as_it_was() -> None:
@@ -386,10 +386,10 @@ def test_using_leaves_the_model_as_it_was() -> None:
     with pytest.raises(LookupError), lazyllm.using(model, PRUNE_3):
         model.generate(ids_of(LONG), max_new_tokens=4, logits_processor=LogitsProcessorList([fail]))
     assert state_of(model) == before
-    # another user's value is restored
-    model.generate = own = lambda *args, **kwargs: "mine"  # type: ignore[method-assign]
+    # a user's own value stays, and what it calls prunes
+    model.generate = own = lambda *args, **kwargs: type(model).generate(model, *args, **kwargs)  # type: ignore[method-assign]
     with lazyllm.using(model, PRUNE_3):
-        assert model.generate is not own
+        assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), inner.sequences)
     assert model.generate is own
 
 
@@ -435,12 +435,14 @@ def test_every_option_of_this_release_is_in_one_table() -> None:
 
 
 OTHER = {
-    "assistant_early_exit": 2, "cache_config": {"nbits": 4}, "cache_implementation": "static", "compile_config": {},
-    "constraints": [1], "diversity_penalty": 0.5, "dola_layers": "low", "force_words_ids": [[1]],
-    "guidance_scale": 1.5, "is_assistant": True, "low_memory": True, "max_cache_len": 99, "num_beam_groups": 2,
-    "num_beams": 2, "output_attentions": True, "output_hidden_states": True, "penalty_alpha": 0.6,
-    "prefill_chunk_size": 4, "prompt_lookup_num_tokens": 3, "token_healing": True, "use_cache": False, "use_mtp": True,
+    "cache_implementation": "static", "compile_config": {}, "guidance_scale": 1.5, "is_assistant": True,
+    "num_beams": 2, "output_attentions": True, "output_hidden_states": True, "prefill_chunk_size": 4,
+    "token_healing": True, "use_cache": False,
 }  # fmt: skip
+MODES: list[dict[str, Any]] = [
+    {"constraints": [1]}, {"force_words_ids": [[1]]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"},
+    {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}, {"use_mtp": True},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -454,12 +456,31 @@ def test_option_is_refused(name: str) -> None:
         check_options(config)
 
 
-@pytest.mark.parametrize("name", ["num_beams", "output_attentions", "cache_implementation"])
-def test_generate_refuses_option(name: str) -> None:
-    more = {"return_dict_in_generate": True} if name.startswith("output") else {}
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_generation_mode_is_refused(options: dict[str, Any]) -> None:
+    config = GenerationConfig()
+    for name, value in options.items():
+        assert name in INERT | {"top_k"}
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=r"generation mode .* is not supported with a pruning method"):
+        check_options(config)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"output_attentions": True, "return_dict_in_generate": True},
+        {"cache_implementation": "static"},
+    ],
+    ids=str,
+)
+def test_generate_refuses_option(options: dict[str, Any]) -> None:
     for way in ways(PRUNE):
         with pytest.raises(ValueError, match="pruning method"):
-            way(input_ids=ids_of(LONG), max_new_tokens=3, **{name: OTHER[name]}, **more)
+            way(input_ids=ids_of(LONG), max_new_tokens=3, **options)
 
 
 def test_unknown_options_are_refused_unless_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,14 +523,21 @@ def test_generate_refuses_inputs(given: dict[str, Any], message: str, monkeypatc
     ("given", "message"),
     [
         ({"past_key_values": DynamicCache()}, "past_key_values are not supported"),
+        ({"cache_implementation": "paged"}, "continuous batching"),
         ({"assistant_model": MODEL}, "assistant_model is not supported"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"inputs": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
     ],
 )
-def test_using_refuses_arguments_that_transformers_drops(given: dict[str, Any], message: str) -> None:
+def test_using_refuses_arguments_that_transformers_passes_on(given: dict[str, Any], message: str) -> None:
     with lazyllm.using(MODEL, PRUNE), pytest.raises(ValueError, match=message):
         MODEL.generate(**{"inputs": ids_of(LONG), **given}, max_new_tokens=3)
+
+
+def test_using_refuses_a_wrapper_whose_own_model_would_generate() -> None:
+    wrapper: Any = torch.nn.Sequential(MODEL)
+    with pytest.raises(TypeError, match=r"got Sequential: .* give the model inside"), lazyllm.using(wrapper, PRUNE):
+        pass
 
 
 def test_generate_with_refuses_bad_methods_and_seeds() -> None:

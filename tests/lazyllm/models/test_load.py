@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from unittest.mock import Mock
@@ -21,8 +20,8 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
-from tests.lazyllm.models.test_convert import Code
 from tests.reference import VARIANTS, random_model, random_variant
+from tests.stand_in_checkpoints import xgen
 
 TINY = Path(PRESETS["tiny"].source)
 
@@ -169,15 +168,26 @@ def test_load_model_refuses_bad_arguments(name: str, settings: dict, message: st
         lazyllm.load_model(name, **settings)
 
 
+class Code:
+    """Runs code when it is unpickled by `pickle`."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> object:
+        return Path.touch, (self.file,)
+
+
 @pytest.mark.parametrize(
     ("file", "named_by"),
     [
         ("pytorch_model.bin", None),
+        ("pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"),
         ("pytorch_model-00001-of-00001.bin", "model.safetensors.index.json"),
         ("adapter_model.bin", "config.json"),
     ],
 )
-def test_pickle_is_refused_and_not_opened(folder: Path, tiny, file: str, named_by: str | None) -> None:
+def test_pickle_with_code_is_refused_and_not_run(folder: Path, tiny, file: str, named_by: str | None) -> None:
     mark = folder / "mark"
     torch.save({**tiny.state_dict(), "bomb": Code(mark)}, folder / file)
     (folder / "model.safetensors").unlink()
@@ -186,19 +196,45 @@ def test_pickle_is_refused_and_not_opened(folder: Path, tiny, file: str, named_b
     elif named_by is not None:
         names = dict.fromkeys(tiny.state_dict(), file)
         (folder / named_by).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    refused(folder, rf"its weights are pickles \({file}\).*refused.*save_pretrained")
+    refused(folder, f"{folder}: its pickled weights hold more than tensors")
     assert not mark.exists()
 
 
-def test_command_of_a_refusal_makes_the_checkpoint_readable(folder: Path, tiny) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save(tiny.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(UserError) as caught:
-        load(folder)
-    command = re.search(r'python -c "(.*)",', str(caught.value))
-    assert command is not None
-    exec(command[1].replace("FOLDER", str(folder)), {})
-    assert same_weights(load(folder), tiny)
+def test_pickle_with_shards_of_a_repository_loads(tmp_path: Path, hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock()  # transformers would ask the hub to convert the repository
+    monkeypatch.setattr("transformers.modeling_utils.auto_conversion", asked)
+    hub["Salesforce/xgen-7b-8k-inst"] = tmp_path
+    for name, content in xgen([5, 6]).items():
+        (tmp_path / name).write_bytes(content)
+    pickles = sorted(tmp_path.glob("*.bin"))
+    assert len(pickles) > 1
+    expected = {name: tensor for file in pickles for name, tensor in torch.load(file, weights_only=True).items()}
+    loaded = load("xgen").state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
+    assert not asked.called
+    pickles[1].write_bytes(pickles[1].read_bytes()[:-9])
+    refused("xgen", "Salesforce/xgen-7b-8k-inst could not be loaded: .*failed finding central directory")
+    torch.save({"bomb": Code(tmp_path / "mark")}, pickles[1])
+    refused("xgen", "its pickled weights hold more than tensors")
+    assert not (tmp_path / "mark").exists()
+    pickles[1].write_bytes(b"")
+    refused("xgen", "or are damaged")
+    pickles[1].unlink()
+    refused(tmp_path, f"{pickles[1].name} is missing")
+
+
+def test_pickle_with_tied_weights_and_views_loads(tmp_path: Path) -> None:
+    """A pickle stores one tensor under two names."""
+    model = random_variant("llama", 0, dtype=torch.float32, tie_word_embeddings=True)
+    state = model.state_dict()
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    state["model.layers.0.self_attn.q_proj.weight"] = state["model.layers.0.self_attn.q_proj.weight"].T.contiguous().T
+    model.config.save_pretrained(tmp_path)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    loaded = load(tmp_path).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
 
 
 def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
@@ -210,14 +246,6 @@ def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
     refused(folder, "its config.json could not be used")
     assert not (folder / "ran").exists()
-
-
-def test_repository_without_safetensors_is_never_converted_by_the_hub(monkeypatch, folder: Path, hub) -> None:
-    """transformers would ask the hub to convert it."""
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    hub["owner/old"] = folder
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
-    refused("owner/old", r"pytorch_model\.bin holds more than tensors")
 
 
 def test_shards_are_whole_or_refused(tmp_path: Path, tiny) -> None:
@@ -250,7 +278,7 @@ def test_checkpoint_without_some_weights_is_refused(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, "lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight")
     (folder / "model.safetensors").unlink()
-    refused(folder, "its weights are not safetensors")
+    refused(folder, "has no weights: expected one of model.safetensors")
     (folder / "adapter_config.json").write_text("{}")
     refused(folder, "is an adapter: merge it into its model")
 

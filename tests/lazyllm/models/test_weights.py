@@ -204,7 +204,7 @@ def test_bitsandbytes_gets_its_config_and_the_device(saved: str, monkeypatch, qu
     if quantise == "bnb_nf4":
         assert (config.bnb_4bit_quant_type, config.bnb_4bit_compute_dtype) == ("nf4", torch.bfloat16)
     assert (told["device_map"], told["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
-    assert told["use_safetensors"] is True
+    assert told["weights_only"] is True
 
 
 PARTS = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
