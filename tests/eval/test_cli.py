@@ -44,6 +44,8 @@ COMMANDS = {
     "run method=nosuch": (2, "error: method=nosuch: expected one of asl, baseline"),
     "run method=lazy,asl": (2, "error: Ambiguous value for argument 'method=lazy,asl'"),
     "run method=specprefill method.draft=./nowhere": (2, "error: './nowhere' is not a model: no such folder"),
+    "run experiment=field method=mine.py": (2, "error: method=mine.py: experiment=field has arms of its own"),
+    "plan -m experiment=demo method=lazy,asl": (2, "'+compare.lazy={name: lazy}' adds an arm"),
     "run method=random_drop method.keep=1.5": (2, "error: method 'random_drop': keep lies in (0, 1], got 1.5"),
     "run method.schedule={2:1.5}": (2, "error: method 'lazy': the keep ratio after layer 2 lies in (0, 1], got 1.5"),
     'run method.schedule={"2":0.5}': (2, "a mapping's key none)"),

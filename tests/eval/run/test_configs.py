@@ -15,7 +15,7 @@ import pytest
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
 from eval.run.arms import build_method
-from eval.run.config import CONF, LAUNCHERS, compose_config, model_nodes, to_run_config
+from eval.run.config import CONF, LAUNCHERS, check_arguments, compose_config, model_nodes, to_run_config
 from eval.run.settings import ModelConfig, RunConfig, documented
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
@@ -247,6 +247,11 @@ def test_published_experiments_have_their_arms() -> None:
         (["dataset=hops", "ruler.length=99"], "ruler.length=99: expected dataset=ruler with it: hops is of embedded"),
         (["dataset=hops", "needle.seed=3"], "needle.seed=3: expected dataset=needle with it"),
         (["dataset.trec=false"], "Could not override 'dataset.trec'"),
+        (["experiment=field", "method=mine.py"], "method=mine.py: experiment=field has arms of its own, which do not"),
+        (["experiment=field", "method=my/mine.py"], "'+compare.mine={name: my/mine.py}' adds an arm"),
+        (["compare=[lazy,fastkv]", "method=claa"], "give compare=[lazy,fastkv,claa]"),
+        (["compare={a: {name: lazy}}", "method=claa"], "'+compare.claa={name: claa}' adds an arm"),
+        (["experiment=demo", "method.schedule=paper"], "'compare.LABEL.schedule=paper' changes one of its arms"),
     ],
 )
 def test_config_refuses(overrides: list[str], message: str) -> None:
@@ -263,6 +268,10 @@ def test_config_accepts_method_and_dataset_keys() -> None:
     drop = run_of("method=random_drop", "method.keep=${speedup}", "speedup=3x")
     assert drop.asked["random_drop"]["keep"] == "3x"
     assert run_of("dataset=needle", "needle.seed=3").config.needle.seed == 3
+    assert "claa" in run_of("compare=null", "method=claa").asked
+    check_arguments(["experiment=null", "method=claa"])
+    read = run_of("compare={mine: {name: random_drop, keep: ${method.keep}}}", "method=claa", "method.keep=0.3")
+    assert read.asked["mine"]["keep"] == 0.3
 
 
 @pytest.mark.parametrize("experiment", ["demo", "claim"])
