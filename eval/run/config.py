@@ -223,9 +223,9 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         raise UserError(f"{' '.join(overrides)}: {error}") from error
 
 
-def run_config(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> RunConfig:
+def run_config(arguments: Sequence[str]) -> RunConfig:
     """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError."""
-    return to_run_config(compose_config(prepared(arguments, schema)))
+    return to_run_config(compose_config(prepared(arguments)))
 
 
 def model_arguments(name: str) -> list[str]:

@@ -60,11 +60,15 @@ def code_sha256(parts: tuple[str, ...]) -> str:
     """
     digest = hashlib.sha256()
     for part in parts:
-        path = _ROOT / part
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        for file in _sources(_ROOT / part):
             content = json.dumps(_meaning(_tree(file)))
             digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{content}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def _sources(path: Path) -> list[Path]:
+    """The sources of a folder with its subfolders, or a file alone."""
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
 def suite_code(module: str) -> str:
@@ -94,9 +98,9 @@ def _functions(kind: type) -> list[Any]:
 def _own_files(module: str, package: str) -> set[str]:
     """The files of a module of a package, and of the modules there that it imports; not those in `ENGINE`."""
     path = _ROOT / module.replace(".", "/")
-    part = (path if path.is_dir() else path.with_suffix(".py")).relative_to(_ROOT).as_posix()
-    found = {part}
-    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
+    path = path if path.is_dir() else path.with_suffix(".py")
+    found = {path.relative_to(_ROOT).as_posix()}
+    for file in _sources(path):
         for node in ast.walk(_tree(file)):
             other = node.module if isinstance(node, ast.ImportFrom) and node.module is not None else ""
             other = ".".join(other.split(".")[:3])

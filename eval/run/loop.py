@@ -45,12 +45,11 @@ DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earli
 class RunResult:
     """A finished run.
 
-    results, table: None while other shards have examples to measure. title: of the table. failed: how many answers
-    failed, and why; "" for none.
+    results, table: None while other shards have examples to measure. failed: how many answers failed, and why; "" for
+    none.
     """
 
     folder: Path
-    title: str
     results: Results | None
     table: Table | None
     failed: str = ""
@@ -92,18 +91,18 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
 def _result(run: Run, store: RunStore) -> RunResult:
     """The results of all the run's examples, planned ones first. Raises FailedExamplesError if no arm has answered."""
     keys, arms = _all_keys(run, store), {arm.label for arm in run.arms}
-    title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
     pending = [key for key in keys if key not in store.visits]
     failed = _failed(run, store)
     if pending:
         log.info(
             "%s: other shards have %d examples to measure; the last shard makes the table", run.folder, len(pending)
         )
-        return RunResult(run.folder, title, None, None, failed)
+        return RunResult(run.folder, None, None, failed)
     if not any(arms & store.answered(key) for key in keys):
         raise FailedExamplesError(f"no answer: {failed}")
     results = Results([_stored(run, store)])
-    return RunResult(run.folder, title, results, run_table(results, title), failed)
+    title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
+    return RunResult(run.folder, results, run_table(results, title), failed)
 
 
 def _failed(run: Run, store: RunStore) -> str:

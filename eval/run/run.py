@@ -82,8 +82,9 @@ class Run:
         )
 
     @cached_property
-    def _asked(self) -> tuple[dict[str, dict[str, Any]], str | None]:
-        arms, baseline = arms_asked(self.config)
+    def asked(self) -> dict[str, dict[str, Any]]:
+        """{label: settings} of the arms that the settings ask for, in the order of tables, the baseline first."""
+        arms = arms_asked(self.config)
         if self.is_served:
             _check_servers(self.config, arms)
         else:
@@ -94,17 +95,12 @@ class Run:
                 require(settings.get("name") != SERVER, "method", SERVER, with_server)
                 build_method(targets.check(settings))
                 later_turns(settings)
-        return arms, baseline
-
-    @property
-    def asked(self) -> dict[str, dict[str, Any]]:
-        """{label: settings} of the arms that the settings ask for, in the order of tables, the baseline first."""
-        return self._asked[0]
+        return arms
 
     @property
     def baseline(self) -> str | None:
         """The label of the baseline's arm; None without one."""
-        return self._asked[1]
+        return next(iter(self.asked)) if self.config.baseline else None
 
     @cached_property
     def _named(self) -> tuple[Dataset, ...]:
