@@ -7,7 +7,6 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
@@ -213,9 +211,8 @@ def _with_own_files(arguments: Sequence[str]) -> list[str]:
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """The config of one run: the defaults in conf with the overrides. Raises UserError."""
-    in_sweep = GlobalHydra.instance().is_initialized()  # it composes from the same folder
     try:
-        with nullcontext() if in_sweep else initialize_config_dir(str(CONF), version_base="1.3"):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error

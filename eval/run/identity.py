@@ -84,15 +84,11 @@ def method_code(name: str) -> str:
     """
     kind = by_name(name)
     if kind.__module__.partition(".")[0] != "lazyllm":
-        return code_of(name) or sha256_of([inspect.getsource(part) for part in _functions(kind)])[:16]
+        functions = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
+        own = [part for part in functions if part.__code__.co_filename != "<string>"]  # not those of `dataclass`
+        return code_of(name) or sha256_of([inspect.getsource(part) for part in own])[:16]
     module = ".".join(kind.__module__.split(".")[:3])
     return code_sha256(tuple(sorted(_own_files(module, "lazyllm.methods"))))
-
-
-def _functions(kind: type) -> list[Any]:
-    """The functions that a class defines itself, without those that `dataclass` has made."""
-    own = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
-    return [part for part in own if part.__code__.co_filename != "<string>"]
 
 
 def _own_files(module: str, package: str) -> set[str]:
@@ -134,13 +130,14 @@ def _meaning(node: Any) -> Any:
 def identity_of(run: Any) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. Raises UserError."""
     config = run.config
+    limit, chat = run.max_prompt_tokens, _chat_identity(run)  # refused before rows are made, which may take minutes
     return {
         **(_served_identity(run) if run.is_served else _model_identity(run)),
         **_data_identity(run),
-        **_chat_identity(run),
+        **chat,
         "suite_code": suite_code(run.suite.load.__module__),
         "tokenizer": tokenizer_sha256(run.tokenizer)[:16],
-        "max_prompt_tokens": run.max_prompt_tokens,
+        "max_prompt_tokens": limit,
         "seed": config.seed,
         "warmup": config.warmup,
         **({"turns": config.turns} if config.turns is not None else {}),

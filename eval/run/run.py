@@ -354,7 +354,7 @@ class Run:
     def check(self) -> Run:
         """Refuse what the settings, the model's files, rows at hand and servers rule out. Returns the run.
 
-        No torch is imported for it. What takes torch to know is refused before weights load (`identity`).
+        No torch is imported for it. What takes torch to know is refused before rows are made (`identity`).
         """
         config, suite = self.config, self.suite
         check_writable(Path(config.out or RUNS))
