@@ -345,7 +345,7 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["dataset=vt", "ruler.length=99999"], "99999 tokens of prompt and answer exceed the model's 4096 positions"),
+        (["dataset=needle", "needle.lengths=[99999]"], "99999 tokens of prompt and answer exceed the model's 4096"),
         (["model.chat=auto"], "the tokenizer has no chat template"),
         (["model.device=cuda"], "sees none: give device=cpu"),
     ],
