@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -161,7 +160,8 @@ def _check_method_is_read(arguments: Sequence[str]) -> None:
     if compare is None:
         for name in given.get("experiment", "").split(","):
             file = CONF / "experiment" / f"{name}.yaml"
-            if file.is_file() and "compare" in yaml.safe_load(text := file.read_text(encoding="utf-8")):
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+            if re.search(r"^compare:", text, re.MULTILINE):
                 compare, by = text, f"experiment={name}"
     if compare in (None, "null") or "${method" in compare:
         return
