@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -37,10 +37,6 @@ from lazyllm.methods import Method
 from lazyllm.models.chat_template import render
 
 log = logging.getLogger(__name__)
-
-
-def _as_list(stop: object) -> object:
-    return [stop] if isinstance(stop, str) else stop
 
 
 def _as_text(content: object) -> object:
@@ -79,7 +75,7 @@ class Asked(_Fields):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[list[_Text], BeforeValidator(_as_list)] = []
+    stop: Annotated[list[_Text], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str = ""
@@ -290,9 +286,14 @@ class Endpoint:
 
         def work() -> None:
             try:
-                put(self._generate(sampler, ids, most, method, is_cancelled))
-            except RefusedError as error:
-                put(error)
+                if not is_cancelled():
+                    with start(self.model, ids, method) as conversation:
+                        tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
+                    if not self.is_ending.is_set():
+                        sampler.finish()
+                        put(End(sampler.reason, len(ids), tokens))
+                        return
+                put(RefusedError(503, "the server is ending"))
             except ValueError as error:  # of a method that cannot take this prompt
                 put(RefusedError(400, str(error)))
             except Exception as error:
@@ -310,17 +311,6 @@ class Endpoint:
                     return
         finally:
             is_left.set()
-
-    def _generate(
-        self, sampler: TextSampler, ids: Sequence[int], most: int, method: Method, is_cancelled: Callable[[], bool]
-    ) -> End:
-        if not is_cancelled():
-            with start(self.model, ids, method) as conversation:
-                tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
-            if not self.is_ending.is_set():
-                sampler.finish()
-                return End(sampler.reason, len(ids), tokens)
-        raise RefusedError(503, "the server is ending")
 
 
 def make_app(endpoint: Endpoint) -> FastAPI:

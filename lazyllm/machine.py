@@ -158,13 +158,6 @@ def torch_build() -> dict[str, Any]:
     return runpy.run_path(str(Path(origin).with_name("version.py"))) if origin else {}
 
 
-def may_have_gpu() -> bool:
-    """Whether torch is built for GPUs, and this machine has a driver of one."""
-    built = torch_build()
-    drivers = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/kfd")  # CUDA, in WSL, on Jetson; ROCm
-    return bool(built.get("cuda") or built.get("hip")) and any(Path(driver).exists() for driver in drivers)
-
-
 def git_commit() -> str | None:
     """The commit of the checkout that the code runs from, with "+changes" if it is not clean; None outside one."""
 

@@ -6,8 +6,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.prompts import build_prompt
 from eval.run.arms import Arm
+from eval.run.cases import Case
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
 from eval.run.run import Run
 from eval.run.settings import ModelConfig, RunConfig
@@ -41,6 +43,13 @@ def small_run(out: Path | str | None, **changes: Any) -> Run:
         out=None if out is None else str(out),
     )
     return settled(Run(RunConfig(**(settings | changes))))
+
+
+def case_of(dataset: str, tokenizer: Any, max_new_tokens: int) -> Case:
+    """A dataset's first example, ready to be measured."""
+    loaded = load_rows(DATASETS[dataset])
+    prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
+    return Case(DATASETS[dataset], loaded.examples[0], prompt, max_new_tokens, (2,))
 
 
 def arm(label: str, **settings: Any) -> Arm:

@@ -44,10 +44,10 @@ class Arm:
         return later_turns(self.settings)
 
 
-def arms_asked(config: RunConfig) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """({label: settings}, label of the baseline), the baseline first; None without one.
+def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """{label: settings}, the baseline first unless `baseline=false`. Settings have a `seed` if the method has one.
 
-    Settings have a `seed` if the method has one. Raises UserError.
+    Raises UserError.
     """
     arms = dict[str, dict[str, Any]]()
     for label, given in _given(config).items():
@@ -55,12 +55,12 @@ def arms_asked(config: RunConfig) -> tuple[dict[str, dict[str, Any]], str | None
             require(name not in arms, "compare", label, "settings that differ in each arm of it")
             arms[name] = settings
     if not config.baseline:
-        return arms, None
+        return arms
     baseline = next((label for label, settings in arms.items() if settings["name"] == BASELINE), BASELINE)
-    require(arms.get(baseline, {"name": BASELINE})["name"] == BASELINE, "compare", baseline, "another label for it")
-    first = arms.get(baseline, {"name": BASELINE})
+    first = arms.pop(baseline, {"name": BASELINE})
+    require(first["name"] == BASELINE, "compare", baseline, "another label for it")
     last = {AA_TEST: first} if config.aa_test else {}
-    return {baseline: first, **{label: arm for label, arm in arms.items() if label != baseline}, **last}, baseline
+    return {baseline: first, **arms, **last}
 
 
 def _given(config: RunConfig) -> dict[str, dict[str, Any]]:

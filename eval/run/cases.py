@@ -54,11 +54,11 @@ class Case:
 
 def make_cases(run: Any) -> list[Case]:
     """The cases of a run, in order. Raises UserError for a prompt that the model or an arm's method cannot take."""
-    model, longest = run.config.model, run.positions
+    model, longest, limit = run.config.model, run.positions, run.max_prompt_tokens
     if None in (model.max_prompt_tokens, model.chat):
         log.info(
             "%s: %sprompts beyond %d tokens lose their middle; %s",
-            *(model.name, "" if longest is None else f"has {longest} positions, so ", run.max_prompt_tokens),
+            *(model.name, "" if longest is None else f"has {longest} positions, so ", limit),
             "prompts have its own chat template"
             if run.chat.uses_template(run.tokenizer)
             else "it has no chat template: prompts are plain text",

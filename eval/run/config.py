@@ -7,7 +7,6 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import MISSING, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
@@ -26,7 +24,7 @@ from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
 from lazyllm.errors import UserError, require
-from lazyllm.methods import METHODS, by_name, is_file, known, settings_of
+from lazyllm.methods import METHODS, by_name, is_file, known, name_of, settings_of
 from lazyllm.presets import PRESETS
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # a link to the folder at the top level; a wheel holds it here
@@ -129,7 +127,7 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse unknown options, a launcher that is not installed, and Hydra's own keys without a sweep.
+    """Refuse unknown options, a launcher that is not installed, Hydra's own keys without a sweep, and an unread method.
 
     arguments: the command line without the program's name. Raises UserError.
     """
@@ -149,9 +147,46 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 ) from error
         if key.startswith(("hydra/", "hydra.")) and launcher != "basic" and not sweep:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
+    _check_method_is_read(arguments)
 
 
-def with_own_files(arguments: Sequence[str]) -> list[str]:
+def _check_method_is_read(arguments: Sequence[str]) -> None:
+    """Refuse `method` beside `compare`, or beside an experiment that has arms and does not read it."""
+    given = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
+    key = next((key for key in given if key == "method" or key.startswith("method.")), None)
+    if key is None:
+        return
+    compare, by = given.get("compare"), f"compare={given.get('compare')}"
+    if compare is None:
+        for name in given.get("experiment", "").split(","):
+            file = CONF / "experiment" / f"{name}.yaml"
+            text = file.read_text(encoding="utf-8") if file.is_file() else ""
+            if re.search(r"^compare:", text, re.MULTILINE):
+                compare, by = text, f"experiment={name}"
+    if compare in (None, "null") or "${method" in compare:
+        return
+    value = given[key]
+    if key != "method":
+        instead = f"'compare.LABEL.{key.removeprefix('method.')}={value}' changes one of its arms"
+    elif compare.startswith("["):
+        instead = f"give compare={compare.rstrip(']')},{value}]"
+    else:
+        first = value.partition(",")[0]
+        instead = f"'+compare.{name_of(first)}={{name: {first}}}' adds an arm"
+    raise UserError(f"{key}={value}: {by} has arms of its own, which do not read it: {instead}")
+
+
+def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> list[str]:
+    """The arguments as Hydra takes them, checked. Registers the schema, and the files of `dataset` and `method`.
+
+    Raises UserError.
+    """
+    register_schema(schema)
+    check_arguments(arguments)
+    return _with_own_files(arguments)
+
+
+def _with_own_files(arguments: Sequence[str]) -> list[str]:
     """The arguments with names for the files of `dataset=FILE.yaml` and `method=FILE.py`, which Hydra then knows.
 
     Raises UserError for a file that cannot be read.
@@ -176,9 +211,8 @@ def with_own_files(arguments: Sequence[str]) -> list[str]:
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """The config of one run: the defaults in conf with the overrides. Raises UserError."""
-    in_sweep = GlobalHydra.instance().is_initialized()  # it composes from the same folder
     try:
-        with nullcontext() if in_sweep else initialize_config_dir(str(CONF), version_base="1.3"):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
@@ -186,11 +220,9 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
         raise UserError(f"{' '.join(overrides)}: {error}") from error
 
 
-def run_config(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> RunConfig:
+def run_config(arguments: Sequence[str]) -> RunConfig:
     """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError."""
-    register_schema(schema)
-    check_arguments(arguments)
-    return to_run_config(compose_config(with_own_files(arguments)))
+    return to_run_config(compose_config(prepared(arguments)))
 
 
 def model_arguments(name: str) -> list[str]:

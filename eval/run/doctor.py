@@ -1,6 +1,7 @@
 """Whether this machine is ready: a line for each thing that a run may need, with the command that fixes it.
 
-    lazyllm-bench doctor --model qwen3-8b                  # without --model: for Llama 2 on LongBench
+    lazyllm-bench doctor                                   # for Llama 2 on LongBench
+    lazyllm-bench doctor model=llama2,xgen                 # for these models: presets, folders or hub ids
     lazyllm-bench doctor --url http://127.0.0.1:8000/v1    # what a server is and can do
 
 Nothing is downloaded, and no network is needed. torch is imported only on a GPU: a profile names its attention kernel.
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from eval.benchmarks.datasets import default_suite
+from eval.benchmarks.suite import Suite
 from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import parser_of, require
@@ -81,35 +83,46 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
     return OK, ". ".join([f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), "bfloat16")])
 
 
-def check_model(model: str) -> dict[str, State]:
-    """The disk for a model's files, the hub's token, the files and the rows. Raises UserError for an unknown model."""
+def check_models(models: Sequence[str]) -> dict[str, State]:
+    """The disk for the models' files, the hub's token, each model's files, and the rows of their suites.
+
+    Raises UserError for an unknown model.
+    """
     from huggingface_hub import constants, get_token, try_to_load_from_cache
 
-    source = source_of(model)
-    preset, suite = PRESETS.get(model, Preset(source)), default_suite(model)
-    is_here = Path(source).is_dir() or any(
-        isinstance(try_to_load_from_cache(source, name), str) for name in FIRST_FILES
-    )
-    gated, cache = preset.gated and not is_here, Path(constants.HF_HUB_CACHE)
+    states, files, is_gated = dict[str, State](), 0.0, False
+    for model in models:
+        source = source_of(model)
+        preset = PRESETS.get(model, Preset(source))
+        if Path(source).is_dir() or any(isinstance(try_to_load_from_cache(source, file), str) for file in FIRST_FILES):
+            states[model] = OK, f"{source} is here"
+            continue
+        files += gigabytes_of(model) * (2 if preset.pickled else 1)  # pickles in 32 bits
+        is_gated |= preset.gated
+        access = f"ask for access at https://huggingface.co/{source}, then " if preset.gated else ""
+        fetch = f"{access}lazyllm-bench fetch model={model}, with a network"
+        states[model] = MISSING, f"{source} is not in the cache: {fetch}"
+    cache = Path(constants.HF_HUB_CACHE)
     folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(folder).free / 1e9
-    files = 0 if is_here else gigabytes_of(model) * (2 if preset.pickled else 1)  # pickles in 32 bits
     space = f"{free:.1f} GB free in {folder}, {files + 2:.0f} GB needed"  # 2 for LongBench and runs
-    no_token = MISSING if gated else NOT_NEEDED, "hf auth login (gated models need it)"
-    access = f"ask for access at https://huggingface.co/{source}, then " if gated else ""
-    fetch = f"{source} is not in the cache: {access}lazyllm-bench fetch model={model}, with a network"
-    if suite.cached is None:
-        rows = NOT_NEEDED, f"{model} takes the suite {suite.name}, which makes its own"
-    elif suite.cached():
-        rows = OK, f"{suite.name} is in the cache"
-    else:
-        rows = MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
+    no_token = MISSING if is_gated else NOT_NEEDED, "hf auth login (gated models need it)"
     return {
         "disk": (OK, space) if free >= files + 2 else (MISSING, f"{space}: export HF_HOME=FOLDER_ON_A_LARGER_DISK"),
         "token": (OK, "the hub's client has one") if get_token() is not None else no_token,
-        model: (OK, f"{source} is here") if is_here else (MISSING, fetch),
-        "rows": rows,
+        **states,
+        "rows": check_rows([default_suite(model) for model in models]),
     }
+
+
+def check_rows(suites: Sequence[Suite]) -> State:
+    fetched = {suite.name: suite.cached() for suite in suites if suite.cached is not None}
+    for suite in suites:
+        if not fetched.get(suite.name, True):
+            return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
+    if fetched:
+        return OK, f"{', '.join(fetched)} is in the cache"
+    return NOT_NEEDED, f"{suites[0].name} makes its own"
 
 
 def gigabytes_of(model: str) -> float:
@@ -135,12 +148,12 @@ def first_gpu() -> list[str] | None:
     return next((gpu for gpu in gpus if first and gpu[-1].startswith(first)), None)
 
 
-def examine(model: str) -> dict[str, State]:
-    """The state of each thing. Raises UserError for an unknown model."""
+def examine(models: Sequence[str]) -> dict[str, State]:
+    """The state of each thing that runs of the models need. Raises UserError for an unknown model."""
     gpu = first_gpu()
     checks: dict[str, Callable[[], State]] = {
         "torch": lambda: check_torch(gpu),
-        "GPU": lambda: check_gpu(gpu, gigabytes_of(model)),
+        "GPU": lambda: check_gpu(gpu, max(map(gigabytes_of, models))),
         "attention": lambda: check_attention(gpu, states["torch"][0] == OK),
     }
     states = {"Python": (OK, platform.python_version())}  # others cannot install it
@@ -149,13 +162,13 @@ def examine(model: str) -> dict[str, State]:
             states[thing] = check()
         except Exception as error:  # a broken driver raises here: that is what the check reports
             states[thing] = MISSING, f"could not be examined ({type(error).__name__}: {error})"
-    return states | check_model(model)
+    return states | check_models(models)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `doctor`. Returns the exit code. Raises UserError."""
     parser = parser_of("doctor", __doc__)
-    parser.add_argument("--model", default="llama2", metavar="NAME", help="preset, folder or hub id; default: llama2")
+    parser.add_argument("model", nargs="?", default="model=llama2", metavar="model=NAME,...", help="default: llama2")
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
     options = parser.parse_args(arguments)
     if options.url is not None:
@@ -171,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }  # fmt: skip
         print("\n".join(f"{name:<15}{value}" for name, value in found.items()))
         return 0
-    states = examine(options.model)
+    key, _, names = options.model.partition("=")
+    require(key == "model" and bool(names), key, names, "model=NAME, or several: model=llama2,xgen")
+    states = examine(names.split(","))
     for thing, (state, says) in states.items():
         print(f"{thing:<15}{state:<12}{says}")
     return 2 if any(state == MISSING for state, _ in states.values()) else 0

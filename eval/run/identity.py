@@ -61,11 +61,15 @@ def code_sha256(parts: tuple[str, ...]) -> str:
     """
     digest = hashlib.sha256()
     for part in parts:
-        path = _ROOT / part
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        for file in _sources(_ROOT / part):
             content = json.dumps(_meaning(_tree(file))) if file.suffix == ".py" else file.read_text(encoding="utf-8")
             digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{content}\0".encode())
     return digest.hexdigest()[:16]
+
+
+def _sources(path: Path) -> list[Path]:
+    """The sources of a folder with its subfolders, or a file alone."""
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
 def suite_code(module: str) -> str:
@@ -81,23 +85,19 @@ def method_code(name: str) -> str:
     """
     kind = by_name(name)
     if kind.__module__.partition(".")[0] != "lazyllm":
-        return code_of(name) or sha256_of([inspect.getsource(part) for part in _functions(kind)])[:16]
+        functions = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
+        own = [part for part in functions if part.__code__.co_filename != "<string>"]  # not those of `dataclass`
+        return code_of(name) or sha256_of([inspect.getsource(part) for part in own])[:16]
     module = ".".join(kind.__module__.split(".")[:3])
     return code_sha256(tuple(sorted(_own_files(module, "lazyllm.methods"))))
-
-
-def _functions(kind: type) -> list[Any]:
-    """The functions that a class defines itself, without those that `dataclass` has made."""
-    own = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
-    return [part for part in own if part.__code__.co_filename != "<string>"]
 
 
 def _own_files(module: str, package: str) -> set[str]:
     """The files of a module of a package, and of the modules there that it imports; not those in `ENGINE`."""
     path = _ROOT / module.replace(".", "/")
-    part = (path if path.is_dir() else path.with_suffix(".py")).relative_to(_ROOT).as_posix()
-    found = {part}
-    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
+    path = path if path.is_dir() else path.with_suffix(".py")
+    found = {path.relative_to(_ROOT).as_posix()}
+    for file in _sources(path):
         for node in ast.walk(_tree(file)):
             other = node.module if isinstance(node, ast.ImportFrom) and node.module is not None else ""
             other = ".".join(other.split(".")[:3])
@@ -131,13 +131,14 @@ def _meaning(node: Any) -> Any:
 def identity_of(run: Any) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. Raises UserError."""
     config = run.config
+    limit, chat = run.max_prompt_tokens, _chat_identity(run)  # refused before rows are made, which may take minutes
     return {
         **(_served_identity(run) if run.is_served else _model_identity(run)),
         **_data_identity(run),
-        **_chat_identity(run),
+        **chat,
         "suite_code": suite_code(run.suite.load.__module__),
         "tokenizer": tokenizer_sha256(run.tokenizer)[:16],
-        "max_prompt_tokens": run.max_prompt_tokens,
+        "max_prompt_tokens": limit,
         "seed": config.seed,
         "warmup": config.warmup,
         **({"turns": config.turns} if config.turns is not None else {}),

@@ -27,15 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.run.config import (
-    CONF,
-    check_arguments,
-    compose_config,
-    one_line,
-    register_schema,
-    to_run_config,
-    with_own_files,
-)
+from eval.run.config import CONF, compose_config, one_line, prepared, to_run_config
 from eval.run.run import RUNS, Run, check_writable
 from eval.run.settings import RunConfig
 from lazyllm.errors import FailedExamplesError, UserError
@@ -108,9 +100,7 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
 
     Raises UserError.
     """
-    register_schema(schema)
-    check_arguments(arguments)
-    arguments = with_own_files(arguments)
+    arguments = prepared(arguments, schema)
     if {"-m", "--multirun"} & set(arguments):
         check_writable(RUNS)
     _end_soon_after_ctrl_c()
@@ -130,8 +120,7 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError."""
     configs: list[RunConfig] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
-    register_schema()
-    own = with_own_files(own)
+    own = prepared(own)
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
         _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -39,7 +37,7 @@ from lazyllm.models.load import devices_in_use, load_weights
 
 log = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 10.0  # between lines of progress if there is no terminal
+PROGRESS_EVERY_S = 10.0  # between lines of progress
 DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earlier job may have set its own number
 
 
@@ -47,12 +45,11 @@ DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earli
 class RunResult:
     """A finished run.
 
-    results, table: None while other shards have examples to measure. title: of the table. failed: how many answers
-    failed, and why; "" for none.
+    results, table: None while other shards have examples to measure. failed: how many answers failed, and why; "" for
+    none.
     """
 
     folder: Path
-    title: str
     results: Results | None
     table: Table | None
     failed: str = ""
@@ -94,18 +91,18 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
 def _result(run: Run, store: RunStore) -> RunResult:
     """The results of all the run's examples, planned ones first. Raises FailedExamplesError if no arm has answered."""
     keys, arms = _all_keys(run, store), {arm.label for arm in run.arms}
-    title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
     pending = [key for key in keys if key not in store.visits]
     failed = _failed(run, store)
     if pending:
         log.info(
             "%s: other shards have %d examples to measure; the last shard makes the table", run.folder, len(pending)
         )
-        return RunResult(run.folder, title, None, None, failed)
+        return RunResult(run.folder, None, None, failed)
     if not any(arms & store.answered(key) for key in keys):
         raise FailedExamplesError(f"no answer: {failed}")
     results = Results([_stored(run, store)])
-    return RunResult(run.folder, title, results, run_table(results, title), failed)
+    title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
+    return RunResult(run.folder, results, run_table(results, title), failed)
 
 
 def _failed(run: Run, store: RunStore) -> str:
@@ -285,25 +282,21 @@ def _opened(
 
 
 def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
-    """Store each visit as soon as it is made. Progress is a bar on a terminal, else lines."""
+    """Store each visit as soon as it is made, and log the progress."""
     log.info("warming up: %s of each arm", counted(warmup, "run"))
     subject.warm_up([one.case for one in todo], warmup)
-    screen, start, last = Console(stderr=True), time.monotonic(), time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    eta = (TextColumn("ETA"), TimeRemainingColumn())
-    with Progress(*columns, *eta, console=screen, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=len(todo))
-        for done, visit in enumerate(subject.measure(todo), start=1):
-            for label, failure in visit.failures.items():
-                log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.reason)
-            store.append(visit)
-            for tracker in trackers:
-                tracker.visit(visit)
-            bar.update(task, advance=1, description=visit.dataset)
-            now = time.monotonic()
-            if not screen.is_terminal and (now - last >= PROGRESS_EVERY_S or done == len(todo)):
-                last, eta_s = now, (now - start) / done * (len(todo) - done)
-                log.info("%d of %d examples (%s), ETA %.0f s", done, len(todo), visit.dataset, eta_s)
+    start = last = time.monotonic()
+    for done, visit in enumerate(subject.measure(todo), start=1):
+        for label, failure in visit.failures.items():
+            log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.reason)
+        store.append(visit)
+        for tracker in trackers:
+            tracker.visit(visit)
+        now = time.monotonic()
+        if now - last >= PROGRESS_EVERY_S or done == len(todo):
+            last, each_s = now, (now - start) / done
+            progress = f"{done} of {len(todo)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
+            log.info("%s, ETA %.0f s", progress, each_s * (len(todo) - done))
 
 
 def _all_keys(run: Run, store: RunStore) -> list[tuple[str, str]]:

@@ -245,25 +245,27 @@ class Bench:
         """
         batch, inside = Batch(self.model, size), dict[Request, tuple[Todo, Arm]]()
         while waiting or inside:
-            failure, lacks_memory, freed = None, False, False
+            failure, lacks_memory = None, False
+            begun, lost = list[tuple[Todo, Arm]](), list[tuple[Todo, Arm]]()  # begun: not in the batch yet
             done: list[tuple[Request, Generation]] = []
             try:
                 if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
-                    one, arm = waiting.popleft()
+                    begun = [waiting.popleft()]
+                    one, arm = begun[0]
                     request = self._request(one.case, arm.method(one.case.dataset.name))
-                    inside[request] = one, arm
                     if self.parks:
                         park(request.method.models())
                     self._rehearse(one.case, arm)
                     batch.add(request)
+                    inside[request] = begun.pop()
                 else:
                     done = batch.run()
             except UserError:
                 raise
             except Exception as error:
-                failure, lacks_memory = _failure(next(iter(inside.values()))[0].case, error), is_out_of_memory(error)
+                lost = [*inside.values(), *begun]
+                failure, lacks_memory = _failure(lost[0][0].case, error), is_out_of_memory(error)
             if failure is not None:  # not in the handler, as the error's frames hold memory
-                lost = [*inside.values()]
                 batch, inside = Batch(self.model, size), {}
                 free(*devices_of(self.model))
                 freed = lacks_memory and self._make_room()

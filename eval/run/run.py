@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.chat_format import NO_TEMPLATE, ChatFormat, chat_format
+from eval.benchmarks.chat_format import ChatFormat, chat_format
 from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
 from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, Example, LoadedDataset, Suite
@@ -24,10 +24,8 @@ from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
 from lazyllm.errors import UserError, require
-from lazyllm.machine import may_have_gpu
 from lazyllm.methods import name_of
 from lazyllm.models.checkpoint import read_config
-from lazyllm.models.tokenizers import has_chat_template
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -84,8 +82,9 @@ class Run:
         )
 
     @cached_property
-    def _asked(self) -> tuple[dict[str, dict[str, Any]], str | None]:
-        arms, baseline = arms_asked(self.config)
+    def asked(self) -> dict[str, dict[str, Any]]:
+        """{label: settings} of the arms that the settings ask for, in the order of tables, the baseline first."""
+        arms = arms_asked(self.config)
         if self.is_served:
             _check_servers(self.config, arms)
         else:
@@ -96,17 +95,12 @@ class Run:
                 require(settings.get("name") != SERVER, "method", SERVER, with_server)
                 build_method(targets.check(settings))
                 later_turns(settings)
-        return arms, baseline
-
-    @property
-    def asked(self) -> dict[str, dict[str, Any]]:
-        """{label: settings} of the arms that the settings ask for, in the order of tables, the baseline first."""
-        return self._asked[0]
+        return arms
 
     @property
     def baseline(self) -> str | None:
         """The label of the baseline's arm; None without one."""
-        return self._asked[1]
+        return next(iter(self.asked)) if self.config.baseline else None
 
     @cached_property
     def _named(self) -> tuple[Dataset, ...]:
@@ -357,9 +351,9 @@ class Run:
         return Run(replace(self.config, **settings))
 
     def check(self) -> Run:
-        """Refuse what the settings, the model's files, this machine, rows at hand and servers rule out.
+        """Refuse what the settings, the model's files, rows at hand and servers rule out. Returns the run.
 
-        No torch is imported for it. What is not known without torch is checked where it is made. Returns the run.
+        No torch is imported for it. What takes torch to know is refused before rows are made (`identity`).
         """
         config, suite = self.config, self.suite
         check_writable(Path(config.out or RUNS))
@@ -372,33 +366,17 @@ class Run:
             has_key = wandb.login(prompt=False, verify=False)
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         if not self.is_served:
-            _check_model(self)
+            layers: int | None = read_config(self.spec).get("num_hidden_layers")
+            for other in self.other_models:
+                read_config(other)
+            if layers is not None:  # in a nested config transformers finds it
+                for settings in self.asked.values():
+                    with about_the_method():
+                        build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
         if suite.rows_here or (suite.rows_in_dir and self.data.dir is not None):
             _ = self.examples
         _ = self.servers
         return self
-
-
-def _check_model(run: Run) -> None:
-    """Refuse a device, a chat format, a prompt limit or a method that does not fit. Raises UserError."""
-    spec = run.spec
-    if spec.device.startswith("cuda") and not may_have_gpu():
-        raise UserError(f"model.device={spec.device}: this machine or its torch has no GPU: give model.device=cpu")
-    config = read_config(spec)
-    for other in run.other_models:
-        read_config(other)
-    if run.chat.from_tokenizer and not run.chat.or_none:
-        source = (spec.source, spec.revision) if spec.tokenizer is None else (spec.tokenizer, None)
-        if not has_chat_template(*source):
-            raise UserError(NO_TEMPLATE)
-    if "max_position_embeddings" in config:
-        limit_of_prompts(run, config["max_position_embeddings"])
-    layers: int | None = config.get("num_hidden_layers")  # None in a nested config, which transformers reads
-    if layers is None:
-        return
-    for settings in run.asked.values():
-        with about_the_method():
-            build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
 
 
 def limit_of_prompts(run: Run, longest: int | None) -> int:

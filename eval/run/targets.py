@@ -10,7 +10,6 @@ eval/analysis/published/table1_parameters.csv lists all of table1's parameters.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import MISSING
 from pathlib import Path
@@ -152,11 +151,10 @@ def read_tuned(reference: str, num_layers: int) -> dict[int, float]:
 
 
 def as_yaml(name: str, schedule: dict[int, float], num_layers: int, about: dict[str, Any]) -> str:
-    """The text of a tuned schedule's file. about: lines about the search."""
-    flow = "{" + ", ".join(f"{layer}: {ratio:g}" for layer, ratio in schedule.items()) + "}"
-    lines = [f"{key}: {json.dumps(value)}" for key, value in about.items()]  # JSON is YAML
-    head = f"# python run.py method.schedule=tuned/{name}      (from another folder: tuned/PATH)"
-    return "\n".join([head, f"schedule: {flow}", f"layers: {num_layers}  # of the model", *lines, ""])
+    """The text of a tuned schedule's file. num_layers: of the model. about: more, about the search."""
+    content = {"schedule": schedule, "layers": num_layers, **about}
+    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=1000)
+    return f"# python run.py method.schedule=tuned/{name}      (from another folder: tuned/PATH)\n{text}"
 
 
 def _file(reference: str) -> Path:

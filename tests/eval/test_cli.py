@@ -44,6 +44,8 @@ COMMANDS = {
     "run method=nosuch": (2, "error: method=nosuch: expected one of asl, baseline"),
     "run method=lazy,asl": (2, "error: Ambiguous value for argument 'method=lazy,asl'"),
     "run method=specprefill method.draft=./nowhere": (2, "error: './nowhere' is not a model: no such folder"),
+    "run experiment=field method=mine.py": (2, "error: method=mine.py: experiment=field has arms of its own"),
+    "plan -m experiment=demo method=lazy,asl": (2, "'+compare.lazy={name: lazy}' adds an arm"),
     "run method=random_drop method.keep=1.5": (2, "error: method 'random_drop': keep lies in (0, 1], got 1.5"),
     "run method.schedule={2:1.5}": (2, "error: method 'lazy': the keep ratio after layer 2 lies in (0, 1], got 1.5"),
     'run method.schedule={"2":0.5}': (2, "a mapping's key none)"),
@@ -75,10 +77,6 @@ COMMANDS = {
     "chat --method gemfilter=5": (2, "error: unknown method 'gemfilter=5'; known are asl, baseline"),
     "tune target=2": (2, "error: Could not override 'target': Key 'target' not in 'TuneConfig'"),
     "tune target_speedup=2 method=baseline": (2, "error: method.name=baseline: expected method=lazy"),
-    "tune target_speedup=2 model.device=cuda": (
-        2,
-        "error: model.device=cuda: this machine or its torch has no GPU: give",
-    ),
     "tune target_speedup=2 dataset=trec data.dir=MADE/rows": (2, "rows/trec.jsonl:10: not valid JSON in UTF-8"),
     # what the model's files, the machine and the run's folder rule out
     "run method.schedule={9:0.5}": (2, "error: method: the schedule prunes after layer 9, but the model has only 8"),
@@ -86,14 +84,8 @@ COMMANDS = {
         2,
         "error: tuned/tiny-1.8x is for a model of 8 layers, but this one has 32",
     ),
-    "run model.device=cuda": (2, "error: model.device=cuda: this machine or its torch has no GPU: give"),
-    "run model.chat=auto": (2, "error: model.chat=auto: the tokenizer has no chat template: give model.chat=none"),
     "run model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run model=llama2 model.load_format=dummy dataset=lookup": (2, "error: random weights (model.load_format=dummy)"),
-    "run model.max_prompt_tokens=99999": (
-        2,
-        "error: model.max_prompt_tokens=99999: the model has 4096 positions: give",
-    ),
     "fetch model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "plan model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run method=null": (2, "error: method=null: Config group override must be a string or a list"),
@@ -107,6 +99,16 @@ COMMANDS = {
     "run --cfg job warmup=1": (0, "max_new_tokens: null"),
     "run -m method=lazy,baseline hydra/launcher=joblib --gate ttft>=1": (2, "error: --gate: expected no launcher"),
     "run data.dir=MADE/rows": (2, "error: data.dir=MADE/rows: expected dataset=NAME with it, as embedded has"),
+}
+# Refused with torch, before a model loads
+WITH_TORCH = {
+    "run model.device=cuda out=MADE/run": (2, "sees none: give device=cpu (in a run model.device=cpu)"),
+    "tune target_speedup=2 model.device=cuda": (2, "sees none: give device=cpu (in a run model.device=cpu)"),
+    "run model.chat=auto": (2, "error: model.chat=auto: the tokenizer has no chat template: give model.chat=none"),
+    "run model.max_prompt_tokens=99999": (
+        2,
+        "error: model.max_prompt_tokens=99999: the model has 4096 positions: give",
+    ),
 }
 
 
@@ -129,7 +131,7 @@ def made(folder: Path) -> Path:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     """{command: [exit code, output, heavy modules imported so far]}, all from one process."""
     folder = made(tmp_path_factory.mktemp("made"))
-    commands = json.dumps([command.replace("MADE", str(folder)).split() for command in COMMANDS])
+    commands = json.dumps([command.replace("MADE", str(folder)).split() for command in (*COMMANDS, *WITH_TORCH)])
     done = subprocess.run(
         [sys.executable, "-c", REFUSED, commands, json.dumps(HEAVY)],
         cwd=ROOT,
@@ -149,6 +151,15 @@ def test_command_refuses_in_one_line_before_anything_heavy_is_imported(answers, 
     assert text in said
     if status and "rows/trec" not in text:  # ten bad rows, a line each
         assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", WITH_TORCH)
+def test_command_refuses_before_a_model_loads(answers, command: str) -> None:
+    status, said, _ = answers[command]
+    expected_status, text = WITH_TORCH[command]
+    assert status == expected_status
+    assert text in said.splitlines()[-1]
+    assert "loading tiny" not in said
 
 
 def test_help_is_one_screen_with_a_line_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:

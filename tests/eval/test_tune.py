@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import eval.run.measure
-from eval.run.config import check_arguments, compose_config, register_schema
+from eval.run.config import compose_config, prepared, register_schema
 from eval.store.folder import InUseError, read_visits
 from eval.tune import Cuts, Space, TuneConfig, open_study, ranked, search, to_tune_config, tried_in, tune
 from lazyllm.errors import UserError
@@ -44,10 +44,8 @@ def space_of(target: float, layers: int = 8, cuts: int = 3, lengths: dict | None
 
 
 def config_of(*overrides: str) -> TuneConfig:
-    register_schema(TuneConfig)
     try:
-        check_arguments(overrides)
-        return to_tune_config(compose_config(overrides))
+        return to_tune_config(compose_config(prepared(overrides, TuneConfig)))
     finally:
         register_schema()
 

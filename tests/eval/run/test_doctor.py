@@ -23,37 +23,42 @@ CPU, CUDA_13 = None, "13.0"
 def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """{thing: (state, sentence)} on a machine without token and caches, with this GPU, torch wheel and disk."""
 
-    def examine(gpu: str = "", wheel: str | None = CPU, free_gb: float = 500, model: str = "llama2"):
+    def examine(*models: str, gpu: str = "", wheel: str | None = CPU, free_gb: float = 500):
         monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
         monkeypatch.setattr(doctor, "nvidia_smi", lambda query: [gpu] if gpu else None)
         monkeypatch.setattr(doctor, "torch_build", lambda: {"__version__": "2.13.0", "cuda": wheel})
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(0, 0, free_gb * 1e9))
-        return doctor.examine(model)
+        return doctor.examine(models or ("llama2",))
 
     return examine
 
 
 @pytest.mark.parametrize(
-    ("settings", "thing", "remedy"),
+    ("models", "settings", "thing", "remedy"),
     [
-        ({"gpu": A100}, "torch", "for the CPU, but there is NVIDIA A100.*pip install .* torch --index-url .*/cu126"),
-        ({"gpu": A100, "wheel": CUDA_13}, "torch", "needs driver 580 or later, found 550.54.15: pip install"),
-        ({"gpu": T4, "wheel": CUDA_13}, "torch", r"pip install .* torch==2\.7\.1 --index-url .*/cu118"),
-        ({"gpu": "K80, 418.10, 11441 MiB"}, "torch", "update the driver"),
-        ({"gpu": "K80, 418.10, 11441 MiB"}, "GPU", "12 GB: less than 13: try model.quantise=int8"),
-        ({"free_gb": 9.5}, "disk", "9.5 GB free in .*, 15 GB needed: export HF_HOME="),
-        ({}, "token", "hf auth login"),
-        ({}, "llama2", "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf, then lazyllm-bench fetch model=llama2"),
-        ({"model": "xgen"}, "xgen", "lazyllm-bench fetch model=xgen"),
-        ({"model": "xgen", "free_gb": 20}, "disk", "30 GB needed"),
-        ({}, "rows", "lazyllm-bench fetch dataset=all"),
-        ({"gpu": "no answer"}, "torch", "could not be examined"),
+        ([], {"gpu": A100}, "torch", "for the CPU, but there is .* A100.*pip install .* torch --index-url .*/cu126"),
+        ([], {"gpu": A100, "wheel": CUDA_13}, "torch", "needs driver 580 or later, found 550.54.15: pip install"),
+        ([], {"gpu": T4, "wheel": CUDA_13}, "torch", r"pip install .* torch==2\.7\.1 --index-url .*/cu118"),
+        ([], {"gpu": "K80, 418.10, 11441 MiB"}, "torch", "update the driver"),
+        ([], {"gpu": "K80, 418.10, 11441 MiB"}, "GPU", "12 GB: less than 13: try model.quantise=int8"),
+        ([], {"free_gb": 9.5}, "disk", "9.5 GB free in .*, 15 GB needed: export HF_HOME="),
+        ([], {}, "token", "hf auth login"),
+        ([], {}, "llama2", "https://huggingface.co/meta-llama/.*, then lazyllm-bench fetch model=llama2"),
+        (["xgen"], {}, "xgen", "lazyllm-bench fetch model=xgen"),
+        (["xgen"], {"free_gb": 20}, "disk", "30 GB needed"),
+        (["xgen", "llama2"], {"free_gb": 40}, "disk", "44 GB needed"),
+        (["xgen", "llama2"], {}, "llama2", "lazyllm-bench fetch model=llama2"),
+        (["tiny", "xgen"], {}, "rows", "lazyllm-bench fetch dataset=all"),
+        ([], {}, "rows", "lazyllm-bench fetch dataset=all"),
+        ([], {"gpu": "no answer"}, "torch", "could not be examined"),
     ],
 )  # fmt: skip
-def test_doctor_names_the_fault_and_its_remedy(examined, settings: dict, thing: str, remedy: str) -> None:
-    state, says = examined(**settings)[thing]
+def test_doctor_names_the_fault_and_its_remedy(
+    examined, models: list[str], settings: dict, thing: str, remedy: str
+) -> None:
+    state, says = examined(*models, **settings)[thing]
     assert state == "missing"
     assert re.search(remedy, says)
 
@@ -73,7 +78,7 @@ def test_gpu_is_the_first_that_a_run_sees(visible: str | None, found: str, monke
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert found in doctor.examine("tiny")["GPU"][1]
+    assert found in doctor.examine(["tiny"])["GPU"][1]
 
 
 def test_gpu_that_shares_the_host_s_memory_is_no_fault(examined) -> None:
@@ -84,17 +89,19 @@ def test_gpu_that_shares_the_host_s_memory_is_no_fault(examined) -> None:
 
 
 def test_tiny_needs_nothing_but_torch(examined) -> None:
-    states = {thing: state for thing, (state, _) in examined(model="tiny").items()}
+    states = {thing: state for thing, (state, _) in examined("tiny").items()}
     assert {states[thing] for thing in ("token", "rows", "GPU")} == {"not needed"}
     assert {states[thing] for thing in ("Python", "torch", "disk", "tiny")} == {"ok"}
 
 
 def test_exit_code_is_2_if_something_is_missing(examined, capsys: pytest.CaptureFixture[str]) -> None:
     examined()
-    assert [cli.main(["doctor", "--model", model]) for model in ("tiny", "qwen3-0.6b", "lama2")] == [0, 2, 2]
+    assert [cli.main(["doctor", f"model={models}"]) for models in ("tiny", "tiny,qwen3-0.6b", "lama2")] == [0, 2, 2]
     captured = capsys.readouterr()
     assert "Qwen/Qwen3-0.6B is not in the cache: lazyllm-bench fetch model=qwen3-0.6b" in captured.out
     assert "'lama2' is not a model" in captured.err
+    assert cli.main(["doctor", "dataset=lookup"]) == 2
+    assert "dataset=lookup: expected model=NAME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])

@@ -10,10 +10,8 @@ import torch
 
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
-from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
-from eval.run.cases import Case
 from eval.run.evidence import evidence_computed, evidence_positions
 from eval.run.measure import Bench, Todo
 from lazyllm import Generation
@@ -31,7 +29,7 @@ from lazyllm.methods import (
 )
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.reference import random_model
-from tests.runs import arm
+from tests.runs import arm, case_of
 
 MODEL = random_model("llama", seed=1)
 
@@ -113,10 +111,10 @@ def test_evidence_is_followed_through_template_truncation_and_wrap(
 
 def test_visit_has_a_share_for_each_layer() -> None:
     model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
-    loaded = load_rows(DATASETS["lookup"])
-    prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
+    case = case_of("lookup", tokenizer, 8)
+    prompt = case.prompt
     arms = (arm("lazy", name="lazy", schedule={2: 0.3, 5: 0.3}),)
-    todo = [Todo(Case(DATASETS["lookup"], loaded.examples[0], prompt, 8, (2,)), arms)]
+    todo = [Todo(case, arms)]
     (visit,) = Bench(model, tokenizer, ChatFormat(), arms, None).measure(todo)
     (found,) = visit.answers["lazy"]
     (needle,) = [prompt.text[start:end] for start, end in prompt.evidence]

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 import lazyllm
 from eval.benchmarks.chat_format import ChatFormat
-from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.prompts import build_prompt, gold_token_ids
+from eval.benchmarks.prompts import gold_token_ids
 from eval.run.cases import Case
 from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
 from eval.run.measure import Bench, Todo
@@ -31,7 +30,7 @@ from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 from tests.reference import lazy_reference, random_model
-from tests.runs import arm
+from tests.runs import arm, case_of
 
 MODEL, TOKENIZER = tiny()
 RNG = np.random.default_rng(0)
@@ -48,9 +47,7 @@ def compared(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tupl
 
 def measured(dataset: str, forced: bool = False, **method: Any) -> tuple[Case, Measurement, Measurement]:
     """A case, and the measurements of a method and of the baseline in a visit of it."""
-    loaded = load_rows(DATASETS[dataset])
-    example = loaded.examples[0]
-    case = Case(DATASETS[dataset], example, build_prompt(example, loaded.template, TOKENIZER), 8, (2,))
+    case = case_of(dataset, TOKENIZER, 8)
     arms = arm("baseline", name="baseline"), arm("method", **method)
     bench = Bench(MODEL, TOKENIZER, ChatFormat(), arms, "baseline", forced)
     (visit,) = bench.measure([Todo(case, arms)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -159,15 +160,23 @@ def test_without_a_baseline_nothing_is_compared(calls) -> None:
     assert own(found).same_answer is None
 
 
-def test_arm_that_fails_is_a_failure_of_that_arm(calls, monkeypatch) -> None:
+def fail(monkeypatch, error: Exception, fails: Callable[[Any], bool]) -> None:
+    """From now on, generations of such methods raise the error."""
     original = measure.generate
 
     def failing(model, prompt, method, **settings):
-        if method == METHOD:
-            raise RuntimeError("no kernel\nimage")
+        if fails(method):
+            raise error
         return original(model, prompt, method, **settings)
 
     monkeypatch.setattr(measure, "generate", failing)
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_arm_that_fails_is_a_failure_of_that_arm(calls, monkeypatch) -> None:
+    fail(monkeypatch, RuntimeError("no kernel\nimage"), lambda method: method == METHOD)
     found = visit(bench(*ARMS, arm("other", name="lazy", schedule={2: 0.5})))
     assert list(found.answers) == ["baseline", "other"]
     [(label, failure)] = found.failures.items()
@@ -178,14 +187,7 @@ def test_arm_that_fails_is_a_failure_of_that_arm(calls, monkeypatch) -> None:
 
 
 def test_without_the_baselines_answer_the_others_count_and_are_not_compared(calls, monkeypatch) -> None:
-    original = measure.generate
-
-    def failing(model, prompt, method, **settings):
-        if isinstance(method, Baseline):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(model, prompt, method, **settings)
-
-    monkeypatch.setattr(measure, "generate", failing)
+    fail(monkeypatch, NO_MEMORY, lambda method: isinstance(method, Baseline))
     found = visit(bench())
     assert "out of memory at 4 prompt tokens: lower model.max_prompt_tokens" in found.failures["baseline"].reason
     assert own(found).score > 0
@@ -287,14 +289,7 @@ def test_other_models_stay_and_do_not_count_in_other_arms_peaks(calls, draft: Dr
 
 
 def test_other_models_move_to_the_host_if_memory_does_not_hold_all(calls, draft: Draft, monkeypatch, caplog) -> None:
-    original = measure.generate
-
-    def crowded(model, prompt, method, **settings):
-        if isinstance(method, Baseline) and draft.device.type == "cuda":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(model, prompt, method, **settings)
-
-    monkeypatch.setattr(measure, "generate", crowded)
+    fail(monkeypatch, NO_MEMORY, lambda method: isinstance(method, Baseline) and draft.device.type == "cuda")
     on = bench(*ARMS, DRAFTED)
     assert not visit(on).failures
     assert calls.count(("to", "cpu")) == 1

@@ -137,18 +137,31 @@ def test_answers_in_a_pack_start_again_fewer_at_once_after_a_failure(
     assert not any(visit.failures for visit in found.values())
 
 
-def test_only_the_answer_that_fails_alone_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = measure.Batch.add
+@pytest.mark.parametrize("when", ["its request is made", "it joins the batch"])
+def test_only_the_answer_that_fails_alone_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    add, make = measure.Batch.add, measure.make_request
 
-    def refuse(pack: Any, row: Any) -> None:
-        if row.method == Lazy({2: 0.5}) and len(row.prompt) == longest:
+    def refuse(method: Any, tokens: int) -> None:
+        if method == Lazy({2: 0.5}) and tokens == longest:
             raise RuntimeError("this prompt fails")
-        original(pack, row)
+
+    def refuse_row(pack: Any, row: Any) -> None:
+        refuse(row.method, len(row.prompt))
+        add(pack, row)
+
+    def refuse_request(model: Any, prompt: Any, method: Any, *others: Any) -> Any:
+        refuse(method, len(prompt.token_ids))
+        return make(model, prompt, method, *others)
 
     run = small_run(tmp_path, batch_size=8)
     lengths = {case.key: len(case.prompt.token_ids) for case in run.cases}
     longest = max(lengths.values())
-    monkeypatch.setattr(measure.Batch, "add", refuse)
+    if when == "it joins the batch":
+        monkeypatch.setattr(measure.Batch, "add", refuse_row)
+    else:
+        monkeypatch.setattr(measure, "make_request", refuse_request)
     measure_run(run, show=False)
     visits = read_visits(tmp_path)
     assert len(visits) == len(lengths)

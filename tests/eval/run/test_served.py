@@ -220,20 +220,20 @@ def test_server_that_has_gone_ends_the_run_and_the_same_command_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("answer", "overrides", "message"),
+    ("answer", "message"),
     [
-        (usage(9, 3), [], r"counts 9 prompt tokens, but \d+ were sent: it cuts or changes the prompt"),
-        (None, [], "took 64 prompt tokens from its cache"),
+        (usage(9, 3), r"counts 9 prompt tokens, but \d+ were sent: it cuts or changes the prompt"),
+        (None, "took 64 prompt tokens from its cache"),
     ],
 )
 def test_server_that_changes_prompts_or_takes_them_from_its_cache_is_refused(
-    tmp_path: Path, answer: bytes | None, overrides: list[str], message: str
+    tmp_path: Path, answer: bytes | None, message: str
 ) -> None:
     def lying(_: int, body: dict[str, Any]) -> Reply:
         return Reply([event("Yes", "stop"), answer or usage(tokens(body), 3, cached=64), DONE])
 
     with pytest.raises(UserError, match=message):
-        on(lying, tmp_path / "run", *overrides)
+        on(lying, tmp_path / "run")
     accepted = "server.allow_token_mismatch=true" if answer else "server.cache=warm"
     records, _ = on(lying, tmp_path / "accepted", accepted)
     assert len(records) == 3

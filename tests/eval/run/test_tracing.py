@@ -9,29 +9,21 @@ import pytest
 import lazyllm
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
-from eval.run.cases import Case
 from eval.run.tracing import _texts_of_prompt, traces
 from eval.store.visit import Trace, read_trace
 from lazyllm.methods import Lazy
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
-from tests.runs import arm
+from tests.runs import arm, case_of
 
 MODEL, TOKENIZER = tiny()
 ARMS = arm("lazy", name="lazy", schedule={2: 0.3, 5: 0.5}), arm("drop", name="random_drop", keep=0.5)
 
 
-def case_of(name: str) -> Case:
-    loaded = load_rows(DATASETS[name])
-    example = loaded.examples[0]
-    prompt = build_prompt(example, loaded.template, TOKENIZER)
-    return Case(DATASETS[name], example, prompt, 12, (2,))
-
-
 @pytest.mark.parametrize("name", ["digest", "complete"])
 def test_trace_equals_the_generation_of_each_arm(name: str) -> None:
-    case = case_of(name)
+    case = case_of(name, TOKENIZER, 12)
     lazy, drop = traces(MODEL, TOKENIZER, case, ARMS)
     assert (lazy.arm, drop.arm) == ("lazy", "drop")
     out = lazyllm.generate(MODEL, case.prompt.token_ids, Lazy({2: 0.3, 5: 0.5}), 12, (2,))
@@ -45,7 +37,7 @@ def test_trace_equals_the_generation_of_each_arm(name: str) -> None:
 
 
 def test_trace_comes_back_from_its_file(tmp_path: Path) -> None:
-    (found,) = traces(MODEL, TOKENIZER, case_of("lookup"), ARMS[1:])
+    (found,) = traces(MODEL, TOKENIZER, case_of("lookup", TOKENIZER, 12), ARMS[1:])
     file = tmp_path / Trace.file_name("lookup", "../a b", "drop")
     assert file.parent == tmp_path
     file.write_text(found.to_json())
