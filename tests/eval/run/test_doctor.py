@@ -48,7 +48,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         ([], {}, "llama2", "https://huggingface.co/meta-llama/.*, then lazyllm-bench fetch model=llama2"),
         (["xgen"], {}, "xgen", "lazyllm-bench fetch model=xgen"),
         (["xgen"], {"free_gb": 20}, "disk", "30 GB needed"),
-        (["xgen", "llama2"], {"free_gb": 40}, "disk", "44 GB needed"),
+        (["xgen", "llama2"], {"free_gb": 40}, "disk", "43 GB needed"),
         (["xgen", "llama2"], {}, "llama2", "lazyllm-bench fetch model=llama2"),
         (["tiny", "xgen"], {}, "rows", "lazyllm-bench fetch dataset=all"),
         ([], {}, "rows", "lazyllm-bench fetch dataset=all"),
