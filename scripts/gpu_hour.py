@@ -193,7 +193,6 @@ def prompt_of(n: int, seed: int = 0) -> torch.Tensor:
 def checks(device: torch.device) -> Cases:
     """What only a device can show: results as on the CPU, no waits in prefill, the attention kernel, memory."""
     methods = {"baseline": Baseline(), "lazy": make("lazy", {"schedule": {1: 0.6, 3: 0.5}})}
-    methods["lazy, aux_device=cpu"] = make("lazy", {"schedule": {1: 0.6, 3: 0.5}, "aux_device": "cpu"})
     methods |= {name: make(name, {"layer": 2, "keep": 0.5}) for name in ("static_pruning", "fastkv", "gemfilter")}
     prompt = prompt_of(600)
 

@@ -76,7 +76,7 @@ class LazySession(Session):
     last prompt's end, or with `prune_generated` all but the newest. A later turn is one step of several new tokens, all
     candidates.
 
-    schedule, prune_generated, revive, aux_device: as of `lazyllm.methods.Lazy`.
+    schedule, prune_generated, revive: as of `lazyllm.methods.Lazy`.
     """
 
     _step: Chosen
@@ -91,16 +91,14 @@ class LazySession(Session):
         schedule: Schedule,
         prune_generated: bool = False,
         revive: bool = True,
-        aux_device: str | None = None,
     ) -> None:
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
         self._schedule = schedule
         self._prune_generated = prune_generated
         self._revives = revive
-        held_on = None if aux_device is None else torch.device(aux_device)
         width, device = decoder.shape.width, decoder.device
         boundaries = self.groups[:-1] if revive else []  # none after the last group
-        self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device, held_on) for _ in boundaries]
+        self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device) for _ in boundaries]
         self._turn = Turn(prompt_tokens)
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=device)
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
