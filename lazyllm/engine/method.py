@@ -21,24 +21,6 @@ if TYPE_CHECKING:
     from lazyllm.engine.session import Session
 
 
-# {what a method of version 0.3 may define: the line to write instead}
-_RENAMED = {
-    "cross": "def prune(self, at, recorded):  # returns lazyllm.engine.inputs.Kept",
-    "dial": 'target_parameter = "..."',
-    "everything": "keep_all = {...}",
-    "named": "shown_parameters = (...)",
-    "packs": "can_batch = ...",
-}
-
-
-def refuse_renamed(kind: type, renamed: Mapping[str, str]) -> None:
-    """Raise TypeError for a class that defines a name that would be ignored. renamed: {name: the line to write}."""
-    fields = {name for name, of in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(of)}
-    for name, line in renamed.items():
-        if name in vars(kind) and name not in fields:
-            raise TypeError(f"{kind.__name__}.{name} has another name now: write {line}")
-
-
 class _NameOfClass:
     """The label of a method that gives none."""
 
@@ -69,9 +51,6 @@ class Method(ABC):
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
-
-    def __init_subclass__(cls) -> None:
-        refuse_renamed(cls, _RENAMED)
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:
