@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.checks import check_once
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import Decoder, check_lengths, concat, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.inputs import TURNS, Prompt
@@ -351,7 +351,7 @@ class Conversation:
         that begins again from the whole text is unchanged.
         """
         turn = self._check_turn(more_ids, max_new_tokens)
-        check_once(self._model)
+        check_same_as_model(self._model)
         self._method.prepare(self._model)
         with open_decoder(self._model, self._decoder) as self._decoder:
             session, self._session = self._session, None

@@ -12,10 +12,10 @@ Notation:
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -25,18 +25,8 @@ from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, concat, preserve_rope_state
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept, ScoreSpec
+from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
-
-
-class Pruner(Protocol):
-    """What a session calls of a method (`lazyllm.engine.method.Method`) at the boundaries of a prefill."""
-
-    label: ClassVar[str]
-    adaptive: ClassVar[bool]
-
-    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept: ...
-
-    def pruning_layers(self, num_layers: int) -> Collection[int]: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ class Session:
         groups: Sequence[Group],
         prompt_tokens: int,
         max_new_tokens: int,
-        method: Pruner | None = None,
+        method: Method | None = None,
         scoring: Scoring = Scoring(),
     ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)
