@@ -62,7 +62,7 @@ def card() -> Any:
 def answers_of(model: Any, method: Method) -> Iterator[Any]:
     """What must be as without the card: an answer, two turns, and a batch."""
     yield lazyllm.generate(model, PROMPT, method, NEW_TOKENS, ())
-    with lazyllm.start(model, PROMPT, method, chunk=16 if method.can_batch else None) as session:
+    with lazyllm.start(model, PROMPT, method) as session:
         yield session.answer(None, 3, ())
         fork = session.fork()
         yield session.answer(TURN, 3, ())

@@ -142,14 +142,11 @@ def start(
     model: PreTrainedModel,
     input_ids: Tensor | Sequence[int] | Prompt,
     method: Method,
-    chunk: int | None = None,
     turns: str = "continue",
 ) -> Conversation:
     """A conversation that begins with this prompt. Nothing runs before its first `answer`.
 
     model, input_ids, method: as in `generate`.
-    chunk: run the tokens of a turn through the layers in pieces of N tokens, to save memory; results change by rounding
-        only. Models that score the prompt before its prefill run it whole.
     turns: later turns "continue" from the caches: a method that drops tokens for good drops nothing more. Or they run
         the whole text ("recompute"), with tokens selected for the new question.
     Raises ValueError for bad arguments.
@@ -157,10 +154,8 @@ def start(
     prompt = as_prompt(model, input_ids)
     if turns not in TURNS:
         raise ValueError(f"turns={turns!r}: give {' or '.join(TURNS)}")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk={chunk!r}: give a whole number of 1 or more, or None")
     check_fits(model, method, prompt)
-    return Conversation(model, prompt, method, chunk, turns)
+    return Conversation(model, prompt, method, turns)
 
 
 @dataclass
@@ -207,14 +202,10 @@ class RunningGeneration:
         )
 
 
-def begin(decoder: Decoder, request: Request, chunk: int | None = None) -> RunningGeneration:
-    """Score and prefill a request's prompt, and choose its first token.
-
-    chunk: as of `start`.
-    """
+def begin(decoder: Decoder, request: Request) -> RunningGeneration:
+    """Score and prefill a request's prompt, and choose its first token."""
     began, prompt = read_clock(*decoder.devices), request.prompt
     session = request.method.start(decoder, prompt, request.max_new_tokens)
-    session.chunk = chunk
     with _naming_bad_selections(session):
         logits = session.prefill(prompt.token_ids.to(decoder.device))
         return _first_token(RunningGeneration(session, request.sampler, request.max_new_tokens, began, logits))
@@ -272,12 +263,11 @@ class Conversation:
     token_ids: the whole text so far, prompts and answers.
     """
 
-    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, chunk: int | None, turns: str) -> None:
+    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, turns: str) -> None:
         self.token_ids: list[int] = prompt.token_ids.tolist()
         self._model = model
         self._method = method
         self._prompt = prompt
-        self._chunk = chunk
         self._continues = turns == "continue"
         self._has_answered = False
         self._decoder: Decoder | None = None
@@ -367,7 +357,7 @@ class Conversation:
                     token_ids = [*self.token_ids, *([] if turn is None else turn.tolist())]
                     prompt = self._prompt if turn is None else with_more(self._prompt, token_ids)
                     self._prompt_tokens = len(prompt)
-                    running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler), self._chunk)
+                    running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler))
                 while not running.is_done:
                     advance([running])
                 generation = running.result(self._prompt_tokens)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, concat, preserve_rope_state
-from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept, ScoreSpec
+from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, preserve_rope_state
+from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 
@@ -76,7 +75,6 @@ class Session:
         self.scoring = scoring
         self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
-        self.chunk: int | None = None  # maximum number of new tokens that run through a group's layers at once
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
@@ -170,37 +168,12 @@ class Session:
         start, self.length = self.length, self.length + token_ids.shape[0]
         return self.decoder.embed(token_ids, self._all_positions[start : self.length])
 
-    def enter(self, index: int, tokens: Tokens, scores: ScoreSpec) -> None:
+    def enter(self, index: int, tokens: Tokens) -> None:
         """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record."""
-        cache = self.caches[index]
+        group, cache = self.groups[index], self.caches[index]
+        scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
         self.context.begin(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
-
-    def scores_of(self, index: int) -> ScoreSpec:
-        """The attention scores to record in group `index` in this step."""
-        group = self.groups[index]
-        return group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
-
-    def run_group(self, index: int, tokens: Tokens) -> Tokens:
-        """Run group `index` for this session alone, in chunks if there are more than `chunk` new tokens."""
-        done, chunks = [], self._chunks(index, tokens)
-        for chunk in chunks:
-            # all queries whose scores are recorded are in the last chunk
-            self.enter(index, chunk, self.scores_of(index) if chunk is chunks[-1] else NO_SCORES)
-            done += self.decoder.run([self.context], [chunk], self.groups[index].layers)
-        return done[0] if len(done) == 1 else replace(tokens, hidden=concat([chunk.hidden for chunk in done]))
-
-    def _chunks(self, index: int, tokens: Tokens) -> list[Tokens]:
-        """The tokens in pieces of `chunk` tokens.
-
-        Revived tokens run in one piece: later tokens may already be stored in their layers.
-        """
-        m, chunk = len(tokens), self.chunk
-        if chunk is None or m <= chunk or not tokens.is_newest:
-            return [tokens]
-        last = max(0, m - max(chunk, self.scores_of(index).queries))
-        starts = [*range(0, last, chunk), last]
-        return [tokens[start:stop] for start, stop in pairwise([*starts, m])]
 
     def missing_mask(self, index: int, tokens: Tokens) -> Tensor | None:
         """[p] bool, True at the positions that the next group computes in this step, if the host must learn them.
@@ -315,13 +288,9 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
     while start < len(decoder.layers):
         ends = [session.groups[index].layers.stop for session, index in zip(sessions, group_of, strict=True)]
         stop = min(ends)
-        if len(sessions) == 1:
-            tokens = [sessions[0].run_group(group_of[0], tokens[0])]
-        else:
-            for number in at_boundary:
-                session, index = sessions[number], group_of[number]
-                session.enter(index, tokens[number], session.scores_of(index))
-            tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
+        for number in at_boundary:
+            sessions[number].enter(group_of[number], tokens[number])
+        tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
         at_boundary, start = [number for number, end in enumerate(ends) if end == stop], stop
         masks = {number: sessions[number].missing_mask(group_of[number], tokens[number]) for number in at_boundary}
         positions = _to_indices(sessions, {number: mask for number, mask in masks.items() if mask is not None})
