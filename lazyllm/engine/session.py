@@ -52,7 +52,6 @@ class Session:
     prompt_tokens: n.
     max_new_tokens: the maximum number of generated tokens.
     method: chooses tokens at the boundaries of the prefill; None: all stay.
-    scoring: spent on the prompt before.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
@@ -64,7 +63,6 @@ class Session:
         prompt_tokens: int,
         max_new_tokens: int,
         method: Method | None = None,
-        scoring: Scoring = Scoring(),
     ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
@@ -72,7 +70,7 @@ class Session:
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
-        self.scoring = scoring
+        self.scoring = Scoring()
         self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far

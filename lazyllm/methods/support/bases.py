@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -214,18 +214,9 @@ class Select(Method):
         return [Group(range(num_layers), self.kept(n))]
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.select_session import Selection, SelectSession, timed_selection
+        from lazyllm.methods.support.select_session import SelectSession
 
-        layers, n = len(decoder.layers), len(prompt)
-        kept = self.kept(n)
-        select = self.select if kept < n else lambda decoder, prompt: range(n)
-        selected, scoring = timed_selection(select, decoder, prompt, self.diagnostic)
-        groups = [replace(group, prompt_tokens=len(selected)) for group in self.groups(layers, n)]
-        length, at = len(selected) if self.renumber else n, self.selected_at(layers)
-        selection = Selection(selected, at, self.renumber)
-        session = SelectSession(decoder, groups, length, max_new_tokens, scoring, selection)
-        session.check_selection(self.label, selected, n, None if self.adaptive else kept)
-        return session
+        return SelectSession(decoder, self, prompt, max_new_tokens)
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:
