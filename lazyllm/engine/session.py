@@ -167,20 +167,23 @@ class Session:
         return self.decoder.embed(token_ids, self._all_positions[start : self.length])
 
     def enter(self, index: int, tokens: Tokens) -> None:
-        """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record."""
+        """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record.
+
+        Counts them as computed.
+        """
         group, cache = self.groups[index], self.caches[index]
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
         self.context.begin(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
-
-    def missing_mask(self, index: int, tokens: Tokens) -> Tensor | None:
-        """[p] bool, True at the positions that the next group computes in this step, if the host must learn them.
-
-        None if it needs none. Counts the tokens that group `index` has computed: all but the last generated one are
-        prompt tokens. Never waits for the device.
-        """
-        of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
+        of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1  # one of a step's tokens was generated
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
+
+    def missing_mask(self, index: int) -> Tensor | None:
+        """Choose the tokens that go on after group `index` in a decoding step; never waits for the device.
+
+        [p] bool, True at the positions that the next group computes, if the host must learn them; None if not. By
+        default all tokens go on.
+        """
         return None
 
     def to_indices(self, mask: Tensor) -> Tensor:
@@ -290,7 +293,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
             sessions[number].enter(group_of[number], tokens[number])
         tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
         at_boundary, start = [number for number, end in enumerate(ends) if end == stop], stop
-        masks = {number: sessions[number].missing_mask(group_of[number], tokens[number]) for number in at_boundary}
+        masks = {number: sessions[number].missing_mask(group_of[number]) for number in at_boundary}
         positions = _to_indices(sessions, {number: mask for number, mask in masks.items() if mask is not None})
         for number in at_boundary:
             tokens[number] = sessions[number].prune(group_of[number], tokens[number], positions.get(number))

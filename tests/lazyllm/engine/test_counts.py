@@ -59,7 +59,7 @@ class Seen(TorchDispatchMode):
     # these return views of the same numbers, without work on a device
     VIEWS = frozenset(
         {"alias", "contiguous", "expand", "flatten", "lift_fresh", "promote_types", "reshape"}
-        | {"select", "slice", "squeeze", "to", "transpose", "unsqueeze", "view"}
+        | {"select", "slice", "split_with_sizes", "squeeze", "to", "transpose", "unsqueeze", "view"}
     )
 
     def __init__(self) -> None:
