@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from lazyllm.bench import HEADINGS, case_of, cells_of, row, run_alone
 from lazyllm.bench import main as bench
 from lazyllm.bench import parser as bench_parser
-from lazyllm.engine.attention import attend_to_chosen, part_mask
+from lazyllm.engine.attention import attend_to_chosen, additive_mask
 from lazyllm.engine.batch import generate_many
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
@@ -158,7 +158,7 @@ def attention(device: torch.device) -> Cases:
         query = torch.rand(1, 32, 1, 128, device=device, dtype=dtype)
         keys, values = (torch.rand(1, 8, length, 128, device=device, dtype=dtype) for _ in range(2))
         chosen = torch.rand(1, length, device=device) < 0.7
-        mask = part_mask(chosen, 4, dtype) if form == "masked" else None
+        mask = additive_mask(chosen, 4, dtype) if form == "masked" else None
         slots = chosen[0].nonzero()[:, 0] if form == "copied" else slice(None)
         times = []
         for _ in range(4):
