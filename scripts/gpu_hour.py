@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from lazyllm.bench import HEADINGS, case_of, cells_of, row, run_alone
 from lazyllm.bench import main as bench
 from lazyllm.bench import parser as bench_parser
-from lazyllm.engine.attention import attend_to_chosen, additive_mask
+from lazyllm.engine.attention import additive_mask, attend_to_chosen
 from lazyllm.engine.batch import generate_many
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
