@@ -114,4 +114,4 @@ class Batch:
             while not any(generation.is_done for generation in running):
                 advance(running)
         done = [request for request, generation in self.running.items() if generation.is_done]
-        return [(request, self.running.pop(request).result(len(request.prompt))) for request in done]
+        return [(request, self.running.pop(request).result()) for request in done]

@@ -179,8 +179,8 @@ class RunningGeneration:
     times: list[float] = field(default_factory=list)
     is_done: bool = False
 
-    def result(self, prompt_tokens: int) -> Generation:
-        """The finished generation. prompt_tokens: as of `Generation`. Raises UserError for a bad selection."""
+    def result(self) -> Generation:
+        """The finished generation. Raises UserError for a bad selection."""
         session = self.session
         session.check_selected_values()
         clock = [self.began + session.scoring.uncounted_s, *self.times]
@@ -196,7 +196,7 @@ class RunningGeneration:
             revived=np.array(session.revived),
             kv_bytes=session.kv_bytes,
             aux_bytes=session.aux_bytes,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=session.prompt_tokens,
             scoring_tokens=session.scoring.tokens,
             scored_before=session.scored_before,
         )
@@ -269,10 +269,8 @@ class Conversation:
         self._method = method
         self._prompt = prompt
         self._continues = turns == "continue"
-        self._has_answered = False
         self._decoder: Decoder | None = None
         self._session: Session | None = None
-        self._prompt_tokens = len(prompt)  # summed over turns
         self._is_closed = False
 
     def __enter__(self) -> Conversation:
@@ -308,7 +306,6 @@ class Conversation:
         """
         self._check_open()
         other = copy.copy(self)
-        other.token_ids = [*self.token_ids]
         other._session = None if self._session is None else self._session.fork()
         return other
 
@@ -340,45 +337,43 @@ class Conversation:
         exception while layers run, or in the sampler, a conversation that continues from its caches is closed, and one
         that begins again from the whole text is unchanged.
         """
-        turn = self._check_turn(more_ids, max_new_tokens)
+        text = [*self.token_ids, *self._check_turn(more_ids, max_new_tokens)]
         check_same_as_model(self._model)
         self._method.prepare(self._model)
         with open_decoder(self._model, self._decoder) as self._decoder:
             session, self._session = self._session, None
             try:
-                if turn is not None and session is not None and self._continues:
-                    # the last token of the answer before was not run
-                    running = begin_turn(
-                        session, torch.cat([turn.new_tensor(self.token_ids[-1:]), turn]), max_new_tokens, sampler
-                    )
-                    self._prompt_tokens += len(turn)
+                if session is not None and self._continues:
+                    not_run = torch.tensor(text[len(self.token_ids) - 1 :])  # from the last token of the answer before
+                    running = begin_turn(session, not_run, max_new_tokens, sampler)
                 else:
                     session = None  # frees its memory
-                    token_ids = [*self.token_ids, *([] if turn is None else turn.tolist())]
-                    prompt = self._prompt if turn is None else with_more(self._prompt, token_ids)
-                    self._prompt_tokens = len(prompt)
+                    prompt = with_more(self._prompt, text)
                     running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler))
                 while not running.is_done:
                     advance([running])
-                generation = running.result(self._prompt_tokens)
+                generation = running.result()
             except BaseException:
                 self._is_closed = self._has_answered and self._continues
                 raise
-        self._session, self._has_answered = running.session, True
-        self.token_ids += [*([] if turn is None else turn.tolist()), *generation.token_ids]
+        self._session, self.token_ids = running.session, [*text, *generation.token_ids]
         return generation
 
-    def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> Tensor | None:
-        """[m] the turn's tokens on the host; None for the first turn. Raises ValueError as `answer_with`."""
+    @property
+    def _has_answered(self) -> bool:
+        return len(self.token_ids) > len(self._prompt)
+
+    def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> list[int]:
+        """The turn's tokens; none in the first turn. Raises ValueError as `answer_with`."""
         self._check_open()
         if self._has_answered and more_ids is None:
             raise UserError("a later turn needs tokens: give at least one in more_ids")
         if not self._has_answered and more_ids is not None:
             raise UserError("the first turn runs the prompt: leave out more_ids")
-        turn = None if more_ids is None else as_prompt(self._model, more_ids).token_ids
-        before = len(self.token_ids) + (0 if turn is None else len(turn))
+        turn = [] if more_ids is None else as_prompt(self._model, more_ids).token_ids.tolist()
+        before = len(self.token_ids) + len(turn)
         check_length(self._model, before, max_new_tokens, ", or start a new session" if self._has_answered else "")
-        if turn is not None and self._continues:
+        if turn and self._continues:
             check_lengths(self._model, len(self._prompt), before + max_new_tokens - len(self._prompt))
         return turn
 

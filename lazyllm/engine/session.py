@@ -49,7 +49,7 @@ class Session:
 
     decoder: of the model; open in every call.
     groups: all layers, in order.
-    prompt_tokens: n.
+    prompt_tokens: n; of all turns after a later one.
     max_new_tokens: the maximum number of generated tokens.
     method: chooses tokens at the boundaries of the prefill; None: all stay.
 
@@ -131,6 +131,7 @@ class Session:
         `computed` and `selections` are reset.
         """
         self.computed, self._selected = [], []
+        self.prompt_tokens += token_ids.shape[0] - 1
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
         self._lengthen(max(self.max_positions, self.length + token_ids.shape[0] + max_new_tokens - 1))

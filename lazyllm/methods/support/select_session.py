@@ -32,17 +32,19 @@ class SelectSession(Session):
         k = len(positions)
         groups = [replace(group, prompt_tokens=k) for group in method.groups(layers, n)]
         super().__init__(decoder, groups, k if method.renumber else n, max_new_tokens)
-        self.scoring = scoring
+        self.prompt_tokens, self.scoring = n, scoring
         self._select, self._positions = method, positions
         self.check_selection(method.label, positions, n, None if method.adaptive else kept)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        positions, text = self._positions, self._all_positions[: self.prompt_tokens]
+        positions, everything = self._positions, self._all_positions
         if self._select.renumber:
-            tokens = self.decoder.embed(token_ids[positions], text)
+            length = len(positions)
+            tokens = self.decoder.embed(token_ids[positions], everything[:length])
         else:  # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
-            tokens = self.decoder.embed(token_ids, text)[positions]
-        logits = self._prefill(tokens, self.prompt_tokens)
+            length = len(token_ids)
+            tokens = self.decoder.embed(token_ids, everything[:length])[positions]
+        logits = self._prefill(tokens, length)
         self.note_selection(self._select.selected_at(len(self.decoder.layers)), positions)
         return logits
 
