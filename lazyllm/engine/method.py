@@ -95,13 +95,6 @@ class Method(ABC):
         """
         return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
 
-    def stored_after_decode(self, num_layers: int, n: int, generated: int, later: int = 0) -> list[int]:
-        """`stored_after_turns` after `generated` more tokens, one at a time: every layer stores each of them.
-
-        Tokens that a decoding step revives are not counted: their number depends on the prompt.
-        """
-        return [tokens + generated for tokens in self.stored_after_turns(num_layers, n, later)]
-
     def hidden_stored(self, num_layers: int, n: int) -> int:
         """How many of n prompt tokens' hidden states are held, one each, besides K and V (the Aux Cache)."""
         return 0
