@@ -39,7 +39,6 @@ class AttentionContext:
     """What one generation's tokens attend to while they run, which of their scores to record, and those recorded.
 
     cache: stores the K and V of the tokens that run.
-    decodes: whether they attend to tokens stored by earlier runs.
     mask: which stored tokens the running layer attends to.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     device: that all scores are moved to.
@@ -49,7 +48,6 @@ class AttentionContext:
     mask: AttentionMask
 
     def __init__(self, device: torch.device) -> None:
-        self.decodes = False
         self.stop_at: int | None = None
         self._device = device
         self._wanted, self._recorded = NO_SCORES, list[Tensor]()
@@ -73,11 +71,16 @@ class AttentionContext:
             a sliding window attends to those in the window.
         ranks: [m] for each token, the number of chosen tokens up to itself; None if the host does not know them.
         """
-        self.cache, self.decodes, self._length = cache, cache.added < cache.length, length
+        self.cache, self._length = cache, length
         self._wanted, self._recorded = scores, []
         kind = AttentionMask if ranks is None else functools.partial(PositionSortedMask, ranks=ranks)
         # one for all layers of the same window, as it holds their mask
         self._mask_of = functools.cache(functools.partial(kind, cache, positions, chosen))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the tokens that run attend to tokens stored by earlier runs."""
+        return self.cache.added < self.cache.length
 
     def enter_layer(self, window: int | None) -> None:
         """Prepare for a layer of the group, with its sliding window."""

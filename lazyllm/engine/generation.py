@@ -208,7 +208,9 @@ def begin(decoder: Decoder, request: Request) -> RunningGeneration:
     session = request.method.start(decoder, prompt, request.max_new_tokens)
     with _naming_bad_selections(session):
         logits = session.prefill(prompt.token_ids.to(decoder.device))
-        return _first_token(RunningGeneration(session, request.sampler, request.max_new_tokens, began, logits))
+        running = RunningGeneration(session, request.sampler, request.max_new_tokens, began, logits)
+        _choose([running], logits[None])
+    return running
 
 
 def begin_turn(session: Session, token_ids: Tensor, max_new_tokens: int, sampler: Sampler) -> RunningGeneration:
@@ -216,12 +218,9 @@ def begin_turn(session: Session, token_ids: Tensor, max_new_tokens: int, sampler
     began = read_clock(*session.decoder.devices)
     with _naming_bad_selections(session):
         logits = session.turn(token_ids.to(session.decoder.device), max_new_tokens)
-        return _first_token(RunningGeneration(session, sampler, max_new_tokens, began, logits))
-
-
-def _first_token(generation: RunningGeneration) -> RunningGeneration:
-    _choose([generation], generation.first_logits[None])
-    return generation
+        running = RunningGeneration(session, sampler, max_new_tokens, began, logits)
+        _choose([running], logits[None])
+    return running
 
 
 def advance(generations: Sequence[RunningGeneration]) -> None:
@@ -348,7 +347,7 @@ class Conversation:
                     running = begin_turn(session, not_run, max_new_tokens, sampler)
                 else:
                     session = None  # frees its memory
-                    prompt = with_more(self._prompt, text)
+                    prompt = with_more(self._prompt, text) if self._has_answered else self._prompt
                     running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler))
                 while not running.is_done:
                     advance([running])
