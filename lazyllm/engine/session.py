@@ -49,7 +49,7 @@ class Session:
 
     decoder: of the model; open in every call.
     groups: all layers, in order.
-    prompt_tokens: n; of all turns after a later one.
+    prompt_tokens: n, later those of all turns so far.
     max_new_tokens: the maximum number of generated tokens.
     method: chooses tokens at the boundaries of the prefill; None: all stay.
 

@@ -24,7 +24,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
 from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
-from tests.lazyllm.engine.test_exactness import assert_same
+from tests.lazyllm.engine.test_exactness import check as check_exact
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     VARIANTS,
@@ -127,7 +127,7 @@ def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
         prompt *= 9
     steps, prune_generated = rng.randint(3, 8), rng.random() < 0.4
     with casts_in_float64():
-        assert_same(model, prompt, schedule, steps, prune_generated)
+        check_exact(model, prompt, schedule, steps, prune_generated)
 
 
 def test_lengths_at_which_a_longrope_changes_are_refused() -> None:

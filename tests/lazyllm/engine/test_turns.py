@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,16 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine.generation import Conversation
 from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
 from lazyllm.methods.support import lazy_session
 from tests.field_oracles import on_the_rest
 from tests.helpers import slow
-from tests.lazyllm.engine.architecture_matrix import Recording
+from tests.lazyllm.engine.architecture_matrix import TOLERANCE, Recording, assert_same
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     ARCHITECTURES,
     VARIANTS,
     LazyTurns,
-    ReferenceOutput,
     attention_of,
     casts_in_float64,
     random_model,
@@ -31,27 +28,10 @@ from tests.reference import (
 from tests.reference_turns import ContinuedTurns
 
 VOCAB = 97
-TOLERANCE = 1e-9
 
 
 def draw(rng: random.Random, most: int, least: int = 1) -> list[int]:
     return rng.choices(range(VOCAB), k=rng.randint(least, most))
-
-
-def assert_same(
-    session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: ReferenceOutput
-) -> lazyllm.Generation:
-    watched = Recording()
-    found = session.answer_with(watched, more_ids, steps)
-    assert expected.margin > TOLERANCE, "something is decided by rounding"
-    assert found.token_ids == expected.token_ids
-    assert [dict(step) for step in found.selected] == expected.selected
-    assert found.computed.tolist() == expected.computed.tolist()
-    for ours, theirs in zip(watched.logits, expected.logits, strict=True):
-        assert np.abs(ours - theirs).max() < TOLERANCE
-    assert (session.kv_bytes, session.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
-    assert (found.kv_bytes, found.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
-    return found
 
 
 def entering(selected: dict[int, list[int]], tokens: range, num_layers: int) -> list[int]:
