@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
@@ -120,8 +121,7 @@ class LazySession(Session):
 
     def _lengthen(self, max_positions: int) -> None:
         if self._aux:
-            more = self._rope.new_empty(1, max_positions - self.max_positions, self._rope.shape[2])
-            self._rope = torch.cat([self._rope, more], dim=1)
+            self._rope = F.pad(self._rope, (0, 0, 0, max_positions - self.max_positions))
         super()._lengthen(max_positions)
         self._everything = torch.ones(max_positions, dtype=torch.bool, device=self.decoder.device)
         self._lowest = None
@@ -190,9 +190,7 @@ class LazySession(Session):
     def _prune_prompt(self, index: int, tokens: Tokens) -> Tokens:
         """The tokens of the prompt that go on; the others' hidden states go to the Aux Cache."""
         if index == 0 and self._aux:
-            rope = torch.cat(tokens.rope, dim=2)
-            self._rope = rope.new_empty(1, self.max_positions, rope.shape[2])
-            self._rope[:, : len(tokens)] = rope
+            self._rope = F.pad(torch.cat(tokens.rope, dim=2), (0, 0, 0, self.max_positions - len(tokens)))
         if self.groups[index].scores is None:
             return tokens
         layer = self.groups[index].layers.stop
