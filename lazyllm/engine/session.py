@@ -24,7 +24,6 @@ from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, preserve_rope_state
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
-from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 
 
@@ -51,7 +50,8 @@ class Session:
     groups: all layers, in order.
     prompt_tokens: n, later those of all turns so far.
     max_new_tokens: the maximum number of generated tokens.
-    method: chooses tokens at the boundaries of the prefill; None: all stay.
+    method: the `Method` that chooses tokens at the boundaries of the prefill (its module imports this one); None: all
+        tokens go on, and stay stored.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
@@ -62,7 +62,7 @@ class Session:
         groups: Sequence[Group],
         prompt_tokens: int,
         max_new_tokens: int,
-        method: Method | None = None,
+        method: Any = None,
     ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
