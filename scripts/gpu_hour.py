@@ -30,7 +30,7 @@ from transformers import AutoConfig
 from lazyllm.bench import HEADINGS, case_of, cells_of, row, run_alone
 from lazyllm.bench import main as bench
 from lazyllm.bench import parser as bench_parser
-from lazyllm.engine.attention import attend_to_chosen, part_mask
+from lazyllm.engine.attention import additive_mask, attend_to_chosen
 from lazyllm.engine.batch import generate_many
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
@@ -158,7 +158,7 @@ def attention(device: torch.device) -> Cases:
         query = torch.rand(1, 32, 1, 128, device=device, dtype=dtype)
         keys, values = (torch.rand(1, 8, length, 128, device=device, dtype=dtype) for _ in range(2))
         chosen = torch.rand(1, length, device=device) < 0.7
-        mask = part_mask(chosen, 4, dtype) if form == "masked" else None
+        mask = additive_mask(chosen, 4, dtype) if form == "masked" else None
         slots = chosen[0].nonzero()[:, 0] if form == "copied" else slice(None)
         times = []
         for _ in range(4):
@@ -193,7 +193,6 @@ def prompt_of(n: int, seed: int = 0) -> torch.Tensor:
 def checks(device: torch.device) -> Cases:
     """What only a device can show: results as on the CPU, no waits in prefill, the attention kernel, memory."""
     methods = {"baseline": Baseline(), "lazy": make("lazy", {"schedule": {1: 0.6, 3: 0.5}})}
-    methods["lazy, aux_device=cpu"] = make("lazy", {"schedule": {1: 0.6, 3: 0.5}, "aux_device": "cpu"})
     methods |= {name: make(name, {"layer": 2, "keep": 0.5}) for name in ("static_pruning", "fastkv", "gemfilter")}
     prompt = prompt_of(600)
 

@@ -19,9 +19,7 @@ Decided here, because the paper leaves it open:
  5. ``revive=False``: later turns' tokens run over what the first prefill selected, and nothing is selected again.
     Nothing waits in the Aux Cache.
  6. RoPE that depends on the length: a token keeps the length of the text in the step in which it entered layer 1.
- 7. Chunks of a prompt see the length of the whole step (6), and only the last one selects, among the rows of all. So
-    chunks change no number, and there are none here.
- 8. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each layer and head;
+ 7. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each layer and head;
     hidden states at boundaries. A pending token holds nothing.
 
 Notation: ``N`` prompt tokens, ``L`` layers, ``H`` query heads, ``G`` key/value heads, ``d`` head width, ``D`` model

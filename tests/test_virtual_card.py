@@ -67,7 +67,7 @@ def documented() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", METHODS)
 def test_waits_are_those_of_the_documents(name: str) -> None:
     found = parts("quick")[f"llama, bfloat16: {name}"]
-    rows, boundaries = documented(), LISTED[name.removesuffix(", aux_device=cpu")].asks
+    rows, boundaries = documented(), LISTED[name].asks
     cells = rows.get(name) or rows[name.split(",")[0]]
     for cell, prefix in zip(cells, ("start", "prefill", "step"), strict=True):
         number, _, unit = cell.partition(" a ")

@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,8 +35,7 @@ TOOL = Path(__file__).resolve().parents[2] / "shared" / "tools" / "virtual_cuda.
 # Variants of `tests.reference`. All methods run on the first one in bfloat16; a few on it in float32, and on the others
 VARIANTS = ("llama", "mistral, window", "qwen3", "phi3, LongRoPE and window", "gemma2", "gemma3", "granite", "qwen2")
 FEW = ("baseline", "lazy", "fastkv", "pyramidinfer")
-METHODS: dict[str, Any] = {name: row.pruning for name, row in LISTED.items()}
-METHODS["lazy, aux_device=cpu"] = replace(METHODS["lazy"], aux_device="cpu")
+METHODS: dict[str, Method] = {name: row.pruning for name, row in LISTED.items()}
 PROMPT, TURN = (torch.randint(3, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in (41, 9))
 NEW_TOKENS = 5
 COMMANDS = (
@@ -64,7 +62,7 @@ def card() -> Any:
 def answers_of(model: Any, method: Method) -> Iterator[Any]:
     """What must be as without the card: an answer, two turns, and a batch."""
     yield lazyllm.generate(model, PROMPT, method, NEW_TOKENS, ())
-    with lazyllm.start(model, PROMPT, method, chunk=16 if method.can_batch else None) as session:
+    with lazyllm.start(model, PROMPT, method) as session:
         yield session.answer(None, 3, ())
         fork = session.fork()
         yield session.answer(TURN, 3, ())

@@ -407,7 +407,7 @@ def _failure(case: Case, error: Exception) -> Failure:
     if is_out_of_memory(error):
         advice = (
             f"; out of memory at {len(case.prompt.token_ids)} prompt tokens: lower model.max_prompt_tokens, or "
-            "give model.quantise=int8, model.device_map=auto, or method.aux_device=cpu (lazy)"
+            "give model.quantise=int8 or model.device_map=auto"
         )
     else:
         advice = f" ({place_of(error)})"

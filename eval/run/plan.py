@@ -221,7 +221,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     if largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
             f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
-            "model.max_prompt_tokens, method.aux_device=cpu (lazy), or model.device_map=auto"
+            "model.max_prompt_tokens, or model.device_map=auto"
         )
     return "\n".join(lines)
 

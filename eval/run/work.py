@@ -71,7 +71,8 @@ class Model:
     def held(self, method: Method, n: int, later: int = 0, generated: int = 0) -> list[int]:
         """The tokens in each layer's K and V: of the prompt's n and of `later` of later prompts those that the method
         stores, and all generated ones."""
-        return method.stored_after_decode(self.config.num_hidden_layers, n, generated, later)
+        stored = method.stored_after_turns(self.config.num_hidden_layers, n, later)
+        return [tokens + generated for tokens in stored]
 
     def decoding(self, held: Sequence[int], steps: int, rows: int = 1) -> Work:
         """The work of decoding steps that attend to the tokens `held` in each layer, and to those generated since.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lazyllm.engine.checks import check_once
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.method import Method
 
@@ -64,7 +64,7 @@ def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int])
 def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> Generation:
     """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring."""
     n, layers = len(prompt), model.config.num_hidden_layers
-    check_once(model)  # before counting, as it runs the layers too
+    check_same_as_model(model)  # before counting, as it runs the layers too
     with _tokens_run(model) as runs:
         first = generate(model, prompt, method, 1, ())
     prefilled = first.computed[0].mean()

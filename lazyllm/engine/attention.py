@@ -39,7 +39,6 @@ class AttentionContext:
     """What one generation's tokens attend to while they run, which of their scores to record, and those recorded.
 
     cache: stores the K and V of the tokens that run.
-    decodes: whether they attend to tokens stored by earlier runs.
     mask: which stored tokens the running layer attends to.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     device: that all scores are moved to.
@@ -49,7 +48,6 @@ class AttentionContext:
     mask: AttentionMask
 
     def __init__(self, device: torch.device) -> None:
-        self.decodes = False
         self.stop_at: int | None = None
         self._device = device
         self._wanted, self._recorded = NO_SCORES, list[Tensor]()
@@ -73,11 +71,16 @@ class AttentionContext:
             a sliding window attends to those in the window.
         ranks: [m] for each token, the number of chosen tokens up to itself; None if the host does not know them.
         """
-        self.cache, self.decodes, self._length = cache, cache.added < cache.length, length
+        self.cache, self._length = cache, length
         self._wanted, self._recorded = scores, []
         kind = AttentionMask if ranks is None else functools.partial(PositionSortedMask, ranks=ranks)
         # one for all layers of the same window, as it holds their mask
         self._mask_of = functools.cache(functools.partial(kind, cache, positions, chosen))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the tokens that run attend to tokens stored by earlier runs."""
+        return self.cache.added < self.cache.length
 
     def enter_layer(self, window: int | None) -> None:
         """Prepare for a layer of the group, with its sliding window."""
@@ -162,14 +165,7 @@ class RecordingAttention:
         """[1, m, h, d] attention of blocks of queries, each with its mask."""
         blocks, decodes = self._context.mask, self._context.decodes
         heads, share = query.shape[1], query.shape[1] // key.shape[1]
-        if self._masks_are_ours:
-            form = functools.partial(part_mask, share=share, dtype=query.dtype)
-        else:
-            form = (
-                functools.partial(_eager_mask, dtype=query.dtype)
-                if self._is_eager
-                else lambda visible: visible[None, None]
-            )
+        form = functools.partial(additive_mask, share=share if self._masks_are_ours else 1, dtype=query.dtype)
         # a pair costs one product per head if products are held in memory, else only its cell of the mask
         held = heads if kwargs.get("softcap") is not None or (self._is_eager and not decodes) else share
         if blocks.order is not None:
@@ -188,7 +184,7 @@ class RecordingAttention:
 
     @property
     def _masks_are_ours(self) -> bool:
-        """Whether `attend_to_chosen` runs masked blocks, by `part_mask`; else the model's own attention does."""
+        """Whether `attend_to_chosen` runs masked blocks; else the model's own attention does."""
         return self._context.decodes or not (self._is_eager or self._is_sdpa)
 
     def attend(
@@ -257,12 +253,12 @@ def _check_terms(module: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def part_mask(visible: Tensor, share: int, dtype: torch.dtype) -> Tensor:
-    """The additive mask of `attend_to_chosen`.
+def additive_mask(visible: Tensor, share: int, dtype: torch.dtype) -> Tensor:
+    """A mask that attention adds to its logits: 0, or -inf where a query does not attend to a token.
 
     visible [m, s] bool: which stored tokens each query attends to; [g, m, s] if key heads store different tokens.
-    share: query heads per key head, h/g.
-    Returns [1, 1, h/g * m, s] in `dtype`, or [1, g, h/g * m, s]; a single query has one row for all its heads.
+    share: copies of each query's row, h/g for `attend_to_chosen`, else 1.
+    Returns [1, 1, share * m, s] in `dtype`, or [1, g, share * m, s]; a single query has one row for all its heads.
     """
     m, s = visible.shape[-2:]
     # CUDA's kernels need rows that start at multiples of 16 elements, else each layer copies the mask
@@ -270,11 +266,6 @@ def part_mask(visible: Tensor, share: int, dtype: torch.dtype) -> Tensor:
     rows = visible.new_full(shape, float("-inf"), dtype=dtype)
     mask = rows[..., :s].masked_fill_(visible.unsqueeze(-3), 0).flatten(-3, -2)
     return mask[None] if visible.ndim == 3 else mask[None, None]
-
-
-def _eager_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """[1, 1, m, s], as transformers makes it for eager attention."""
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
 def attention_scores(
@@ -352,7 +343,7 @@ def _summed_scores(
 def attend_to_chosen(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
 ) -> Tensor:
-    """Attention of m queries to the stored tokens that `mask` (from `part_mask`) allows each of them.
+    """Attention of m queries to the stored tokens that `mask` (`additive_mask`) allows each of them.
 
     Without a mask, each query attends to all stored tokens. softcap: as in `attention_scores`; no kernel of PyTorch
     supports it, so all products are then in memory at once.

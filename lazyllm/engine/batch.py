@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.checks import check_once
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.generation import (
     Generation,
@@ -101,7 +101,7 @@ class Batch:
         method = request.method
         if self._size > 1 and not method.can_batch:
             raise UserError(f"{method.label} decodes in a way of its own, so it cannot be batched: give batch_size=1")
-        check_once(self._model)
+        check_same_as_model(self._model)
         method.prepare(self._model)
         with open_decoder(self._model, self._decoder) as self._decoder:
             self.running[request] = begin(self._decoder, request)
@@ -114,4 +114,4 @@ class Batch:
             while not any(generation.is_done for generation in running):
                 advance(running)
         done = [request for request, generation in self.running.items() if generation.is_done]
-        return [(request, self.running.pop(request).result(len(request.prompt))) for request in done]
+        return [(request, self.running.pop(request).result()) for request in done]

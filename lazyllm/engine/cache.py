@@ -68,7 +68,7 @@ class GroupCache:
     def nbytes(self) -> int:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         buffers = [*self._keys.values(), *self._values.values()]
-        return sum(self.length * buffer[:, :, 0].nbytes for buffer in buffers)
+        return sum(buffer.nbytes for buffer in buffers) // self._capacity * self.length
 
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
@@ -140,22 +140,12 @@ class GroupCache:
 class AuxCache:
     """Hidden states, at one boundary, of the prompt tokens that were computed up to it and not beyond.
 
-    Sizes are known on the host and indices stay on the device, so nothing here synchronises, unless the states are held
-    elsewhere. Free slots are reused, so memory is that of the largest number of states ever held at once.
-
-    device: where the model runs. home: where the states are held, None for `device`. With the host as home of an
-    accelerator's states, the first `put` (prefill's) does not wait for its transfer; later calls do.
+    Sizes are known on the host and indices stay on the device, so nothing here waits for the device. Free slots are
+    reused, so memory is that of the largest number of states ever held at once.
     """
 
-    def __init__(
-        self,
-        max_positions: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        home: torch.device | None = None,
-    ) -> None:
-        self._states = torch.empty(0, width, dtype=dtype, device=home or device)
+    def __init__(self, max_positions: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._states = torch.empty(0, width, dtype=dtype, device=device)
         self._slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
         self._num_free = 0
@@ -183,13 +173,8 @@ class AuxCache:
         """Hold `states` [m, w] of the tokens at `positions` [m]."""
         m = positions.shape[0]
         self._own()
-        old, home = self._states.shape[0], self._states.device
+        old = self._states.shape[0]
         if old == 0:  # the first states fill the slots in order
-            if home != states.device:
-                # an accelerator copies to page-locked memory without making the host wait. The states are read only
-                # after a decoding step has read from the device which tokens to revive, and so has waited for this copy
-                held = torch.empty(states.shape, dtype=states.dtype, device=home, pin_memory=states.is_cuda)
-                states = held.copy_(states, non_blocking=True)
             self._states = states
             self._slot_of[positions] = torch.arange(m, device=positions.device)
             self._free = torch.empty_like(positions)
@@ -204,7 +189,7 @@ class AuxCache:
         self._num_free -= m
         slots = self._free[self._num_free : self._num_free + m]
         self._slot_of[positions] = slots
-        self._states[slots.to(home)] = states.to(home)
+        self._states[slots] = states
 
     def take(self, positions: Tensor) -> Tensor:
         """The states [m, w] of the tokens at `positions` [m], which are then forgotten."""
@@ -213,7 +198,7 @@ class AuxCache:
         slots = self._slot_of[positions]
         self._free[self._num_free : self._num_free + m] = slots
         self._num_free += m
-        return self._states[slots.to(self._states.device)].to(positions.device)
+        return self._states[slots]
 
     def _own(self) -> None:
         if self._is_shared:

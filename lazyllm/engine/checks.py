@@ -20,15 +20,9 @@ CHECKED_WINDOW = 512  # tokens; for longer windows only the masks are checked (`
 _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 
 
-def check_once(model: PreTrainedModel) -> None:
-    """`check_same_as_model`, once for each model. Raises UserError."""
-    if model not in _PASSED:
-        check_same_as_model(model)
-
-
 @torch.inference_mode()
-def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
-    """Run a few tokens through the loop over layers and through `model(...)`: the logits must agree.
+def check_same_as_model(model: PreTrainedModel) -> None:
+    """Run a few tokens through the loop over layers and through `model(...)`: the logits must agree. Once a model.
 
     Most tokens run as a prompt, the others as decoding steps, so layers that keep more than K and V, or mix tokens
     outside attention, do not pass. The tokens exceed a window of up to `CHECKED_WINDOW`. Quantised weights have the
@@ -36,7 +30,9 @@ def check_same_as_model(model: PreTrainedModel, length: int = 8) -> None:
     Raises UserError if the logits differ, or if a layer does not call transformers' attention functions;
     FloatingPointError if the model's own logits are not finite.
     """
-    name = type(model).__name__
+    if model in _PASSED:
+        return
+    name, length = type(model).__name__, 8
     with open_decoder(model) as decoder:
         shortest = min((window for window in windows_of(model.config) if window is not None), default=None)
         if shortest is not None and shortest <= CHECKED_WINDOW:

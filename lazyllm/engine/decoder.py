@@ -29,8 +29,6 @@ from lazyllm.errors import UserError
 _OPEN: set[int] = set()
 _LOCK = Lock()
 
-Rope = tuple[Tensor, ...]  # (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each kind of RoPE in the model
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -38,14 +36,14 @@ class Tokens:
 
     hidden: [1, m, w].
     positions: [m] ascending.
-    rope: their cos and sin.
+    rope: (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each kind of RoPE in the model.
     is_newest: whether they come after all stored tokens; False if some are revived.
     ranks: as of `AttentionContext.begin`.
     """
 
     hidden: Tensor
     positions: Tensor
-    rope: Rope
+    rope: tuple[Tensor, ...]
     is_newest: bool = True
     ranks: Sequence[int] | None = None
 
@@ -118,15 +116,14 @@ class Decoder:
                 if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                     device = self._layer_devices[layer]
                     hidden, position_ids, rope = to_device((hidden, position_ids, rope), device)
-                cos = 2 * self._rope_of[layer]
-                run_layer = self.layers[layer]
+                kind, run_layer = self._rope_of[layer], self.layers[layer]
                 hidden = run_layer(
                     hidden,
                     attention_mask=None,
                     position_ids=position_ids,
                     past_key_values=_Unstored,  # the attention function stores K and V in each generation's own cache
                     use_cache=True,
-                    position_embeddings=rope[cos : cos + 2],
+                    position_embeddings=rope[2 * kind : 2 * kind + 2],
                 )
         hidden = to_device(hidden, self.device)
         parts = [hidden] if len(tokens) == 1 else hidden.split(sizes, dim=1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lazyllm.engine.checks import check_once
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import Decoder, check_lengths, concat, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.inputs import TURNS, Prompt
@@ -142,14 +142,11 @@ def start(
     model: PreTrainedModel,
     input_ids: Tensor | Sequence[int] | Prompt,
     method: Method,
-    chunk: int | None = None,
     turns: str = "continue",
 ) -> Conversation:
     """A conversation that begins with this prompt. Nothing runs before its first `answer`.
 
     model, input_ids, method: as in `generate`.
-    chunk: run the tokens of a turn through the layers in pieces of N tokens, to save memory; results change by rounding
-        only. Models that score the prompt before its prefill run it whole.
     turns: later turns "continue" from the caches: a method that drops tokens for good drops nothing more. Or they run
         the whole text ("recompute"), with tokens selected for the new question.
     Raises ValueError for bad arguments.
@@ -157,10 +154,8 @@ def start(
     prompt = as_prompt(model, input_ids)
     if turns not in TURNS:
         raise ValueError(f"turns={turns!r}: give {' or '.join(TURNS)}")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk={chunk!r}: give a whole number of 1 or more, or None")
     check_fits(model, method, prompt)
-    return Conversation(model, prompt, method, chunk, turns)
+    return Conversation(model, prompt, method, turns)
 
 
 @dataclass
@@ -184,8 +179,8 @@ class RunningGeneration:
     times: list[float] = field(default_factory=list)
     is_done: bool = False
 
-    def result(self, prompt_tokens: int) -> Generation:
-        """The finished generation. prompt_tokens: as of `Generation`. Raises UserError for a bad selection."""
+    def result(self) -> Generation:
+        """The finished generation. Raises UserError for a bad selection."""
         session = self.session
         session.check_selected_values()
         clock = [self.began + session.scoring.uncounted_s, *self.times]
@@ -201,23 +196,21 @@ class RunningGeneration:
             revived=np.array(session.revived),
             kv_bytes=session.kv_bytes,
             aux_bytes=session.aux_bytes,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=session.prompt_tokens,
             scoring_tokens=session.scoring.tokens,
             scored_before=session.scored_before,
         )
 
 
-def begin(decoder: Decoder, request: Request, chunk: int | None = None) -> RunningGeneration:
-    """Score and prefill a request's prompt, and choose its first token.
-
-    chunk: as of `start`.
-    """
+def begin(decoder: Decoder, request: Request) -> RunningGeneration:
+    """Score and prefill a request's prompt, and choose its first token."""
     began, prompt = read_clock(*decoder.devices), request.prompt
     session = request.method.start(decoder, prompt, request.max_new_tokens)
-    session.chunk = chunk
     with _naming_bad_selections(session):
         logits = session.prefill(prompt.token_ids.to(decoder.device))
-        return _first_token(RunningGeneration(session, request.sampler, request.max_new_tokens, began, logits))
+        running = RunningGeneration(session, request.sampler, request.max_new_tokens, began, logits)
+        _choose([running], logits[None])
+    return running
 
 
 def begin_turn(session: Session, token_ids: Tensor, max_new_tokens: int, sampler: Sampler) -> RunningGeneration:
@@ -225,12 +218,9 @@ def begin_turn(session: Session, token_ids: Tensor, max_new_tokens: int, sampler
     began = read_clock(*session.decoder.devices)
     with _naming_bad_selections(session):
         logits = session.turn(token_ids.to(session.decoder.device), max_new_tokens)
-        return _first_token(RunningGeneration(session, sampler, max_new_tokens, began, logits))
-
-
-def _first_token(generation: RunningGeneration) -> RunningGeneration:
-    _choose([generation], generation.first_logits[None])
-    return generation
+        running = RunningGeneration(session, sampler, max_new_tokens, began, logits)
+        _choose([running], logits[None])
+    return running
 
 
 def advance(generations: Sequence[RunningGeneration]) -> None:
@@ -272,17 +262,14 @@ class Conversation:
     token_ids: the whole text so far, prompts and answers.
     """
 
-    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, chunk: int | None, turns: str) -> None:
+    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, turns: str) -> None:
         self.token_ids: list[int] = prompt.token_ids.tolist()
         self._model = model
         self._method = method
         self._prompt = prompt
-        self._chunk = chunk
         self._continues = turns == "continue"
-        self._has_answered = False
         self._decoder: Decoder | None = None
         self._session: Session | None = None
-        self._prompt_tokens = len(prompt)  # summed over turns
         self._is_closed = False
 
     def __enter__(self) -> Conversation:
@@ -318,7 +305,6 @@ class Conversation:
         """
         self._check_open()
         other = copy.copy(self)
-        other.token_ids = [*self.token_ids]
         other._session = None if self._session is None else self._session.fork()
         return other
 
@@ -350,45 +336,43 @@ class Conversation:
         exception while layers run, or in the sampler, a conversation that continues from its caches is closed, and one
         that begins again from the whole text is unchanged.
         """
-        turn = self._check_turn(more_ids, max_new_tokens)
-        check_once(self._model)
+        text = [*self.token_ids, *self._check_turn(more_ids, max_new_tokens)]
+        check_same_as_model(self._model)
         self._method.prepare(self._model)
         with open_decoder(self._model, self._decoder) as self._decoder:
             session, self._session = self._session, None
             try:
-                if turn is not None and session is not None and self._continues:
-                    # the last token of the answer before was not run
-                    running = begin_turn(
-                        session, torch.cat([turn.new_tensor(self.token_ids[-1:]), turn]), max_new_tokens, sampler
-                    )
-                    self._prompt_tokens += len(turn)
+                if session is not None and self._continues:
+                    not_run = torch.tensor(text[len(self.token_ids) - 1 :])  # from the last token of the answer before
+                    running = begin_turn(session, not_run, max_new_tokens, sampler)
                 else:
                     session = None  # frees its memory
-                    token_ids = [*self.token_ids, *([] if turn is None else turn.tolist())]
-                    prompt = self._prompt if turn is None else with_more(self._prompt, token_ids)
-                    self._prompt_tokens = len(prompt)
-                    running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler), self._chunk)
+                    prompt = with_more(self._prompt, text) if self._has_answered else self._prompt
+                    running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler))
                 while not running.is_done:
                     advance([running])
-                generation = running.result(self._prompt_tokens)
+                generation = running.result()
             except BaseException:
                 self._is_closed = self._has_answered and self._continues
                 raise
-        self._session, self._has_answered = running.session, True
-        self.token_ids += [*([] if turn is None else turn.tolist()), *generation.token_ids]
+        self._session, self.token_ids = running.session, [*text, *generation.token_ids]
         return generation
 
-    def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> Tensor | None:
-        """[m] the turn's tokens on the host; None for the first turn. Raises ValueError as `answer_with`."""
+    @property
+    def _has_answered(self) -> bool:
+        return len(self.token_ids) > len(self._prompt)
+
+    def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> list[int]:
+        """The turn's tokens; none in the first turn. Raises ValueError as `answer_with`."""
         self._check_open()
         if self._has_answered and more_ids is None:
             raise UserError("a later turn needs tokens: give at least one in more_ids")
         if not self._has_answered and more_ids is not None:
             raise UserError("the first turn runs the prompt: leave out more_ids")
-        turn = None if more_ids is None else as_prompt(self._model, more_ids).token_ids
-        before = len(self.token_ids) + (0 if turn is None else len(turn))
+        turn = [] if more_ids is None else as_prompt(self._model, more_ids).token_ids.tolist()
+        before = len(self.token_ids) + len(turn)
         check_length(self._model, before, max_new_tokens, ", or start a new session" if self._has_answered else "")
-        if turn is not None and self._continues:
+        if turn and self._continues:
             check_lengths(self._model, len(self._prompt), before + max_new_tokens - len(self._prompt))
         return turn
 

@@ -21,24 +21,6 @@ if TYPE_CHECKING:
     from lazyllm.engine.session import Session
 
 
-# {what a method of version 0.3 may define: the line to write instead}
-_RENAMED = {
-    "cross": "def prune(self, at, recorded):  # returns lazyllm.engine.inputs.Kept",
-    "dial": 'target_parameter = "..."',
-    "everything": "keep_all = {...}",
-    "named": "shown_parameters = (...)",
-    "packs": "can_batch = ...",
-}
-
-
-def refuse_renamed(kind: type, renamed: Mapping[str, str]) -> None:
-    """Raise TypeError for a class that defines a name that would be ignored. renamed: {name: the line to write}."""
-    fields = {name for name, of in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(of)}
-    for name, line in renamed.items():
-        if name in vars(kind) and name not in fields:
-            raise TypeError(f"{kind.__name__}.{name} has another name now: write {line}")
-
-
 class _NameOfClass:
     """The label of a method that gives none."""
 
@@ -69,9 +51,6 @@ class Method(ABC):
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
-
-    def __init_subclass__(cls) -> None:
-        refuse_renamed(cls, _RENAMED)
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -115,13 +94,6 @@ class Method(ABC):
         By default all later tokens are stored: what the prefill dropped is gone, and nothing more is dropped.
         """
         return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
-
-    def stored_after_decode(self, num_layers: int, n: int, generated: int, later: int = 0) -> list[int]:
-        """`stored_after_turns` after `generated` more tokens, one at a time: every layer stores each of them.
-
-        Tokens that a decoding step revives are not counted: their number depends on the prompt.
-        """
-        return [tokens + generated for tokens in self.stored_after_turns(num_layers, n, later)]
 
     def hidden_stored(self, num_layers: int, n: int) -> int:
         """How many of n prompt tokens' hidden states are held, one each, besides K and V (the Aux Cache)."""

@@ -12,10 +12,9 @@ Notation:
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any, ClassVar, Protocol, Self
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,20 +22,9 @@ from torch import Tensor
 
 from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, concat, preserve_rope_state
-from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept, ScoreSpec
+from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, preserve_rope_state
+from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
 from lazyllm.errors import UserError
-
-
-class Pruner(Protocol):
-    """What a session calls of a method (`lazyllm.engine.method.Method`) at the boundaries of a prefill."""
-
-    label: ClassVar[str]
-    adaptive: ClassVar[bool]
-
-    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept: ...
-
-    def pruning_layers(self, num_layers: int) -> Collection[int]: ...
 
 
 @dataclass(frozen=True)
@@ -60,10 +48,10 @@ class Session:
 
     decoder: of the model; open in every call.
     groups: all layers, in order.
-    prompt_tokens: n.
+    prompt_tokens: n, later those of all turns so far.
     max_new_tokens: the maximum number of generated tokens.
-    method: chooses tokens at the boundaries of the prefill; None: all stay.
-    scoring: spent on the prompt before.
+    method: the `Method` that chooses tokens at the boundaries of the prefill (its module imports this one); None: all
+        tokens go on, and stay stored.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
     """
@@ -74,8 +62,7 @@ class Session:
         groups: Sequence[Group],
         prompt_tokens: int,
         max_new_tokens: int,
-        method: Pruner | None = None,
-        scoring: Scoring = Scoring(),
+        method: Any = None,
     ) -> None:
         check_lengths(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
@@ -83,10 +70,9 @@ class Session:
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
-        self.scoring = scoring
+        self.scoring = Scoring()
         self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
-        self.chunk: int | None = None  # maximum number of new tokens that run through a group's layers at once
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # every generated token is computed in every layer
@@ -145,6 +131,7 @@ class Session:
         `computed` and `selections` are reset.
         """
         self.computed, self._selected = [], []
+        self.prompt_tokens += token_ids.shape[0] - 1
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
         self._lengthen(max(self.max_positions, self.length + token_ids.shape[0] + max_new_tokens - 1))
@@ -180,46 +167,24 @@ class Session:
         start, self.length = self.length, self.length + token_ids.shape[0]
         return self.decoder.embed(token_ids, self._all_positions[start : self.length])
 
-    def enter(self, index: int, tokens: Tokens, scores: ScoreSpec) -> None:
-        """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record."""
-        cache = self.caches[index]
+    def enter(self, index: int, tokens: Tokens) -> None:
+        """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record.
+
+        Counts them as computed.
+        """
+        group, cache = self.groups[index], self.caches[index]
+        scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
         self.context.begin(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
-
-    def scores_of(self, index: int) -> ScoreSpec:
-        """The attention scores to record in group `index` in this step."""
-        group = self.groups[index]
-        return group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
-
-    def run_group(self, index: int, tokens: Tokens) -> Tokens:
-        """Run group `index` for this session alone, in chunks if there are more than `chunk` new tokens."""
-        done, chunks = [], self._chunks(index, tokens)
-        for chunk in chunks:
-            # all queries whose scores are recorded are in the last chunk
-            self.enter(index, chunk, self.scores_of(index) if chunk is chunks[-1] else NO_SCORES)
-            done += self.decoder.run([self.context], [chunk], self.groups[index].layers)
-        return done[0] if len(done) == 1 else replace(tokens, hidden=concat([chunk.hidden for chunk in done]))
-
-    def _chunks(self, index: int, tokens: Tokens) -> list[Tokens]:
-        """The tokens in pieces of `chunk` tokens.
-
-        Revived tokens run in one piece: later tokens may already be stored in their layers.
-        """
-        m, chunk = len(tokens), self.chunk
-        if chunk is None or m <= chunk or not tokens.is_newest:
-            return [tokens]
-        last = max(0, m - max(chunk, self.scores_of(index).queries))
-        starts = [*range(0, last, chunk), last]
-        return [tokens[start:stop] for start, stop in pairwise([*starts, m])]
-
-    def missing_mask(self, index: int, tokens: Tokens) -> Tensor | None:
-        """[p] bool, True at the positions that the next group computes in this step, if the host must learn them.
-
-        None if it needs none. Counts the tokens that group `index` has computed: all but the last generated one are
-        prompt tokens. Never waits for the device.
-        """
-        of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
+        of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1  # one of a step's tokens was generated
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
+
+    def missing_mask(self, index: int) -> Tensor | None:
+        """Choose the tokens that go on after group `index` in a decoding step; never waits for the device.
+
+        [p] bool, True at the positions that the next group computes, if the host must learn them; None if not. By
+        default all tokens go on.
+        """
         return None
 
     def to_indices(self, mask: Tensor) -> Tensor:
@@ -325,15 +290,11 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
     while start < len(decoder.layers):
         ends = [session.groups[index].layers.stop for session, index in zip(sessions, group_of, strict=True)]
         stop = min(ends)
-        if len(sessions) == 1:
-            tokens = [sessions[0].run_group(group_of[0], tokens[0])]
-        else:
-            for number in at_boundary:
-                session, index = sessions[number], group_of[number]
-                session.enter(index, tokens[number], session.scores_of(index))
-            tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
+        for number in at_boundary:
+            sessions[number].enter(group_of[number], tokens[number])
+        tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
         at_boundary, start = [number for number, end in enumerate(ends) if end == stop], stop
-        masks = {number: sessions[number].missing_mask(group_of[number], tokens[number]) for number in at_boundary}
+        masks = {number: sessions[number].missing_mask(group_of[number]) for number in at_boundary}
         positions = _to_indices(sessions, {number: mask for number, mask in masks.items() if mask is not None})
         for number in at_boundary:
             tokens[number] = sessions[number].prune(group_of[number], tokens[number], positions.get(number))

@@ -31,8 +31,6 @@ class Lazy(Method):
     prune_generated: prune generated tokens too. The paper does not say; by default they are kept.
     revive: select anew in every decoding step (section 3.3). False is an ablation: decoding keeps the prefill's
         selection, and nothing is revived.
-    aux_device: "cpu" holds the Aux Cache's hidden states on the host (page-locked for CUDA), if device memory is short;
-        boundaries that revive then wait for the device more than once. None: the model's device.
 
     Ours: keep ratios instead of percentiles, ties to the lower position, the newest token always kept.
     """
@@ -47,11 +45,8 @@ class Lazy(Method):
     schedule: Schedule | Mapping[int, float] | str = "paper"
     prune_generated: bool = False
     revive: bool = True
-    aux_device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.aux_device not in (None, "cpu"):
-            raise ValueError(f"aux_device={self.aux_device!r}: give None (the model's device) or 'cpu'")
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated needs a selection in every decoding step: leave out revive=False")
         Schedule.parse(self.schedule, sys.maxsize)  # refuses what is wrong at any depth, before a model is loaded
@@ -85,8 +80,8 @@ class Lazy(Method):
 
         layers, n = len(decoder.layers), len(prompt)
         schedule = Schedule.parse(self.schedule, layers)
-        settings = self.prune_generated, self.revive, self.aux_device
-        return LazySession(decoder, self.groups(layers, n), n, max_new_tokens, schedule, *settings)
+        groups = self.groups(layers, n)
+        return LazySession(decoder, groups, n, max_new_tokens, schedule, self.prune_generated, self.revive)
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> dict[int, float] | None:

@@ -60,19 +60,18 @@ class PromptCompression(Select):
 
     Ours: a number of tokens to keep instead of a percentile of the units; a unit's self-information is the mean over
     its tokens (as in the authors' code; the paper adds them up, which prefers long units), in one piece over the
-    model's droppable ones; ties go to the
-    lower position; line breaks, indentation and other white space always stay.
+    model's droppable ones; ties go to the lower position; line breaks, indentation and other white space always stay.
     """
 
-    label: ClassVar[str] = "prompt compression"
-    order: ClassVar[int] = 3
-    colour: ClassVar[str | None] = "#CC79A7"
-    marker: ClassVar[str | None] = "D"
-    shown_parameters: ClassVar[tuple[str, ...]] = ("keep", "unit")
+    label = "prompt compression"
+    order = 3
+    colour = "#CC79A7"
+    marker = "D"
+    shown_parameters = ("keep", "unit")
     table1: ClassVar[Mapping[str, Any]] = {"keep": 0.5}  # scoring alone costs a prefill; 0.5 is its authors' share
     keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
-    renumber: ClassVar[bool] = True
-    adaptive: ClassVar[bool] = True
+    renumber = True
+    adaptive = True
 
     keep: float = 0.5
     unit: str = "sentence"

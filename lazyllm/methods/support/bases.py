@@ -5,16 +5,15 @@ Nothing here imports torch before a session starts.
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Boundary, Group, Kept, Prompt, ScoreSpec
-from lazyllm.engine.method import Method, refuse_renamed
+from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods.support.ranking import split_prompt
 
@@ -25,14 +24,6 @@ if TYPE_CHECKING:
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
-
-
-# {what a method of version 0.3 may define: the line to write instead}
-_RENAMED = {
-    "choose": "def select(self, at, scores):",
-    "cut": "def select(self, at, scores):",
-    "look": "def score_spec(self, layers):  # returns lazyllm.methods.ScoreSpec",
-}
 
 
 @dataclass(frozen=True)
@@ -79,15 +70,6 @@ class Prune(Method):
     """
 
     forget: ClassVar[bool] = True
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        refuse_renamed(cls, _RENAMED)
-        if "score" in vars(cls) and "seen" in inspect.signature(cls.score).parameters:
-            raise TypeError(
-                f"{cls.__name__}.score has other arguments now: write def score(self, at, recorded): with at.positions "
-                "and the scores of each layer"
-            )
 
     def kept(self, num_layers: int, n: int) -> Mapping[int, int]:
         """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them."""
@@ -232,18 +214,9 @@ class Select(Method):
         return [Group(range(num_layers), self.kept(n))]
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.select_session import Selection, SelectSession, timed_selection
+        from lazyllm.methods.support.select_session import SelectSession
 
-        layers, n = len(decoder.layers), len(prompt)
-        kept = self.kept(n)
-        select = self.select if kept < n else lambda decoder, prompt: range(n)
-        selected, scoring = timed_selection(select, decoder, prompt, self.diagnostic)
-        groups = [replace(group, prompt_tokens=len(selected)) for group in self.groups(layers, n)]
-        length, at = len(selected) if self.renumber else n, self.selected_at(layers)
-        selection = Selection(selected, at, self.renumber)
-        session = SelectSession(decoder, groups, length, max_new_tokens, scoring, selection)
-        session.check_selection(self.label, selected, n, None if self.adaptive else kept)
-        return session
+        return SelectSession(decoder, self, prompt, max_new_tokens)
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:

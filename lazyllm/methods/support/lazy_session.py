@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.decoder import Decoder, Rope, Tokens
+from lazyllm.engine.decoder import Decoder, Tokens
 from lazyllm.engine.inputs import Group
 from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
@@ -27,40 +27,18 @@ from lazyllm.methods.support.schedule import Schedule
 MANY = 32
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What stays the same in all steps of an answer.
-
-    prompt_end: position after the turn's last prompt token.
-    first_new: position of the first token that the turn runs.
-    generated: [positions] bool, the generated tokens of earlier turns; None in the first turn.
-    always: those of them that are never pruned, though before `prompt_end`; None for none.
-    num_always: their number.
-    """
-
-    prompt_end: int
-    first_new: int = 0
-    generated: Tensor | None = None
-    always: Tensor | None = None
-    num_always: int = 0
-
-
 @dataclass
 class Chosen:
     """The tokens that take part in a step, from its last boundary on.
 
     mask: [p] bool, True for a token of the set.
     count: number of these tokens.
-    num_candidates: the first positions of the text, which are ranked at each boundary.
-    opens_turn: whether the step runs the tokens of a later turn.
     stays: [p] bool, tokens that go on at every boundary without a rank; None before the first.
     ranks: `Tokens.ranks` of the tokens that a turn revives next, if many.
     """
 
     mask: Tensor
     count: int
-    num_candidates: int
-    opens_turn: bool = False
     stays: Tensor | None = None
     ranks: Sequence[int] | None = None
 
@@ -71,12 +49,11 @@ class LazySession(Session):
     A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
     at the boundary, from the Aux Cache. So no token is computed twice in a layer.
 
-    In a decoding step, the first `Chosen.num_candidates` positions of the text are candidates at each boundary: the
-    best go on, and without a rank those in `Turn.always`. All later tokens go on. Candidates are the tokens up to the
-    last prompt's end, or with `prune_generated` all but the newest. A later turn is one step of several new tokens, all
-    candidates.
+    At each boundary of a decoding step, candidates are the tokens up to the last prompt's end, but for answers of
+    earlier turns; with `prune_generated`, all but the newest. The best of them go on, and all other tokens. A later
+    turn is one step of several new tokens, all candidates.
 
-    schedule, prune_generated, revive, aux_device: as of `lazyllm.methods.Lazy`.
+    schedule, prune_generated, revive: as of `lazyllm.methods.Lazy`.
     """
 
     _step: Chosen
@@ -91,17 +68,18 @@ class LazySession(Session):
         schedule: Schedule,
         prune_generated: bool = False,
         revive: bool = True,
-        aux_device: str | None = None,
     ) -> None:
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
         self._schedule = schedule
         self._prune_generated = prune_generated
         self._revives = revive
-        held_on = None if aux_device is None else torch.device(aux_device)
         width, device = decoder.shape.width, decoder.device
         boundaries = self.groups[:-1] if revive else []  # none after the last group
-        self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device, held_on) for _ in boundaries]
-        self._turn = Turn(prompt_tokens)
+        self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device) for _ in boundaries]
+        self._prompt_end = prompt_tokens  # position after the last turn's prompt
+        self._turn_start = 0  # position of the first token that the last turn has run
+        self._generated: Tensor | None = None  # [positions] bool, the generated tokens of earlier turns, if any
+        self._num_unranked = 0  # generated tokens before `_prompt_end` that are never pruned
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=device)
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
         self._selected_in_prefill: dict[int, Tensor] = {}
@@ -117,23 +95,21 @@ class LazySession(Session):
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         n = self.prompt_tokens
-        self._step = Chosen(self._everything[:n], n, n)
+        self._step = Chosen(self._everything[:n], n)
         return super().prefill(token_ids)
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
             return super().turn(token_ids, max_new_tokens)  # attends to what the prefill kept
-        before, before_end = self._turn, self._turn.prompt_end
-        answer = slice(before_end, self.length + 1)  # the turn runs its last token
-        prompt_end = self.length + token_ids.shape[0]
-        generated = torch.zeros(prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
-        if before.generated is not None:
-            generated[:before_end] = before.generated[:before_end]
+        answer = slice(self._prompt_end, self.length + 1)  # the turn runs its last token
+        self._turn_start, self._prompt_end = self.length, self.length + token_ids.shape[0]
+        generated = torch.zeros(self._prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
+        if self._generated is not None:
+            generated[: answer.start] = self._generated[: answer.start]
         generated[answer] = True
-        self._turn = Turn(prompt_end, self.length, generated)
+        self._generated = generated
         if not self._prune_generated:
-            num_always = before.num_always + answer.stop - answer.start
-            self._turn = replace(self._turn, always=generated, num_always=num_always)
+            self._num_unranked += answer.stop - answer.start
         self._num_revived = [0] * len(self.groups)
         return super().turn(token_ids, max_new_tokens)
 
@@ -145,8 +121,7 @@ class LazySession(Session):
 
     def _lengthen(self, max_positions: int) -> None:
         if self._aux:
-            more = self._rope.new_empty(1, max_positions - self.max_positions, self._rope.shape[2])
-            self._rope = torch.cat([self._rope, more], dim=1)
+            self._rope = F.pad(self._rope, (0, 0, 0, max_positions - self.max_positions))
         super()._lengthen(max_positions)
         self._everything = torch.ones(max_positions, dtype=torch.bool, device=self.decoder.device)
         self._lowest = None
@@ -155,37 +130,51 @@ class LazySession(Session):
 
     def begin_step(self, token_ids: Tensor) -> Tokens:
         start, end = self.length, self.length + token_ids.shape[0]
-        opens_turn = self._revives and start == self._turn.first_new
-        ranks_prompt_only = opens_turn or not self._prune_generated
-        candidates = self._turn.prompt_end if ranks_prompt_only else start
-        self._step = Chosen(self._everything[:end], end, candidates, opens_turn)  # the first group runs the whole text
+        self._step = Chosen(self._everything[:end], end)  # the first group runs the whole text
         tokens = super().begin_step(token_ids)
         if self._aux:
             self._rope[:, start:end] = torch.cat(tokens.rope, dim=2)
         return tokens
 
-    def missing_mask(self, index: int, tokens: Tokens) -> Tensor | None:
-        """Choose the step's set at this boundary; [p] bool, its tokens that the next group has not computed."""
-        super().missing_mask(index, tokens)
+    @property
+    def _opens_turn(self) -> bool:
+        """Whether the step runs the tokens of a prompt, or of a later turn."""
+        return self.length == self._prompt_end
+
+    @property
+    def _num_candidates(self) -> int:
+        """The number of first positions of the text whose tokens are ranked at each boundary, but for `_unranked`."""
+        return self.length - 1 if self._prune_generated and not self._opens_turn else self._prompt_end
+
+    @property
+    def _unranked(self) -> Tensor | None:
+        """[positions] bool, generated tokens of earlier turns, which are never pruned; None for none."""
+        return None if self._prune_generated else self._generated
+
+    def missing_mask(self, index: int) -> Tensor | None:
         self._note_layers_that_keep_all(index)
         if self._in_prefill or self.groups[index].scores is None:
             return None
-        step, turn, layer = self._step, self._turn, self.groups[index].layers.stop
-        unranked = self.length - step.num_candidates + turn.num_always  # these go on
-        keep = self._schedule.kept(layer, step.count - unranked)
+        self._choose(index)
+        if index >= len(self._aux) or self.caches[index + 1].length == self.length - 1:
+            return None  # the next group has computed all earlier tokens
+        return self._step.mask.index_fill(0, self.caches[index + 1].positions, False)
+
+    def _choose(self, index: int) -> None:
+        """Choose the tokens of the step's set that go on after group `index`."""
+        step, layer = self._step, self.groups[index].layers.stop
+        others = self.length - self._num_candidates + self._num_unranked  # these go on
+        keep = self._schedule.kept(layer, step.count - others)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
             step.mask = self._stays().index_fill(0, best, True)
         else:
-            step.mask = torch.cat([self._selected_in_prefill[layer], self._everything[:unranked]])
-        step.count = keep + unranked
+            step.mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
+        step.count = keep + others
         self.note_selection(layer, step.mask)
-        if index >= len(self._aux) or self.caches[index + 1].length == self.length - 1:
-            return None  # the next group has computed all earlier tokens
-        return step.mask.index_fill(0, self.caches[index + 1].positions, False)
 
     def to_indices(self, mask: Tensor) -> Tensor:
-        if not self._step.opens_turn:
+        if not self._opens_turn:
             return super().to_indices(mask)
         ranks = self._step.mask.cumsum(0) * mask  # 0 if not missing
         known = ranks.numpy(force=True)
@@ -201,9 +190,7 @@ class LazySession(Session):
     def _prune_prompt(self, index: int, tokens: Tokens) -> Tokens:
         """The tokens of the prompt that go on; the others' hidden states go to the Aux Cache."""
         if index == 0 and self._aux:
-            rope = torch.cat(tokens.rope, dim=2)
-            self._rope = rope.new_empty(1, self.max_positions, rope.shape[2])
-            self._rope[:, : len(tokens)] = rope
+            self._rope = F.pad(torch.cat(tokens.rope, dim=2), (0, 0, 0, self.max_positions - len(tokens)))
         if self.groups[index].scores is None:
             return tokens
         layer = self.groups[index].layers.stop
@@ -228,22 +215,18 @@ class LazySession(Session):
             newest = replace(tokens[-1:], is_newest=True)
         if positions is None:
             return newest
-        revived, turn = positions[:-1], self._turn
-        if self._prune_generated and turn.generated is not None:  # counts are of prompt tokens, as a turn's newest is
-            generated = turn.generated[revived].sum() - int(step.opens_turn)
+        revived = positions[:-1]
+        if self._prune_generated and self._generated is not None:  # counts are of prompt tokens, as a turn's newest is
+            generated = self._generated[revived].sum() - int(self._opens_turn)
             self._num_computed[index + 1] = self._num_computed[index + 1] - generated
         if not len(revived):
             return newest
         # the turn's own tokens are in `revived` too
-        old = (revived < self._turn.first_new).sum() if step.opens_turn else len(revived)
+        old = (revived < self._turn_start).sum() if self._opens_turn else len(revived)
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
-        return Tokens(hidden, positions, self._rope_at(positions, newest.rope), is_newest=False, ranks=ranks)
-
-    def _rope_at(self, positions: Tensor, like: Rope) -> Rope:
-        """cos and sin of these positions, in parts as wide as those of `like`."""
-        rope, widths = self._rope[:, positions], [part.shape[2] for part in like]
-        return tuple(rope[..., end - width : end] for end, width in zip(accumulate(widths), widths, strict=True))
+        rope = self._rope[:, positions].split([part.shape[2] for part in newest.rope], dim=2)
+        return Tokens(hidden, positions, rope, is_newest=False, ranks=ranks)
 
     def importance(self, index: int) -> Tensor:
         """[s] importance (Eq. 1) of the tokens stored in group `index`, whose layers have just run."""
@@ -251,27 +234,27 @@ class LazySession(Session):
 
     def _importance_of_candidates(self, index: int) -> Tensor:
         """[candidates] importance by position; lower than any importance for a token outside the step's set."""
-        importance, cache, step, always = self.importance(index), self.caches[index], self._step, self._turn.always
-        end = step.num_candidates
+        importance, cache, step, unranked = self.importance(index), self.caches[index], self._step, self._unranked
+        end = self._num_candidates
         if not cache.is_contiguous:
             if self._lowest is None:
                 self._lowest = importance.new_full((self.max_positions,), -1.0)
             importance = self._lowest[: self.length].index_copy(0, cache.positions, importance)
         importance = importance[:end]
-        if step.count < self.length or always is not None:
-            ranked = step.mask[:end] if always is None else step.mask[:end] & ~always[:end]
+        if step.count < self.length or unranked is not None:
+            ranked = step.mask[:end] if unranked is None else step.mask[:end] & ~unranked[:end]
             importance = torch.where(ranked, importance, -1.0)
-        if step.opens_turn:  # the newest token is a prompt token, which goes on, as in prefill
+        if self._opens_turn:  # the newest token is a prompt token, which goes on, as in prefill
             importance = importance.clone()
             importance[-1] = float("inf")
         return importance
 
     def _stays(self) -> Tensor:
         """`Chosen.stays`, made at the first boundary of a step."""
-        step, always = self._step, self._turn.always
+        step, unranked = self._step, self._unranked
         if step.stays is None:
-            later = self._all_positions[: self.length] >= step.num_candidates
-            step.stays = later if always is None else later | always[: self.length]
+            later = self._all_positions[: self.length] >= self._num_candidates
+            step.stays = later if unranked is None else later | unranked[: self.length]
         return step.stays
 
     def chosen(self, cache: GroupCache) -> Tensor | None:

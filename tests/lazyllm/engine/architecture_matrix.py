@@ -16,9 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lazyllm
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.generation import Greedy
-from lazyllm.engine.inputs import Prompt
+from lazyllm.engine.generation import Conversation, Greedy
 from lazyllm.methods import Method
 from tests.lazyllm.methods.method_matrix import LISTED, ROWS
 from tests.reference import VARIANTS, ReferenceOutput, attention_of, casts_in_float64, random_variant
@@ -75,7 +73,7 @@ def check(cell: Cell) -> None:
                 assert found.token_ids == expected_tokens, "tokens with everything kept"
             assert found.pct_prompt_tokens_computed == 100
 
-        found = lazyllm.generate(model, PROMPT, pruning, STEPS, ())
+        found, logits = answer_of(model, pruning, PROMPT, STEPS)
         declared = pruning.tokens_per_layer(4, len(PROMPT))
         assert pruning.adaptive or found.computed[0].tolist() == declared
         assert found.first_logits.isfinite().all()
@@ -92,7 +90,7 @@ def check(cell: Cell) -> None:
         assert found.token_ids == expected.token_ids
         for ours, theirs in zip(found.selected, expected.selected, strict=False):
             assert ours == theirs
-        for ours, theirs in zip(logits_of_steps(model, pruning, PROMPT, found.token_ids), expected.logits, strict=True):
+        for ours, theirs in zip(logits, expected.logits, strict=True):
             assert np.abs(ours - theirs).max() < tolerance
 
 
@@ -112,25 +110,40 @@ def grouped_heads_round_as_others() -> bool:
 
 
 class Recording(Greedy):
-    """Keeps the logits of each step."""
+    """Keeps the logits of each step, in float64."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.logits: list[np.ndarray] = []
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        self.logits.append(logits.numpy().copy())
+        self.logits.append(logits.double().numpy().copy())
         return super().sample(logits)
 
 
-def logits_of_steps(
-    model: PreTrainedModel, method: Method, prompt: Sequence[int], token_ids: Sequence[int]
-) -> list[np.ndarray]:
-    """The logits of each step when it is fed `token_ids`."""
-    with torch.inference_mode(), open_decoder(model) as decoder:
-        session = method.start(decoder, Prompt(torch.as_tensor(prompt)), len(token_ids))
-        found = [session.prefill(torch.as_tensor(prompt)).numpy()]
-        return found + [session.step(token_id).numpy() for token_id in token_ids[:-1]]
+def answer_of(
+    model: PreTrainedModel, method: Method, prompt: Sequence[int], steps: int
+) -> tuple[lazyllm.Generation, list[np.ndarray]]:
+    """The generation of a prompt alone, and the logits of each of its steps."""
+    watched = Recording()
+    return lazyllm.start(model, prompt, method).answer_with(watched, None, steps), watched.logits
+
+
+def assert_same(
+    session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: ReferenceOutput
+) -> lazyllm.Generation:
+    """Answer, and raise AssertionError if the answer, its counts or the bytes held are not those of a reference."""
+    watched = Recording()
+    found = session.answer_with(watched, more_ids, steps)
+    assert expected.margin > TOLERANCE, "something is decided by rounding"
+    assert found.token_ids == expected.token_ids
+    assert found.selected == expected.selected
+    assert found.computed.tolist() == expected.computed.tolist()
+    for ours, theirs in zip(watched.logits, expected.logits, strict=True):
+        assert np.abs(ours - theirs).max() < TOLERANCE
+    assert (session.kv_bytes, session.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
+    assert (found.kv_bytes, found.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
+    return found
 
 
 @lru_cache(maxsize=4)

@@ -23,7 +23,8 @@ from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
 from tests.helpers import slow
-from tests.lazyllm.engine.architecture_matrix import Cell, cells, check, logits_of_steps
+from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
+from tests.lazyllm.engine.test_exactness import check as check_exact
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     VARIANTS,
@@ -31,7 +32,6 @@ from tests.reference import (
     attention_of,
     casts_in_float64,
     forward_reference,
-    lazy_reference,
     random_variant,
 )
 
@@ -126,16 +126,8 @@ def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
     if "LongRoPE" in variant and len(prompt) < 17:
         prompt *= 9
     steps, prune_generated = rng.randint(3, 8), rng.random() < 0.4
-    expected = lazy_reference(model, prompt, schedule, steps, (), prune_generated)
-    assert expected.margin > TOLERANCE
-    method = Lazy(schedule, prune_generated)
     with casts_in_float64():
-        found = lazyllm.generate(model, prompt, method, steps, ())
-        assert found.selected == expected.selected
-        assert found.token_ids == expected.token_ids
-        assert found.computed.tolist() == expected.computed.tolist()
-        logits = logits_of_steps(model, method, prompt, found.token_ids)
-    np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=TOLERANCE)
+        check_exact(model, prompt, schedule, steps, prune_generated)
 
 
 def test_lengths_at_which_a_longrope_changes_are_refused() -> None:
@@ -243,7 +235,7 @@ def test_changed_model_is_refused_at_its_first_generation(change: Callable[[Any]
 def test_model_that_lazyllm_did_not_load_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _llama()
     lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
-    monkeypatch.setattr("lazyllm.engine.checks.check_same_as_model", lambda _: pytest.fail("checked again"))
+    monkeypatch.setattr("lazyllm.engine.checks._logits_of_loop", lambda *_: pytest.fail("checked again"))
     lazyllm.generate(model, [1, 2, 3], Baseline(), 2, ())
 
 

@@ -12,7 +12,7 @@ import torch
 
 import lazyllm
 from lazyllm.engine.batch import Batch, generate_requests
-from lazyllm.engine.checks import check_once
+from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.generation import Generation, Greedy, Request, advance, as_prompt
 from lazyllm.errors import UserError
@@ -94,7 +94,7 @@ def test_a_batch_on_every_architecture(architecture: str, attention: str) -> Non
     draw = random.Random(architecture)
     with casts_in_float64(), flash_stand_in():
         model = random_variant(architecture, 3, "eager" if attention == "flash_attention_2" else attention)
-        check_once(model)  # by its own attention: the stand-in is for ours
+        check_same_as_model(model)  # by its own attention: the stand-in is for ours
         model.config._attn_implementation = attention
         check(model, requests_of(model, draw, 5, [Baseline(), Lazy({1: 0.6, 3: 0.5})]), batch_size=3)
 

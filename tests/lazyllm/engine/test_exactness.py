@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 import lazyllm
 from lazyllm.methods import Baseline, Lazy
 from tests.helpers import slow
-from tests.lazyllm.engine.architecture_matrix import logits_of_steps
-from tests.reference import ARCHITECTURES, ReferenceOutput, lazy_reference, random_model
+from tests.lazyllm.engine.architecture_matrix import assert_same
+from tests.reference import ARCHITECTURES, lazy_reference, random_model
 
 VOCAB = 97
-TOLERANCE = 1e-9
 
 
-def assert_same(model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool) -> None:
-    expected: ReferenceOutput = lazy_reference(model, prompt, schedule, steps, (), prune_generated)
-    method = Lazy(lazyllm.Schedule(schedule), prune_generated)
-    found = lazyllm.generate(model, prompt, method, steps, eos_token_ids=())
-
-    assert found.selected == expected.selected
-    assert found.token_ids == expected.token_ids
-    assert found.computed.tolist() == np.array(expected.computed).tolist()
+def check(model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool) -> None:
+    expected = lazy_reference(model, prompt, schedule, steps, (), prune_generated)
     assert max(expected.compute_counts.values()) == 1
-    for step, logits in enumerate(logits_of_steps(model, method, prompt, found.token_ids)):
-        assert np.abs(logits - expected.logits[step]).max() < TOLERANCE
-    # bytes held, from the reference's dictionaries: float64, 8 bytes per element
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token_and_layer = 2 * config.num_key_value_heads * head_dim * 8
-    generated_rows = config.num_hidden_layers * (len(found.token_ids) - 1)
-    prompt_rows = int(np.array(expected.computed)[-1].sum())
-    assert found.kv_bytes == (prompt_rows + generated_rows) * per_token_and_layer
-    assert found.aux_bytes == sum(len(held) for held in expected.aux.values()) * config.hidden_size * 8
+    assert_same(lazyllm.start(model, prompt, Lazy(schedule, prune_generated)), None, steps, expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -48,7 +31,7 @@ def test_random_shapes_and_schedules(architecture: str, seed: int) -> None:
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
     schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}
     prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 9, 17, 30]))]
-    assert_same(model, prompt, schedule, steps=rng.randint(1, 9), prune_generated=rng.random() < 0.4)
+    check(model, prompt, schedule, steps=rng.randint(1, 9), prune_generated=rng.random() < 0.4)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 3, 12])
@@ -58,7 +41,7 @@ def test_edges(prompt_tokens: int, where: str, ratio: float) -> None:
     model = random_model("llama", 7, num_layers=layers)
     schedule = {"first": {1: ratio}, "every": dict.fromkeys(range(1, layers + 1), ratio), "last": {layers: ratio}}
     prompt = random.Random(prompt_tokens).choices(range(VOCAB), k=prompt_tokens)
-    assert_same(model, prompt, schedule[where], steps=5, prune_generated=False)
+    check(model, prompt, schedule[where], steps=5, prune_generated=False)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -117,16 +117,6 @@ def test_aux_cache_against_a_dictionary(seed: int) -> None:
     assert cache._states.shape[0] == most  # slots are used again
 
 
-def test_hidden_states_go_to_their_home_and_indices_stay() -> None:
-    """As far as it can be tested without an accelerator: "meta" is a second device that every machine has."""
-    cache = AuxCache(max_positions=9, width=2, dtype=torch.float32, device=CPU, home=torch.device("meta"))
-    cache.put(torch.tensor([1, 4, 7]), torch.ones(3, 2))
-    cache.put(torch.tensor([2]), torch.ones(1, 2))
-    assert (len(cache), cache.nbytes) == (4, 4 * 2 * 4)
-    assert cache._states.device.type == "meta"
-    assert cache._slot_of[[1, 4, 7, 2]].tolist() == [0, 1, 2, 3]
-
-
 def test_group_cache_forgets_for_good() -> None:
     cache = GroupCache(capacity=9, max_length=12, device=CPU)
     key = torch.randn(1, 2, 6, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,16 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine.generation import Conversation
 from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
 from lazyllm.methods.support import lazy_session
 from tests.field_oracles import on_the_rest
 from tests.helpers import slow
-from tests.lazyllm.engine.architecture_matrix import Recording
+from tests.lazyllm.engine.architecture_matrix import TOLERANCE, Recording, assert_same
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     ARCHITECTURES,
     VARIANTS,
     LazyTurns,
-    ReferenceOutput,
     attention_of,
     casts_in_float64,
     random_model,
@@ -31,27 +28,10 @@ from tests.reference import (
 from tests.reference_turns import ContinuedTurns
 
 VOCAB = 97
-TOLERANCE = 1e-9
 
 
 def draw(rng: random.Random, most: int, least: int = 1) -> list[int]:
     return rng.choices(range(VOCAB), k=rng.randint(least, most))
-
-
-def assert_same(
-    session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: ReferenceOutput
-) -> lazyllm.Generation:
-    watched = Recording()
-    found = session.answer_with(watched, more_ids, steps)
-    assert expected.margin > TOLERANCE, "something is decided by rounding"
-    assert found.token_ids == expected.token_ids
-    assert [dict(step) for step in found.selected] == expected.selected
-    assert found.computed.tolist() == expected.computed.tolist()
-    for ours, theirs in zip(watched.logits, expected.logits, strict=True):
-        assert np.abs(ours - theirs).max() < TOLERANCE
-    assert (session.kv_bytes, session.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
-    assert (found.kv_bytes, found.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
-    return found
 
 
 def entering(selected: dict[int, list[int]], tokens: range, num_layers: int) -> list[int]:
@@ -63,13 +43,13 @@ def entering(selected: dict[int, list[int]], tokens: range, num_layers: int) -> 
     return [len(set(tokens) & set(kept)) for kept in sets]
 
 
-def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, chunk: int | None = None, **settings: bool):
+def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, **settings: bool):
     """Compare four answers; session and reference can continue afterwards."""
     reference = LazyTurns(model, schedule, **settings)
     is_longrope = model.config.rope_parameters.get("rope_type") == "longrope"
     prompt, more = draw(rng, 30, 17 if is_longrope else 1), None  # a LongRoPE may not change later: at 16 tokens
     before = np.zeros(model.config.num_hidden_layers)
-    session = lazyllm.start(model, prompt, Lazy(schedule, **settings), chunk)
+    session = lazyllm.start(model, prompt, Lazy(schedule, **settings))
     for turn in range(4):
         steps = rng.randint(1, 4)
         expected = reference.answer(prompt if more is None else more, steps)
@@ -95,7 +75,7 @@ def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypa
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
     schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}
     settings = rng.choice([{}, {"prune_generated": True}, {"revive": False}])
-    four_turns(model, schedule, rng, rng.choice([None, None, 1, 4]), **settings)
+    four_turns(model, schedule, rng, **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"prune_generated": True}, {"revive": False}])
@@ -107,16 +87,15 @@ def test_turns_that_keep_a_single_token_and_revive_none(settings: dict[str, bool
 def test_four_turns_of_every_kind_of_model(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazy_session, "MANY", 1)
     with casts_in_float64():
-        four_turns(random_variant(variant, 3, attention_of(variant)), {1: 0.5, 3: 0.5}, random.Random(variant), 5)
+        four_turns(random_variant(variant, 3, attention_of(variant)), {1: 0.5, 3: 0.5}, random.Random(variant))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("chunk", [None, 3])
-def test_keeping_everything_is_the_model_on_the_whole_text(architecture: str, chunk: int | None) -> None:
+def test_keeping_everything_is_the_model_on_the_whole_text(architecture: str) -> None:
     model, rng = random_model(architecture, 3, num_layers=4), random.Random(architecture)
     for method in (Lazy({1: 1.0, 3: 1.0}), Baseline(), StaticPruning(2, 1.0), FastKV(keep=1.0, retain=1.0)):
         text, more = draw(rng, 20), None
-        with lazyllm.start(model, text, method, chunk) as session:
+        with lazyllm.start(model, text, method) as session:
             for _ in range(3):
                 text = text + (more or [])
                 ids = torch.tensor([text])
@@ -171,8 +150,7 @@ def test_later_turn_of_a_method_that_drops_for_good_sees_what_is_left(variant: s
         assert found.token_ids == first.token_ids
         first.passes = first.passes[-1:]  # a pass before it is scoring, which counts apart
         reference = ContinuedTurns(model, first)
-        for chunk in (None, 2, 1):
-            session._session.chunk = chunk  # type: ignore[union-attr]
+        for _ in range(3):
             more = draw(rng, 7)
             assert_same(session, more, 3, reference.answer(more, 3))
 

@@ -46,6 +46,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("static_pruning", {"layer": 0}, "layer.*1 or more"),
     ("static_pruning", {"layer": 1.5}, "layer.*1 or more"),
     ("prompt_compression", {"unit": "word"}, "unit='word'.*token, sentence, phrase"),
+    ("prompt_compression", {"scoring": "words"}, "scoring='words': give one of context, sentences"),
     ("prompt_compression", {"window": 1}, "window.*2 or more"),
     ("prompt_compression", {"scorer": 3}, "scorer=3.*name of a model"),
     ("gemfilter", {"layer": 0}, "layer.*1 or more"),

@@ -23,7 +23,7 @@ from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, Pyrami
 from lazyllm.methods.specprefill import _warn_once
 from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill, uniprefill
 from tests.helpers import slow
-from tests.lazyllm.engine.architecture_matrix import logits_of_steps
+from tests.lazyllm.engine.architecture_matrix import answer_of
 from tests.reference import attention_of, casts_in_float64, random_variant
 
 VARIANTS = ["llama", "mistral, window", "qwen2", "qwen3", "gemma2", "llama, dynamic NTK"]
@@ -138,11 +138,10 @@ def drawn_prompt(rng: random.Random) -> list[int]:
 
 def hold(model: PreTrainedModel, method: Method, ids: list[int], expected: FieldOutput) -> lazyllm.Generation:
     """Raise AssertionError if the method differs from its oracle. In float64 throughout."""
-    out = lazyllm.generate(model, ids, method, STEPS, ())
+    out, logits = answer_of(model, method, ids, STEPS)
     assert out.selected[0] == expected.selected
     assert out.token_ids == expected.token_ids
     assert out.computed[0].tolist() == expected.passes[-1]
-    logits = logits_of_steps(model, method, ids, out.token_ids)
     np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=TOLERANCE)
     config = model.config
     held = sum(len(of_head) + STEPS - 1 for heads in expected.caches.values() for of_head in heads)

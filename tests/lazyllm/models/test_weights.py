@@ -287,8 +287,7 @@ def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised
     assert (devices_of(model)[0], set(devices_of(model))) == (FIRST, used)
     with Pretending():
         check_same_as_model(model)
-    on_host = {"lazy, Aux Cache on the host": Lazy({1: 0.6, 3: 0.5}, aux_device="cpu")}
-    for method in (PRUNING | on_host).values():
+    for method in PRUNING.values():
         expected = lazyllm.generate(plain, prompt_tensor(30), method, STEPS, ())
         synchronised.clear()
         with Pretending():

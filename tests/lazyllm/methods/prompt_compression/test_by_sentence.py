@@ -268,8 +268,3 @@ def test_the_model_itself_may_score_sentence_by_sentence(scorer: tuple[str, Any,
         ids = prompt.token_ids[inside].tolist()
         expected = slow(model, ids, 512, tokenizer.bos_token_id)
         assert value == pytest.approx(np.mean(expected))
-
-
-def test_unknown_scoring_is_refused() -> None:
-    with pytest.raises(ValueError, match="scoring='words': give one of context, sentences"):
-        PromptCompression(0.5, scoring="words")

@@ -128,17 +128,6 @@ def test_most_informative_units_are_those_of_sorting() -> None:
         assert each.sum() == budget
 
 
-def slow_information(model, token_ids: list[int]) -> list[float]:
-    """One forward pass per token of transformers' own model, BOS first."""
-    info = []
-    for place, token_id in enumerate(token_ids):
-        with torch.inference_mode():
-            logits = model(torch.tensor([[BOS, *token_ids[:place]]])).logits[0, -1].tolist()
-        highest = max(logits)
-        info.append(math.log(sum(math.exp(logit - highest) for logit in logits)) + highest - logits[token_id])
-    return info
-
-
 SENTENCES = [
     "The cat sat on the mat. ", "It was a very old mat!  ", "Was it?\n", "    if cat:\n", "        sit(mat)\n",
     "More about cats here. ", "No more.",
@@ -157,7 +146,7 @@ def slow_kept(model, prompt: lazyllm.Prompt, keep: str, unit: str) -> list[int]:
     may_go = slow_droppable(prompt)
     ids = prompt.token_ids.tolist()
     info = dict(
-        zip(range(may_go[0], may_go[-1] + 1), slow_information(model, ids[may_go[0] : may_go[-1] + 1]), strict=True)
+        zip(range(may_go[0], may_go[-1] + 1), slow(model, ids[may_go[0] : may_go[-1] + 1], 512, BOS), strict=True)
     )
     budget = math.ceil(Fraction(keep) * len(may_go))
     chosen = slow_choice([info[position] for position in may_go], slow_units(prompt, may_go, unit), budget)

@@ -246,23 +246,6 @@ def test_importing_lazyllm_looks_for_no_package() -> None:
     subprocess.run([sys.executable, "-c", looked], check=True, cwd=CONF.parent)
 
 
-@pytest.mark.parametrize(
-    ("base", "body", "message"),
-    [
-        ("Prune", "def look(self, layers): ...", r"def score_spec\(self, layers\):"),
-        ("Prune", "def choose(self, scores, keep): ...", r"def select\(self, at, scores\):"),
-        ("Prune", "def score(self, seen, batch): ...", r"def score\(self, at, recorded\):"),
-        ("Prune", "dial = 'keep'", "write target_parameter ="),
-        ("Select", "packs = False", r"write can_batch ="),
-        ("Select", "everything = {'keep': 1.0}", "write keep_all ="),
-    ],
-)
-def test_method_of_version_0_3_is_refused_with_the_line_to_change(base: str, body: str, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        exec(f"class Old({base}):\n    {body}", {base: getattr(lazyllm.methods, base)})
-    exec(f"class Field({base}):\n    look: int = 3\n    named: str = ''", {base: getattr(lazyllm.methods, base)})
-
-
 @pytest.mark.parametrize(("old", "new"), [("Look", "ScoreSpec"), ("Layerwise", "Prune")])
 def test_name_of_version_0_3_is_refused_with_the_line_to_change(old: str, new: str) -> None:
     with pytest.raises(ImportError, match=f"from lazyllm.methods import {new}"):
