@@ -57,11 +57,7 @@ def generate_many(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}: give a whole number of 1 or more")
     end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
-    samplers = (Greedy(end_ids, min_new_tokens) for _ in prompts)
-    requests = [
-        make_request(model, ids, method, max_new_tokens, sampler)
-        for ids, sampler in zip(prompts, samplers, strict=True)
-    ]
+    requests = [make_request(model, ids, method, max_new_tokens, Greedy(end_ids, min_new_tokens)) for ids in prompts]
     return generate_requests(model, requests, batch_size)
 
 

@@ -170,7 +170,7 @@ def open_decoder(model: PreTrainedModel, decoder: Decoder | None = None) -> Iter
         _OPEN.remove(key)
 
 
-def check_lengths(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
+def check_longrope(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
     """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
 
     The model's own `generate` then recomputes all K and V; here every token is computed once.

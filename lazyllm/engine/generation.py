@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.decoder import Decoder, check_lengths, concat, longest_text, open_decoder
+from lazyllm.engine.decoder import Decoder, check_longrope, concat, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.inputs import TURNS, Prompt
 from lazyllm.engine.method import Method
@@ -371,14 +371,16 @@ class Conversation:
             raise UserError("the first turn runs the prompt: leave out more_ids")
         turn = [] if more_ids is None else as_prompt(self._model, more_ids).token_ids.tolist()
         before = len(self.token_ids) + len(turn)
-        check_length(self._model, before, max_new_tokens, ", or start a new session" if self._has_answered else "")
+        check_length(self._model, before, max_new_tokens, ", or start a new conversation" if self._has_answered else "")
         if turn and self._continues:
-            check_lengths(self._model, len(self._prompt), before + max_new_tokens - len(self._prompt))
+            check_longrope(self._model, len(self._prompt), before + max_new_tokens - len(self._prompt))
+        elif turn:
+            self._method.check_prompt(with_more(self._prompt, [*self.token_ids, *turn]))
         return turn
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise UserError("the session is closed: start a new one with lazyllm.start")
+            raise UserError("the conversation is closed: start a new one with lazyllm.start")
 
 
 def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:

@@ -22,21 +22,21 @@ BLOCK = 2**23  # bytes of one block's mask, with the memory that attention needs
 class AttentionMask:
     """The tokens that layers of one window attend to in a run: those of the step's set, in the window up to the query.
 
-    group: the stored tokens; the queries are in its last slots. positions: [m] of the queries, ascending.
+    cache: of the group; the queries are in its last slots. positions: [m] of the queries, ascending.
     chosen: [s] bool, which stored tokens are in the step's set; None for all.
     window: number of positions that a query attends to, its own included; None for all before it.
     """
 
     order: Tensor | None = None  # the slots of the keys of `blocks`; None for all, as they are stored
 
-    def __init__(self, group: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None) -> None:
-        self._group = group
+    def __init__(self, cache: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None) -> None:
+        self._cache = cache
         self._positions = positions
         self._chosen = chosen
         self.window = window
         self._made: tuple[tuple[Any, ...], Tensor | None] = (), None
         self._m = positions.shape[0]
-        self._s = group.length
+        self._s = cache.length
         self.is_everything = self._m == 1 and chosen is None and window is None  # one query attends to all tokens
 
     def blocks(
@@ -55,7 +55,7 @@ class AttentionMask:
             keys = self._in_reach(rows)
             # a mask serves the same block in the next layer; in a whole text, where slots are positions, also the next
             # blocks at the same distance from their keys
-            is_shared = self._group.is_contiguous and self._chosen is None
+            is_shared = self._cache.is_contiguous and self._chosen is None
             where = rows.start - keys.start if is_shared else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
             if self._made[0] != key:
@@ -66,14 +66,14 @@ class AttentionMask:
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
         """[b, k] bool: which keys the queries attend to, or [g, b, k] if heads store different tokens; None for all."""
         query = self._positions[rows, None]
-        stored = self._group.positions[..., None, keys]
+        stored = self._cache.positions[..., None, keys]
         terms = []
         if self._chosen is not None:
             terms.append(self._chosen[None, keys])
         if rows.start < self._m - 1:  # the newest token alone attends to all before it
             terms.append(stored <= query)
         # of one query in a whole text, `_in_reach` is the window itself
-        is_cut = self._m == 1 and self._group.is_contiguous and keys == self._in_reach(rows)
+        is_cut = self._m == 1 and self._cache.is_contiguous and keys == self._in_reach(rows)
         if self.window is not None and not is_cut:
             terms.append(stored > query - self.window)
         if not terms:
@@ -84,7 +84,7 @@ class AttentionMask:
 
     def visible_last(self, rows: slice, keys: slice) -> Tensor | None:
         """`visible` without the leading keys that all queries attend to."""
-        if self._chosen is None and self.window is None and self._group.is_ascending:
+        if self._chosen is None and self.window is None and self._cache.is_ascending:
             keys = slice(max(keys.start, self._s - self._m + rows.start + 1), keys.stop)
         return self.visible(rows, keys)
 
@@ -95,7 +95,7 @@ class AttentionMask:
     def _in_reach(self, rows: slice) -> slice:
         """The slots that any of the queries may attend to, as far as the host knows."""
         before = self._s - self._m
-        if self.window is None or not self._group.is_ascending:
+        if self.window is None or not self._cache.is_ascending:
             return slice(0, before + rows.stop)
         # slots ascend with positions, so a window of N positions holds at most N tokens
         return slice(max(0, before + rows.start + 1 - self.window), before + rows.stop)
@@ -110,13 +110,13 @@ class PositionSortedMask(AttentionMask):
     """
 
     def __init__(
-        self, group: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None, ranks: Sequence[int]
+        self, cache: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None, ranks: Sequence[int]
     ) -> None:
-        super().__init__(group, positions, chosen, window)
+        super().__init__(cache, positions, chosen, window)
         far = torch.iinfo(torch.long).max
-        by_position = group.positions if chosen is None else torch.where(chosen, group.positions, far)
+        by_position = cache.positions if chosen is None else torch.where(chosen, cache.positions, far)
         self.order = by_position.argsort()[: ranks[-1]]
-        self._key_positions = group.positions[self.order]
+        self._key_positions = cache.positions[self.order]
         self._ranks = ranks
 
     def _visible_by_block(self, rows: slice, keys: slice) -> Tensor | None:

@@ -19,7 +19,7 @@ _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _CUDNN, _MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 _HOPPER = (9, 0)  # compute capability
 _AMPERE = (8, 0)
-_LEAST_CUDNN = 91_500  # torch does not prefer older releases either, for their errors
+_TOO_OLD_CUDNN = 91_500  # torch does not prefer this release or older ones either, for their errors
 
 # Choice -> the backends of prefill, the first that takes the inputs runs
 _ORDERS: dict[str, tuple[SDPBackend, ...]] = {
@@ -38,7 +38,7 @@ def backend_of(model: Any, device: torch.device) -> str:
     chosen = getattr(model, "sdpa_backend", "auto")
     if chosen != "auto":
         return chosen
-    has_cudnn = torch.backends.cudnn.is_available() and (torch.backends.cudnn.version() or 0) > _LEAST_CUDNN
+    has_cudnn = torch.backends.cudnn.is_available() and (torch.backends.cudnn.version() or 0) > _TOO_OLD_CUDNN
     return "cudnn" if torch.cuda.get_device_capability(device) == _HOPPER and has_cudnn else "flash"
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.decoder import Decoder, Tokens, check_lengths, preserve_rope_state
+from lazyllm.engine.decoder import Decoder, Tokens, check_longrope, preserve_rope_state
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
 from lazyllm.errors import UserError
 
@@ -53,7 +53,7 @@ class Session:
     method: the `Method` that chooses tokens at the boundaries of the prefill (its module imports this one); None: all
         tokens go on, and stay stored.
 
-    Raises ValueError for a length at which the model's RoPE would change (`check_lengths`).
+    Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session:
         max_new_tokens: int,
         method: Any = None,
     ) -> None:
-        check_lengths(decoder.model, prompt_tokens, max_new_tokens)
+        check_longrope(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
         self.context = AttentionContext(decoder.device)
         self.groups = groups

@@ -23,7 +23,13 @@ from lazyllm.models.checkpoint import (
     folder_of,
     read_json,
 )
-from lazyllm.models.quantisation import check_quantise, check_quantised, quantisation_config, quantised_by, require
+from lazyllm.models.quantisation import (
+    check_quantise,
+    check_quantised,
+    quantisation_config,
+    quantised_by,
+    require_package,
+)
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
 from lazyllm.spec import DeviceMap, ModelSpec
@@ -98,7 +104,7 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     spec.check()
     devices_in_use(spec)
     if spec.device_map is not None:
-        require("accelerate", "device_map")
+        require_package("accelerate", "device_map")
     if spec.quantise is not None:
         check_quantise(spec.quantise, getattr(torch, spec.dtype), as_device(spec.device))
     config = load_config(spec)

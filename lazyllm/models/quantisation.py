@@ -24,8 +24,8 @@ def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> N
 
     quantise: one of `QUANTISATIONS`.
     """
-    require(QUANTISATIONS[quantise], f"quantise={quantise}")
-    require("accelerate", f"quantise={quantise}")
+    require_package(QUANTISATIONS[quantise], f"quantise={quantise}")
+    require_package("accelerate", f"quantise={quantise}")
     if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
         raise UserError(
             f"quantise=int4 needs bfloat16 on CUDA (torchao has no other kernels), got "
@@ -74,7 +74,7 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
     kind = quantised_by(config)
     if kind is None:
         return
-    require("accelerate", f"{source}, which is quantised ({kind}),")
+    require_package("accelerate", f"{source}, which is quantised ({kind}),")
     settings = config.quantization_config
     if not AutoHfQuantizer.supports_quant_method(settings):
         raise UserError(f"{source} is quantised by {kind!r}, which transformers {transformers.__version__} cannot read")
@@ -85,7 +85,7 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
         raise UserError(f"{source} is quantised ({kind}) and cannot be read here: {error}") from error
 
 
-def require(package: str, what_for: str) -> None:
+def require_package(package: str, what_for: str) -> None:
     """Raise UserError if the package is absent or too old for the installed transformers."""
     is_available, install = {
         "accelerate": (is_accelerate_available, "pip install 'lazyllm-bench[devices]'"),

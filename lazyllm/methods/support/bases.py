@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.inputs import Boundary, Group, Kept, Prompt, ScoreSpec
+from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept, Prompt, ScoreSpec
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods.support.ranking import split_prompt
@@ -111,15 +111,17 @@ class Prune(Method):
         return groups_between(self, self.kept(num_layers, n), num_layers, n, self.score_spec)
 
     def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
-        stored = super().stored_per_layer(num_layers, n)
-        return [stored[-1]] * num_layers if self.forget else stored
+        if not self.forget:
+            return super().stored_per_layer(num_layers, n)
+        return [min([n, *self.kept(num_layers, n).values()])] * num_layers
 
     def scores_flops(self, config: Any, n: int) -> int:
         """FLOPs of the products of the recorded queries with the keys up to them: `scoring_flops` of some methods."""
         pairs = 0
         for group in self.groups(config.num_hidden_layers, n):
-            queries = min(group.scores.queries, group.prompt_tokens) if group.scores else 0
-            pairs += queries * group.prompt_tokens - queries * (queries - 1) // 2
+            scores, m = group.scores or NO_SCORES, group.prompt_tokens
+            queries = min(scores.queries, m)
+            pairs += len(scores.layers) * (queries * m - queries * (queries - 1) // 2)
         return pairs * LayerShape.of(config).pair_flops // 2  # no product with V
 
 

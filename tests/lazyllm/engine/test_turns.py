@@ -207,6 +207,19 @@ def test_turn_that_would_change_a_longrope_is_refused() -> None:
     assert len(session.answer([7], 2, ()).token_ids) == 2
 
 
+def test_whole_text_that_the_method_cannot_take_is_refused() -> None:
+    class Short(Baseline):
+        def check_prompt(self, prompt: lazyllm.Prompt) -> None:
+            if len(prompt) > 12:
+                raise ValueError(f"{len(prompt)} tokens are too many")
+
+    session = lazyllm.start(random_model("llama", 5, num_layers=2), range(6), Short(), turns="recompute")
+    session.answer(None, 3, ())
+    with pytest.raises(ValueError, match="13 tokens are too many"):
+        session.answer([1, 2, 3, 4], 3, ())
+    assert len(session.answer([1, 2, 3], 3, ()).token_ids) == 3
+
+
 def test_bad_turns_leave_the_session_as_it_was() -> None:
     model = random_model("llama", 5, num_layers=4)
     session, twin = (lazyllm.start(model, [5, 17, 3, 80, 41, 9], Lazy({1: 0.5})) for _ in range(2))
@@ -229,5 +242,5 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
     assert (ours.token_ids, ours.selected) == (theirs.token_ids, theirs.selected)
     session.close()
     for call in (session.answer, session.fork):
-        with pytest.raises(lazyllm.UserError, match="the session is closed"):
+        with pytest.raises(lazyllm.UserError, match="the conversation is closed"):
             call()

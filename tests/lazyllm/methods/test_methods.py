@@ -98,6 +98,7 @@ def test_static_pruning_by_hand(layer: int, keep: float, left: int) -> None:
     row = 2 * MODEL.config.num_key_value_heads * MODEL.config.head_dim * 8  # K and V of one token in one layer, float64
     assert out.selected[0] == expected.selected
     assert len(out.selected[0][layer]) == left
+    assert method.stored_per_layer(LAYERS, len(PROMPT)) == [left] * LAYERS
     assert out.kv_bytes == (left + 4) * LAYERS * row  # the last generated token is never run
     assert out.token_ids == expected.token_ids
     np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=1e-9)
