@@ -26,7 +26,7 @@ class ModelSpec:
     """Which model, and how it is loaded. Two equal specs load the same weights.
 
     name: a preset (`lazyllm.presets`), a folder, or a hub id.
-    load_format: "auto" reads the checkpoint (safetensors only, no remote code); "dummy" builds the architecture with
+    load_format: "auto" reads the checkpoint (tensors only, no remote code); "dummy" builds the architecture with
         random weights and downloads nothing, for timing: times depend on shapes, not on values.
     dtype: "bfloat16", "float16", "float32" or "float64".
     device: "cuda", "cpu", ...; "auto" takes the accelerator if there is one.

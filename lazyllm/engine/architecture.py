@@ -47,7 +47,8 @@ def check_structure(model: PreTrainedModel) -> None:
         raise UserError(f"{name} is in training mode (dropout): call model.eval() first")
 
 
-# The tensors that the loop gives the layers. A model that gives them others does more than the loop would
+# The tensors that the loop gives the layers, or that they can do without. A model that gives them others does more than
+# the loop would
 _GIVEN = frozenset(
     {"hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings", "cache_position"}
 )
@@ -58,10 +59,10 @@ _CHECKED: WeakSet[PreTrainedModel] = WeakSet()
 
 @torch.inference_mode()
 def check_surroundings(model: PreTrainedModel) -> None:
-    """Refuse a model that does more around its layers than the loop over layers reproduces; checked once a model.
+    """Refuse a model that does more around its layers than the loop over layers reproduces; checked once per model.
 
     Runs one token through the model's own code without its layers, after more tokens than any window has. No weight
-    matrix is used. Raises UserError as `check_structure`, and if the loop cannot reproduce the run.
+    matrix is multiplied. Raises UserError as `check_structure`, and if the loop cannot reproduce the run.
     """
     check_structure(model)
     if model in _CHECKED:

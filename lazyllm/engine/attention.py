@@ -69,7 +69,8 @@ class AttentionContext:
         scores: to record.
         chosen: [s] bool, which stored tokens the run attends to, up to their own positions; None for all. A layer with
             a sliding window attends to those in the window.
-        ranks: [m] for each token, the number of chosen tokens up to itself; None if the host does not know them.
+        ranks: [m] for each token, the number of chosen tokens up to itself. With them, keys are sorted by position;
+            None leaves keys as they are stored.
         """
         self.cache, self._length = cache, length
         self._wanted, self._recorded = scores, []
@@ -109,11 +110,12 @@ class KeysReached(Exception):  # noqa: N818 - not an error
 
 
 class RecordingAttention:
-    """An attention function for transformers: the model's own, with masks of its own, which records scores.
+    """An attention function for transformers. It makes the masks, calls the model's own attention, and records scores.
 
     The model's own attention (SDPA, FlashAttention, eager) does the work, with three exceptions:
-    - queries that need a mask run in blocks (`in_blocks`): in prefill those of a layer with a window, and all of eager
-      attention, which is causal by its mask only; in decoding all but a single query that attends to all tokens
+    - queries that need a mask run in blocks (`in_blocks`). In prefill, these are the queries of layers with a window
+      (FlashAttention needs no mask if the cache has no gaps), and all queries of eager attention, which is causal by
+      its mask only. In decoding, they are all queries but a single one that attends to all tokens
     - `attend_to_chosen` runs these blocks in decoding, and FlashAttention's, which takes no masks
     - it also runs all decoding in place of SDPA, by the same kernels: they then read K and V once, not once for every
       query head that shares them
@@ -222,7 +224,7 @@ def implementation(model: PreTrainedModel, name: str | None) -> Iterator[None]:
 
 @contextmanager
 def installed_attention(model: PreTrainedModel) -> Iterator[RecordingAttention]:
-    """Install an `RecordingAttention` in `model`; it is removed on exit."""
+    """Install a `RecordingAttention` in `model`; it is removed on exit."""
     attention = RecordingAttention(model)
     name = f"lazyllm_{id(attention)}"  # two models may generate at the same time
     ALL_ATTENTION_FUNCTIONS[name] = attention

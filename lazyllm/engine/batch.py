@@ -78,9 +78,10 @@ def generate_requests(
 
 
 class Batch:
-    """The generations that decode together, at most `size` of them.
+    """The generations that decode together.
 
     running: {request: its generation so far}.
+    size: the most that the caller adds, which is not checked here; with 1, any method can be added.
 
     Between two calls the model is as it was. After an error the generations cannot go on.
     """
@@ -104,7 +105,7 @@ class Batch:
 
     @torch.inference_mode()
     def run(self) -> list[tuple[Request, Generation]]:
-        """Decode until generations are done; these leave the batch. Raises as `generate`."""
+        """Decode until one or more generations are done; these leave the batch. Raises as `generate`."""
         running = [*self.running.values()]
         with open_decoder(self._model, self._decoder):
             while not any(generation.is_done for generation in running):

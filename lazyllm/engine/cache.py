@@ -41,7 +41,8 @@ class GroupCache:
         self._capacity = capacity
         self._text_length = 0
         self._positions = [torch.empty(0, dtype=torch.long, device=device)]  # a piece for each run; joined when read
-        # K and V, with the cache that this is a fork of: copy before adding. That one adds beyond the slots read here
+        # Whether K and V are still those of the cache that was forked: copy before adding. The original adds in later
+        # slots than those read here
         self._is_shared = False
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}

@@ -22,7 +22,7 @@ _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 
 @torch.inference_mode()
 def check_same_as_model(model: PreTrainedModel) -> None:
-    """Run a few tokens through the loop over layers and through `model(...)`: the logits must agree. Once a model.
+    """Run a few tokens through the loop over layers and through `model(...)`: the logits must agree. Once per model.
 
     Most tokens run as a prompt, the others as decoding steps, so layers that keep more than K and V, or mix tokens
     outside attention, do not pass. The tokens exceed a window of up to `CHECKED_WINDOW`. Quantised weights have the

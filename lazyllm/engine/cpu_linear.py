@@ -18,16 +18,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 FEW_ROWS = range(2, 32)
 LARGE_MATRIX = 2**18  # elements; for smaller matrices, converting to oneDNN's tensors costs more than it saves
 
-# {bfloat16 weight: (what changes if its values do, its copy in FBGEMM's layout)}
+# {bfloat16 weight: (what changes if its values do, its copy in FBGEMM's layout; None if float16 cannot hold it)}
 _COPIES = WeakTensorKeyDictionary()
 
 
 def fast_linear(rows: Tensor, largest: int, packed: bool = False) -> AbstractContextManager[Any]:
     """A context for running layers over rows [1, m, w] in a decoding step, with other products if they are faster.
 
-    largest: elements of the layers' largest matrix. packed: the rows are of several generations, and weights stay in
-    memory; then also bfloat16 on a CPU without instructions for it, whose own products cost as much as one row after
-    the other.
+    largest: elements of the layers' largest matrix.
+    packed: the rows are of several generations, and weights stay in memory. Only then are products in bfloat16 replaced
+        too, on a CPU without instructions for it: there, torch's cost as much as those of one row after the other.
     """
     m, backends = rows.shape[1], torch.backends
     if rows.device.type != "cpu" or largest < LARGE_MATRIX:
@@ -44,7 +44,8 @@ def linear_fp16(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """`F.linear` of bfloat16, in float32 with the weight in float16, by FBGEMM. Reads the weight once for all rows.
 
     float16 holds a bfloat16 weight exactly from 2**-17 to 65504, and smaller ones to within 2**-25, far below the
-    rounding of the result. FBGEMM needs a copy of the weight, as large as the weight, which lives as long as it does.
+    rounding of the result. A weight with larger values is left to `F.linear`. FBGEMM needs a copy of a weight, which is
+    as large as the weight and lives as long.
     """
     state = weight.data_ptr(), None if weight.is_inference() else weight._version
     if weight not in _COPIES or _COPIES[weight][0] != state:

@@ -87,7 +87,7 @@ class Decoder:
         self._layer_devices = [device_of(layer) if self._is_spread else self.device for layer in self.layers]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tokens:
-        """Token ids [m] before layer 1, at `positions` [m] after all that are stored."""
+        """The tokens `token_ids` [m] as they enter layer 1. positions: [m], after those of all stored tokens."""
         hidden, calls = self._surroundings.before_layers(token_ids, positions)
         of_layers = [call["position_embeddings"] for call in calls]
         kinds = list({id(pair): pair for pair in of_layers}.values())
@@ -99,7 +99,7 @@ class Decoder:
 
         contexts: of each generation, prepared for a group (`AttentionContext.begin`). Each attends to its own cache
             only, which then holds the tokens' K and V.
-        layers: the first ones of the group, or next ones after those that ran.
+        layers: of the group, from its first one on, or from where the last run stopped.
         """
         sizes = [len(one) for one in tokens]
         self.tokens_run += sum(sizes) * len(layers) / len(self.layers)
@@ -121,7 +121,7 @@ class Decoder:
                     hidden,
                     attention_mask=None,
                     position_ids=position_ids,
-                    past_key_values=_Unstored,  # the attention function stores K and V in each generation's own cache
+                    past_key_values=_Unstored,  # the class, which stores nothing: the attention function does
                     use_cache=True,
                     position_embeddings=rope[2 * kind : 2 * kind + 2],
                 )
@@ -173,7 +173,7 @@ def open_decoder(model: PreTrainedModel, decoder: Decoder | None = None) -> Iter
 def check_longrope(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> None:
     """Refuse a generation during which the frequencies of a LongRoPE would change. Raises ValueError.
 
-    The model's own `generate` then recomputes all K and V; here every token is computed once.
+    At such a change, `model.generate` recomputes all K and V; here every token is computed once.
     """
     ropes = _rope_parameters(model.config)
     for switch in (rope["original_max_position_embeddings"] for rope in ropes if rope.get("rope_type") == "longrope"):
@@ -193,7 +193,7 @@ def longest_text(config: Any) -> float:
 
 @contextmanager
 def preserve_rope_state(model: Any) -> Iterator[None]:
-    """Restore the state of a RoPE that grows with the text on exit; some releases of transformers do not."""
+    """On exit, restore the state of a RoPE that grows with the text; not all releases of transformers do so."""
     grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(model.config))
     parts = ("embed_tokens", "layers", "norm")
     ropes = [child for name, child in model.model.named_children() if name not in parts] if grows else []
@@ -234,7 +234,8 @@ def run_layers(
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Run layers 1 to `layer`, the last one up to its attention: its query [1, h, n, d] and key [1, g, n, d].
 
-    Both are after RoPE. token_ids: as in `run_layers`. The last layer counts in `decoder.tokens_run` as a whole one.
+    Both are after RoPE, on the device of that layer, which counts in `decoder.tokens_run` as a whole one. token_ids: as
+    in `run_layers`.
     """
     context = _unstored_context(decoder, token_ids, NO_SCORES)
     context.stop_at = layer - 1
@@ -264,7 +265,10 @@ def concat(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 class _Unstored:
-    """A cache that stores nothing: the tokens of a run attend to one another."""
+    """A cache that stores nothing: the tokens of a run attend to one another.
+
+    Layers get the class as `past_key_values`; an `AttentionContext` without a store gets an instance as its `cache`.
+    """
 
     is_ascending = is_contiguous = True
 

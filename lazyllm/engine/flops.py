@@ -100,7 +100,9 @@ def _pairs(n: int, window: int | None) -> int:
 
 
 def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | None:
-    """The keep ratio, in steps of 1/10000, whose `speedup` is nearest to `target`; None if no ratio reaches it.
+    """The keep ratio, in steps of 1/10000, whose `speedup` is nearest to `target`.
+
+    None for a target that no ratio reaches, or below 1.
 
     speedup: (keep ratio) -> speedup, which falls as the ratio grows.
     """
@@ -116,5 +118,5 @@ def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | N
 
 
 def first_layers_flops(config: Any, n: int, layers: int) -> int:
-    """FLOPs of running n tokens through the first `layers` layers, without logits (`lazyllm.engine.decoder`)."""
+    """FLOPs of n tokens in the first `layers` layers, without logits (`lazyllm.engine.decoder.run_layers`)."""
     return prefill_flops(config, [n] * layers + [0] * (config.num_hidden_layers - layers), logits=0)

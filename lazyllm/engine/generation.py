@@ -31,7 +31,7 @@ class Sampler(Protocol):
     """Chooses the tokens of one generation, in two halves: one transfer from the device serves several generations."""
 
     def sample(self, logits: Tensor) -> Tensor:
-        """[v] logits -> [k] float64 on their device, which holds every token id: what `read` needs."""
+        """[v] logits -> [k] what `read` needs, on their device, in float64, which is exact for token ids."""
         ...
 
     def read(self, sampled: list[float]) -> tuple[int, bool]:
@@ -81,7 +81,7 @@ class Generation:
         generated ones.
     revived: [layers] tokens of earlier steps that each layer computed in this answer.
     kv_bytes, aux_bytes: bytes of K and V, and of hidden states in the Aux Caches, held at the end.
-    prompt_tokens: n.
+    prompt_tokens: number of prompt tokens, of all turns so far.
     scoring_tokens: tokens that any model ran to score the prompt before its prefill; a token in two windows counts
         twice. A run through a share of a model's layers counts as that share of a token. The sum is rounded up.
     scored_before: the `scoring_tokens` of earlier turns that this one continues from.
@@ -128,11 +128,11 @@ def generate(
     method: how to prune, e.g. `lazyllm.methods.Lazy(lazyllm.Schedule({9: 0.7}))`.
     max_new_tokens: at least 1.
     eos_token_ids: tokens that end the answer; None takes the model's own, () none.
-    min_new_tokens: end tokens are not chosen before this many tokens (as `min_length` in transformers).
+    min_new_tokens: number of new tokens before an end token can be chosen, as in transformers.
 
     Only the last position's logits are computed. The clock is read after the device has finished.
-    Raises ValueError for bad arguments, UserError for a model that the loop over layers cannot reproduce or that is
-    generating already, FloatingPointError if the logits are not finite.
+    Raises ValueError for bad arguments, TypeError if `method` is not a method, UserError for a model that the loop over
+    layers cannot reproduce or that is generating already, FloatingPointError if the logits are not finite.
     """
     with start(model, input_ids, method) as conversation:
         return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens)
@@ -149,7 +149,7 @@ def start(
     model, input_ids, method: as in `generate`.
     turns: later turns "continue" from the caches: a method that drops tokens for good drops nothing more. Or they run
         the whole text ("recompute"), with tokens selected for the new question.
-    Raises ValueError for bad arguments.
+    Raises ValueError for bad arguments, TypeError if `method` is not a method.
     """
     prompt = as_prompt(model, input_ids)
     if turns not in TURNS:
@@ -163,7 +163,7 @@ class RunningGeneration:
     """A generation whose tokens are being chosen.
 
     sampler, max_new_tokens: as of `Request`.
-    began: the clock before the prefill.
+    began: the clock before scoring and prefill; in a later turn, before its tokens run.
     first_logits: [v] after the prompt.
     token_ids: the tokens so far.
     times: the clock after each.
@@ -244,7 +244,7 @@ def _choose(generations: Sequence[RunningGeneration], logits: Tensor) -> None:
 
 @contextmanager
 def _naming_bad_selections(*sessions: Session) -> Iterator[None]:
-    """After an error, raise UserError for a selection that breaks a rule instead: it may be the cause."""
+    """After an error, raise UserError instead if a selection breaks a rule, as this may be the cause."""
     try:
         yield
     except Exception:
@@ -300,7 +300,7 @@ class Conversation:
     def fork(self) -> Conversation:
         """An independent copy of the conversation.
 
-        It costs some bytes a position. K and V (`kv_bytes`) are copied when the fork answers, the Aux Cache
+        It costs some bytes per position. K and V (`kv_bytes`) are copied when the fork answers, the Aux Cache
         (`aux_bytes`) when either of the two answers. Raises UserError for a closed conversation.
         """
         self._check_open()
@@ -331,10 +331,10 @@ class Conversation:
     ) -> Generation:
         """`answer` with the tokens that `sampler` chooses, in inference mode.
 
-        Raises UserError for a closed conversation, a turn without tokens, a turn that the model or the method cannot
+        Raises ValueError for a closed conversation, a turn without tokens, a text that the model or the method cannot
         take, and a model that the loop over layers cannot reproduce. The conversation is then unchanged. After an
-        exception while layers run, or in the sampler, a conversation that continues from its caches is closed, and one
-        that begins again from the whole text is unchanged.
+        exception while layers run, or in the sampler, it is closed if the turn continued from its caches, else
+        unchanged.
         """
         text = [*self.token_ids, *self._check_turn(more_ids, max_new_tokens)]
         check_same_as_model(self._model)
@@ -384,7 +384,7 @@ class Conversation:
 
 
 def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
-    """The prompt with more tokens after it. They are outside its text, so methods that read text keep them."""
+    """The prompt, continued to all of `token_ids`. Methods that read its text keep the tokens after the prompt."""
     end = len(prompt.text), len(prompt.text)
     spans = (*prompt.spans, *[end] * (len(token_ids) - len(prompt))) if prompt.spans else ()
     return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans)

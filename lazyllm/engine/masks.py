@@ -104,7 +104,8 @@ class AttentionMask:
 class PositionSortedMask(AttentionMask):
     """A mask whose blocks have the set's tokens as keys, in the order of their positions, up to the last query.
 
-    Of revived tokens, most attend to a part of the set only; where the tokens are stored says nothing of which part.
+    A revived token attends to the set's tokens up to its own position. Their slots are scattered; in the order of
+    positions, they come first.
 
     ranks: [m] for each query, the number of the set's tokens up to itself.
     """

@@ -1,4 +1,4 @@
-"""The contract of a method: hyperparameters that declare what a prefill computes, and that start a generation.
+"""The contract of a method: it holds hyperparameters, declares what a prefill computes, and starts a generation.
 
 Nothing here imports torch: methods are made, checked and counted before anything heavy loads.
 """
@@ -44,13 +44,13 @@ class Method(ABC):
     order: ClassVar[int] = 100  # place in tables and legends: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
     marker: ClassVar[str | None] = None  # in every picture, a matplotlib marker; None takes a spare one
-    target_parameter: ClassVar[str | None] = None  # is solved for a target speedup ("2.0x"); if any
+    target_parameter: ClassVar[str | None] = None  # the one that a target speedup ("2.0x") is solved for
     shown_parameters: ClassVar[tuple[str, ...]] = ()  # tables name these, and `target_parameter`, even at their default
     keep_all: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; {}: `target_parameter` at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
-    table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters of the setting `table1`, if it is not solved for
+    table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters for the setting `table1`, if none is solved for
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -120,7 +120,10 @@ class Method(ABC):
         """Load what the method needs besides the model, once, before the clock starts."""
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """FLOPs of all models' work on n prompt tokens before the prefill, unless all tokens stay."""
+        """FLOPs that choosing among n prompt tokens adds to those of the prefill, in all models.
+
+        `first_token_flops` leaves them out if all tokens stay.
+        """
         return 0
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:

@@ -31,8 +31,8 @@ from lazyllm.errors import UserError
 class Scoring:
     """What was spent on scoring a prompt before its prefill.
 
-    seconds: part of TTFT.
-    uncounted_s: seconds that are not (of a diagnostic).
+    seconds: counted in TTFT.
+    uncounted_s: seconds left out of TTFT, for a diagnostic method.
     tokens: as `Generation.scoring_tokens`.
     """
 
@@ -110,7 +110,7 @@ class Session:
         return 0
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        """Run the prompt [n]; return the logits [v] of its last token. Never synchronises with the device."""
+        """Run the prompt [n]: the logits [v] of its last token. Only an `adaptive` method waits for the device."""
         n = token_ids.shape[0]
         return self._prefill(self.decoder.embed(token_ids, self._all_positions[:n]), n)
 
@@ -170,7 +170,7 @@ class Session:
     def enter(self, index: int, tokens: Tokens) -> None:
         """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record.
 
-        Counts them as computed.
+        Counts the tokens as computed.
         """
         group, cache = self.groups[index], self.caches[index]
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES

@@ -57,6 +57,7 @@ class PrunedLM(_HFLM):
     method: the method's name.
     dtype: "auto" is the checkpoint's.
     batch_size: requests that decode together (answers: up to 8), each pruned by its own length; "auto" is 8.
+    max_batch_size: ignored; lm-eval passes it to every model.
     settings: the method's hyperparameters (a schedule as `2:0.7+5:0.7`), and arguments of lm-eval's `hf`.
 
     loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one, as

@@ -84,7 +84,7 @@ INERT = frozenset(
     | {"transformers_version", "use_mtp"}
 )
 
-# Arguments that `generate` itself adds. They have no effect here: only the last logits are computed.
+# Arguments that `generate` hands on. The mask is read, positions and the cache are checked; others have no effect.
 _KNOWN_KWARGS = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "tokenizer"}
     | {"use_cache"}
@@ -102,7 +102,7 @@ _COUNTING = (
 
 @dataclass
 class LazyGenerateOutput(GenerateDecoderOnlyOutput):
-    """transformers' output with `return_dict_in_generate=True`, and one `lazyllm.Generation` a row.
+    """transformers' output with `return_dict_in_generate=True`, and one `lazyllm.Generation` per row.
 
     sequences: [b, n + longest answer]. scores, logits: per step [b, v] float32, if asked for. After a row has ended,
         its scores are 0 for the padding token and minus infinity for all others, and its logits are NaN.
@@ -171,7 +171,7 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
 
 class _Pruning:
-    """Overrides of `GenerationMixin`: the decoding loops, and what these are not told of.
+    """Overrides of `GenerationMixin`: the decoding loops, and steps before them whose arguments do not reach the loops.
 
     lazyllm_decoding: replaces the loops.
     """

@@ -12,7 +12,7 @@ from lazyllm.methods import by_name, code_of, known, settings_of
 
 
 def lines() -> Iterator[str]:
-    """Two lines a method: its name and summary, then `hyperparameter=default`, `=?` if there is no default."""
+    """Two lines per method: its name and summary, then `hyperparameter=default`, `=?` if there is no default."""
     for name in known():
         try:
             kind, package = by_name(name), code_of(name)

@@ -29,9 +29,9 @@ class ASL(Prune):
     retain: tokens that each key head of each layer stores (SnapKV), the window among them, as a number or share; None
         for the value of `keep`. 1 turns SnapKV off.
 
-    Variance: of a token's ranks in the last `layers` layers; mean over the tokens that are among the `keep` best in one
-    of these layers. Scores are FastKV's, summed over heads. Tokens keep their positions. Nothing is cut if the prompt
-    has at most `keep` tokens and the window.
+    Variance: of a token's ranks in the last `layers` layers; mean over the tokens that are among the `keep` best in at
+    least one of these layers. Scores are FastKV's, summed over heads. Tokens keep their positions. Nothing is cut if
+    the prompt has at most `keep` + `window` tokens.
 
     The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the earliest possible
     cut; `Generation.computed` and `ideal_speedup(..., computed=...)` give the actual one. Each layer after which the

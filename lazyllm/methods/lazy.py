@@ -85,6 +85,7 @@ class Lazy(Method):
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> dict[int, float] | None:
+        # the other settings do not change a prefill
         for depths in DEPTHS:
             layers = sorted({config.num_hidden_layers * depth // 100 for depth in depths} - {0})
 

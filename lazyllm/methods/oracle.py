@@ -21,8 +21,9 @@ class Oracle(Select):
     """A diagnostic: run the prompt tokens that the answer of the full model attends to, at their own positions.
 
     keep: number of tokens (int) or share of the prompt, rounded up (float), the last token among them.
-    answer: number of greedy answer tokens whose attention scores; None for the greatest number to be generated. An end
-        token ends the answer. pool: odd width of the average pooling of attention.
+    answer: number of greedy answer tokens whose attention gives the scores, beside that of the last prompt token; None
+        for `max_new_tokens`. An end token ends the answer.
+    pool: odd width of the average pooling of attention.
 
     Scores: `lazyllm.methods.support.look_ahead`, with the model as its own draft. The selection costs more than a
     prefill, and is left out of TTFT, of all counts and of the ideal speedup: an upper bound for methods, not a method.

@@ -16,7 +16,7 @@ CONFIGS = ("config.json", "generation_config.json")
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 FIRST_FILES = (*SAFETENSORS, *PICKLES)
-# Patterns of all files of the weights
+# Patterns of all files of the weights: as safetensors, as pickles
 WEIGHTS = (*SAFETENSORS, "model-*-of-*.safetensors")
 PICKLED_WEIGHTS = (*PICKLES, "pytorch_model-*-of-*.bin")
 

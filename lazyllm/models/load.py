@@ -161,7 +161,10 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def shape_of(spec: ModelSpec) -> PreTrainedConfig:
-    """The model's shape: the published one of a preset, which needs no files, else `load_config`. Raises UserError."""
+    """A config of the model's shape: a preset's published one, which needs no files, else that of `load_config`.
+
+    Raises UserError.
+    """
     return load_config(replace(spec, load_format="dummy"))
 
 

@@ -1,7 +1,7 @@
 """Prompt compression by self-information (Selective Context, Li et al. 2023, arXiv 2310.06201).
 
 Notation:
-    n  prompt tokens      c  droppable tokens      v  vocabulary
+    n  prompt tokens      c  droppable tokens      u  units
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class PromptCompression(Select):
     window: tokens that the scoring model sees at once; None for all its positions. See
         `lazyllm.methods.prompt_compression.scoring`.
     scoring: "context" scores the context in one piece; "sentences" segments and scores each sentence by a call of its
-        own, as the authors' released code does (`lazyllm.methods.prompt_compression.by_sentence`), at a call's price.
+        own, as the authors' released code does (`lazyllm.methods.prompt_compression.by_sentence`).
 
     The model runs the remaining tokens, numbered from 0; nothing is tokenised again. Everything outside the context
     (instruction, question, answers of examples) stays, token by token. If a prompt is only token ids, every token but
     the newest is droppable, and the unit is "token".
 
     In one piece, the context is scored from its first droppable token to its last, answers of examples between them
-    included. Scoring is part of TTFT, and separately `Session.scoring_s`. With keep=1 nothing is scored.
-    `scoring_flops` is that of one piece.
+    included. Scoring is part of TTFT; its share is `Generation.scoring_s`. With keep=1 nothing is scored.
+    `scoring_flops` assumes one piece.
 
     Ours: a number of tokens to keep instead of a percentile of the units; a unit's self-information is the mean over
-    its tokens (as in the authors' code; the paper adds them up, which prefers long units), in one piece over the
-    model's droppable ones; ties go to the lower position; line breaks, indentation and other white space always stay.
+    its tokens (as in the authors' code; the paper adds them up, which prefers long units; in one piece, only droppable
+    tokens count); ties go to the lower position; line breaks, indentation and other white space always stay.
     """
 
     label = "prompt compression"

@@ -1,4 +1,4 @@
-"""Self-information of units as Selective Context's released code computes it: one call of the scorer a sentence.
+"""Self-information of units as Selective Context's released code computes it: one call of the scorer per sentence.
 
 There, each run of white space becomes one space first. A sentence ends at white space after a full stop or question
 mark, but not after "e.g." or "Dr.". Each sentence is segmented and scored alone, after the scorer's BOS. A unit's
@@ -6,8 +6,8 @@ information is the mean over the scorer's tokens in it. A token that reaches ove
 evenly by these; a space alone inside a phrase counts for nothing.
 
 Source: the authors' package (liyucheng09/Selective_Context, commit 099e651), described and written anew.
-Ours: places in the text instead of pieces of it, as the model's own tokens stay or go; a sentence beyond the scorer's
-positions is scored in windows; a character that the scorer writes in several tokens is no error.
+Ours: units are positions in the text instead of strings, as it is the model's own tokens that stay or go; a sentence
+beyond the scorer's positions is scored in windows; a character that the scorer writes in several tokens is no error.
 """
 
 from __future__ import annotations

@@ -27,9 +27,8 @@ CHUNK = 256
 def windows(length: int, size: int) -> Iterator[tuple[int, int, int]]:
     """(start, first, stop) of windows of at most `size` tokens (2 or more) that together score a sequence.
 
-    The tokens from `start` to `stop` (excluded) run together, and those from `first` on are scored. Every window but
-    the first begins `size // 2` tokens before the first token that it scores, so every token but the sequence's first
-    is scored, with at least that many tokens before it.
+    The tokens from `start` to `stop` (excluded) run together, and those from `first` on are scored. Each token but the
+    sequence's first is scored once. Every window but the first begins `size // 2` tokens before `first`.
     """
     start, first, stop = 0, 1, min(size, length)
     yield start, first, stop
@@ -92,7 +91,10 @@ def _in_windows(
     window: int | None,
     logits: Callable[[Tensor, int], Iterable[Tensor]],
 ) -> np.ndarray:
-    """logits: those of a run [m] from a place on, in parts [chunk, v]."""
+    """`self_information` of token_ids [n] by the model behind `logits`, which has this config and dtype.
+
+    logits: (token ids of a run [m], index) -> the run's logits from that index on, in parts [chunk, v].
+    """
     import torch
     import torch.nn.functional as F
 

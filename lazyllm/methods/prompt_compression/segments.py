@@ -17,8 +17,8 @@ Splitter = Callable[[str], list[int]]
 # Line breaks of Python's str.splitlines, with \r\n as one
 _BREAKS = r"\n\r\v\f\x1c-\x1e\x85\u2028\u2029"
 LINE_BREAK = rf"(?:\r\n|[{_BREAKS}])"
-# A full stop that is not after a single letter ("J.", "e.g.") or a title, or another sign; then signs, quotes and
-# closing brackets; then white space
+# A full stop, but not after a single letter ("J.", "e.g.") or a title; or one of "!?…". Then signs, quotes and closing
+# brackets, if any; then white space
 _STOP = r"(?<!\b\w)(?<!\b(?:Mr|Ms|Dr|St))(?<!\bMrs)(?<!\bProf)\."
 _SENTENCE_END = rf"(?:{_STOP}|[!?…])[.!?…]*[\"'”’)\]]*[^\S{_BREAKS}]+"
 _BOUNDARY = re.compile(f"{LINE_BREAK}|{_SENTENCE_END}")

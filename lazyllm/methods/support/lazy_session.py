@@ -23,7 +23,7 @@ from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
 
-# More revived tokens than these sort the K and V that they attend to in a later turn; for fewer, sorting costs more
+# K and V are sorted if a group computes more tokens than this in a later turn; for fewer, sorting costs more
 MANY = 32
 
 
@@ -49,9 +49,9 @@ class LazySession(Session):
     A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
     at the boundary, from the Aux Cache. So no token is computed twice in a layer.
 
-    At each boundary of a decoding step, candidates are the tokens up to the last prompt's end, but for answers of
-    earlier turns; with `prune_generated`, all but the newest. The best of them go on, and all other tokens. A later
-    turn is one step of several new tokens, all candidates.
+    At each boundary of a decoding step, candidates are the prompt tokens of all turns; with `prune_generated`, all
+    tokens but the newest. The best candidates go on, and so does every token that is not a candidate. A later turn is
+    one step of several new tokens. Its tokens are candidates too, and the newest one always goes on.
 
     schedule, prune_generated, revive: as of `lazyllm.methods.Lazy`.
     """
@@ -216,7 +216,8 @@ class LazySession(Session):
         if positions is None:
             return newest
         revived = positions[:-1]
-        if self._prune_generated and self._generated is not None:  # counts are of prompt tokens, as a turn's newest is
+        if self._prune_generated and self._generated is not None:
+            # only prompt tokens count: `enter` took the newest for a generated token, which it is not in a later turn
             generated = self._generated[revived].sum() - int(self._opens_turn)
             self._num_computed[index + 1] = self._num_computed[index + 1] - generated
         if not len(revived):
@@ -229,7 +230,7 @@ class LazySession(Session):
         return Tokens(hidden, positions, rope, is_newest=False, ranks=ranks)
 
     def importance(self, index: int) -> Tensor:
-        """[s] importance (Eq. 1) of the tokens stored in group `index`, whose layers have just run."""
+        """[s] importance (Eq. 1) of the tokens stored in the group whose layers have just run."""
         return self.context.take_each()[0]
 
     def _importance_of_candidates(self, index: int) -> Tensor:

@@ -28,7 +28,7 @@ GROUP = "lazyllm.methods"
 
 @cache
 def installed() -> dict[str, tuple[EntryPoint, ...]]:
-    """{name: the methods of that name}, looked up once a process. Two of one name are refused when used."""
+    """{name: the methods of that name}, looked up once per process. Two of one name are refused when used."""
     points: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
         points[point.name] = (*points.get(point.name, ()), point)

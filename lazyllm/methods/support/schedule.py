@@ -84,7 +84,7 @@ class Schedule:
 
     @classmethod
     def hashable(cls, value: Mapping[Any, Any]) -> Schedule | str:
-        """A mapping as of `parse` as a schedule; as text if a layer is a share of the depth."""
+        """A hashable form of a mapping for `parse`: a schedule, or text if a layer is a share of the depth."""
         if any(isinstance(layer, str) and "%" in layer for layer in value):
             return "+".join(f"{layer}:{ratio}" for layer, ratio in value.items())
         return cls(value)

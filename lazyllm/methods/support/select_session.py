@@ -31,6 +31,7 @@ class SelectSession(Session):
             positions, scoring = torch.arange(n, device=decoder.device), Scoring()
         k = len(positions)
         groups = [replace(group, prompt_tokens=k) for group in method.groups(layers, n)]
+        # the positions that the prompt takes; its tokens, for the counts, are n
         super().__init__(decoder, groups, k if method.renumber else n, max_new_tokens)
         self.prompt_tokens, self.scoring = n, scoring
         self._select, self._positions = method, positions
@@ -57,6 +58,6 @@ def timed_selection(decoder: Decoder, method: Any, prompt: Prompt) -> tuple[Tens
     tokens = decoder.tokens_run - run_before
     busy = decoder.devices if torch.is_tensor(selected) else ()  # a selection on the host has waited already
     seconds = read_clock(*busy) - began if tokens else 0.0
-    # a sum of tokens' shares, rounded up but for its own rounding errors
+    # rounded to 6 places first: the sum of shares of a token may be just above a whole number
     scoring = Scoring(uncounted_s=seconds) if method.diagnostic else Scoring(seconds, tokens=ceil(round(tokens, 6)))
     return torch.as_tensor(selected).to(decoder.device), scoring

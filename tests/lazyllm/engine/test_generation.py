@@ -45,7 +45,7 @@ def test_end_tokens(method) -> None:
     assert ended.total_s == ended.ttft_s
     stop = free.index(third) + 1
     assert lazyllm.generate(MODEL, PROMPT, method, 8, (96, third)).token_ids == free[:stop]
-    # as transformers' min_length: the end token is not chosen before, whatever its logit
+    # as transformers' min_new_tokens: the end token is not chosen before, whatever its logit
     held = lazyllm.generate(MODEL, PROMPT, method, 8, (first,), min_new_tokens=1)
     logits = held.first_logits.clone()
     logits[first] = float("-inf")
