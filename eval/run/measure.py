@@ -109,10 +109,10 @@ class _Answers:
     def prefill_flops(self, config: Any, turn: int) -> int:
         """FLOPs of the prompt tokens that a turn computed up to its first token, and of scoring."""
         out, earlier = self.outs[turn], self.earlier(turn)
-        flops = prefill_flops(config, out.computed[0].tolist())
+        computed = out.computed[0].tolist()
         if earlier:
-            return flops - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
-        return flops + self.method.scoring_flops(config, out.prompt_tokens)
+            return prefill_flops(config, computed) - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
+        return self.method.first_token_flops(config, out.prompt_tokens, computed)
 
 
 @dataclass

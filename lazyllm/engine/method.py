@@ -120,17 +120,13 @@ class Method(ABC):
         """Load what the method needs besides the model, once, before the clock starts."""
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """FLOPs that choosing among n prompt tokens adds to those of the prefill, in all models.
-
-        `first_token_flops` leaves them out if all tokens stay.
-        """
+        """FLOPs that choosing among n prompt tokens adds to those of the prefill, in all models."""
         return 0
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
         """FLOPs up to the first token on n prompt tokens. computed: as of `ideal_speedup`."""
-        tokens = self.tokens_per_layer(config.num_hidden_layers, n)
-        scoring = 0 if min(tokens) == n else self.scoring_flops(config, n)
-        return scoring + prefill_flops(config, tokens if computed is None else computed)
+        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
+        return self.scoring_flops(config, n) + prefill_flops(config, tokens)
 
     def ideal_speedup(self, config: Any, n: int, computed: Sequence[int] | None = None) -> float:
         """FLOPs of the baseline's prefill of n tokens over those of this method's, scoring included.

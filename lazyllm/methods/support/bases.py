@@ -215,6 +215,11 @@ class Select(Method):
     def groups(self, num_layers: int, n: int) -> list[Group]:
         return [Group(range(num_layers), self.kept(n))]
 
+    def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
+        flops = super().first_token_flops(config, n, computed)
+        # `SelectSession` scores nothing if all tokens stay
+        return flops if self.kept(n) < n else flops - self.scoring_flops(config, n)
+
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.support.select_session import SelectSession
 

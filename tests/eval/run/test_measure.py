@@ -145,6 +145,8 @@ def test_flops_are_of_what_was_computed_in_prefill_and_of_scoring(calls) -> None
     assert own(visit(bench(arm("gem", name="gemfilter", layer=2, keep=2), baseline=None)), "gem").prefill_flops == (
         prefill + 4 * token + 10 * pair + 4 * 2 * 3 * 8 * 8  # layer 1, and q, k and v of layer 2
     )
+    keeps_all = arm("gem", name="gemfilter", layer=2, keep=4)  # nothing is scored
+    assert own(visit(bench(keeps_all, baseline=None)), "gem").prefill_flops == prefill
 
 
 @pytest.mark.parametrize(("text", "end"), [("short", "short"), ("x" * 50 + "é" * 599 + "?", "é" * 599 + "?")])

@@ -245,7 +245,8 @@ def test_flops_of_selection_are_those_announced() -> None:
             flops for name, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(name)
         )
         tokens = [int(count) for count in session.computed[0]]
-        announced = prefill_flops(model.config, tokens) + method.scoring_flops(model.config, n)
+        announced = method.first_token_flops(model.config, n, tokens)
+        assert announced == prefill_flops(model.config, tokens) + method.scoring_flops(model.config, n)
         pairs = sum(m * (m + 1) // 2 for m in tokens)
         if isinstance(method, GemFilter):
             pairs += 2 * n * (n + 1) // 2  # layers 1 and 2; of layer 3 no attention runs
