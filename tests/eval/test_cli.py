@@ -80,9 +80,9 @@ COMMANDS = {
     "tune target_speedup=2 dataset=trec data.dir=MADE/rows": (2, "rows/trec.jsonl:10: not valid JSON in UTF-8"),
     # what the model's files, the machine and the run's folder rule out
     "run method.schedule={9:0.5}": (2, "error: method: the schedule prunes after layer 9, but the model has only 8"),
-    "run method.schedule=tuned/tiny-1.8x model=llama2-base model.load_format=dummy model.tokenizer=. dataset=lookup": (
+    "run method.schedule=tuned/tiny-4.2x model=llama2-base model.load_format=dummy model.tokenizer=. dataset=lookup": (
         2,
-        "error: tuned/tiny-1.8x is for a model of 8 layers, but this one has 32",
+        "error: tuned/tiny-4.2x is for a model of 8 layers, but this one has 32",
     ),
     "run model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run model=llama2 model.load_format=dummy dataset=lookup": (2, "error: random weights (model.load_format=dummy)"),
