@@ -363,7 +363,8 @@ def attend_to_chosen(
         if mask is not None:
             logits = logits + mask
         out = logits.softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype) @ value
-    return out.reshape(1, heads, m, value.shape[-1]).transpose(1, 2).contiguous()
+    # [1, g, h/g * m, d] -> [1, m, g, h/g, d] -> [1, m, h, d], in one copy
+    return out.unflatten(2, (-1, m)).permute(0, 3, 1, 2, 4).reshape(1, m, heads, -1)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

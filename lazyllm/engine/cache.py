@@ -196,8 +196,8 @@ class AuxCache:
         """The states [m, w] of the tokens at `positions` [m], which are then forgotten."""
         m = positions.shape[0]
         self._own()
-        slots = self._slot_of[positions]
-        self._free[self._num_free : self._num_free + m] = slots
+        freed = self._free[self._num_free : self._num_free + m]
+        slots = torch.index_select(self._slot_of, 0, positions, out=freed)
         self._num_free += m
         return self._states[slots]
 

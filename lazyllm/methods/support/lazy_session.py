@@ -133,7 +133,7 @@ class LazySession(Session):
         self._step = Chosen(self._everything[:end], end)  # the first group runs the whole text
         tokens = super().begin_step(token_ids)
         if self._aux:
-            self._rope[:, start:end] = torch.cat(tokens.rope, dim=2)
+            torch.cat(tokens.rope, dim=2, out=self._rope[:, start:end])
         return tokens
 
     @property
@@ -237,14 +237,14 @@ class LazySession(Session):
         """[candidates] importance by position; lower than any importance for a token outside the step's set."""
         importance, cache, step, unranked = self.importance(index), self.caches[index], self._step, self._unranked
         end = self._num_candidates
+        if self._lowest is None:
+            self._lowest = importance.new_full((self.max_positions,), -1.0)
         if not cache.is_contiguous:
-            if self._lowest is None:
-                self._lowest = importance.new_full((self.max_positions,), -1.0)
             importance = self._lowest[: self.length].index_copy(0, cache.positions, importance)
         importance = importance[:end]
         if step.count < self.length or unranked is not None:
             ranked = step.mask[:end] if unranked is None else step.mask[:end] & ~unranked[:end]
-            importance = torch.where(ranked, importance, -1.0)
+            importance = torch.where(ranked, importance, self._lowest[:end])
         if self._opens_turn:  # the newest token is a prompt token, which goes on, as in prefill
             importance = importance.clone()
             importance[-1] = float("inf")
