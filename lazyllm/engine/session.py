@@ -56,6 +56,8 @@ class Session:
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
 
+    context: AttentionContext  # of the group that has just run
+
     def __init__(
         self,
         decoder: Decoder,
@@ -66,7 +68,6 @@ class Session:
     ) -> None:
         check_longrope(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
-        self.context = AttentionContext(decoder.device)
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
@@ -147,8 +148,7 @@ class Session:
     def fork(self) -> Self:
         """An independent copy of the state."""
         other = copy.copy(self)
-        other.context = AttentionContext(self.decoder.device)
-        other.caches = [cache.fork() for cache in self.caches]
+        other.caches = copy.deepcopy(self.caches)
         other._num_computed, other.computed = [*self._num_computed], [*self.computed]
         other._selected = [dict(step) for step in self._selected]
         return other
@@ -175,7 +175,7 @@ class Session:
         group, cache = self.groups[index], self.caches[index]
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
-        self.context.begin(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
+        self.context = AttentionContext(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
         of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1  # one of a step's tokens was generated
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
 
@@ -217,10 +217,6 @@ class Session:
         if kept.entering is not None or layer in self._method.pruning_layers(layers):
             self.note_selection(layer, tokens.positions)
         return tokens
-
-    def end_step(self) -> None:
-        """Note the counts of a step whose groups have all run."""
-        self.computed.append(self.by_layer(self._num_computed))
 
     def by_layer(self, values: Sequence[Any]) -> list[Any]:
         """A value for each group -> one for each layer."""
@@ -300,7 +296,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
             tokens[number] = sessions[number].prune(group_of[number], tokens[number], positions.get(number))
             group_of[number] += 1
     for session in sessions:
-        session.end_step()
+        session.computed.append(session.by_layer(session._num_computed))
     return decoder.last_logits([one.hidden for one in tokens])
 
 

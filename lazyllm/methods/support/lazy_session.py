@@ -8,8 +8,9 @@ Notation:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -27,22 +28,6 @@ from lazyllm.methods.support.schedule import Schedule
 MANY = 32
 
 
-@dataclass
-class Chosen:
-    """The tokens that take part in a step, from its last boundary on.
-
-    mask: [p] bool, True for a token of the set.
-    count: number of these tokens.
-    stays: [p] bool, tokens that go on at every boundary without a rank; None before the first.
-    ranks: `Tokens.ranks` of the tokens that a turn revives next, if many.
-    """
-
-    mask: Tensor
-    count: int
-    stays: Tensor | None = None
-    ranks: Sequence[int] | None = None
-
-
 class LazySession(Session):
     """Sections 3.1 to 3.3. In every step, the tokens that enter a group are some of those that entered the one before.
 
@@ -56,7 +41,11 @@ class LazySession(Session):
     schedule, prune_generated, revive: as of `lazyllm.methods.Lazy`.
     """
 
-    _step: Chosen
+    # The tokens that take part in a step, from its last boundary on
+    _mask: Tensor  # [p] bool, True for a token of the set
+    _count: int  # number of these tokens
+    _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before the first
+    _ranks: Sequence[int] | None  # `Tokens.ranks` of the tokens that a turn revives next, if many
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
     def __init__(
@@ -94,9 +83,12 @@ class LazySession(Session):
         return sum(aux.nbytes for aux in self._aux)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        n = self.prompt_tokens
-        self._step = Chosen(self._everything[:n], n)
+        self._take_all(self.prompt_tokens)
         return super().prefill(token_ids)
+
+    def _take_all(self, length: int) -> None:
+        """Begin a step with all tokens of a text."""
+        self._mask, self._count, self._stays, self._ranks = self._everything[:length], length, None, None
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
@@ -115,7 +107,7 @@ class LazySession(Session):
 
     def fork(self) -> Self:
         other = super().fork()
-        other._aux = [aux.fork() for aux in self._aux]
+        other._aux = copy.deepcopy(self._aux)
         other._num_revived = [*self._num_revived]
         return other
 
@@ -130,7 +122,7 @@ class LazySession(Session):
 
     def begin_step(self, token_ids: Tensor) -> Tokens:
         start, end = self.length, self.length + token_ids.shape[0]
-        self._step = Chosen(self._everything[:end], end)  # the first group runs the whole text
+        self._take_all(end)
         tokens = super().begin_step(token_ids)
         if self._aux:
             torch.cat(tokens.rope, dim=2, out=self._rope[:, start:end])
@@ -158,28 +150,31 @@ class LazySession(Session):
         self._choose(index)
         if index >= len(self._aux) or self.caches[index + 1].length == self.length - 1:
             return None  # the next group has computed all earlier tokens
-        return self._step.mask.index_fill(0, self.caches[index + 1].positions, False)
+        return self._mask.index_fill(0, self.caches[index + 1].positions, False)
 
     def _choose(self, index: int) -> None:
         """Choose the tokens of the step's set that go on after group `index`."""
-        step, layer = self._step, self.groups[index].layers.stop
+        layer = self.groups[index].layers.stop
         others = self.length - self._num_candidates + self._num_unranked  # these go on
-        keep = self._schedule.kept(layer, step.count - others)
+        keep = self._schedule.kept(layer, self._count - others)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
-            step.mask = self._stays().index_fill(0, best, True)
+            if self._stays is None:
+                later, unranked = self._all_positions[: self.length] >= self._num_candidates, self._unranked
+                self._stays = later if unranked is None else later | unranked[: self.length]
+            self._mask = self._stays.index_fill(0, best, True)
         else:
-            step.mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
-        step.count = keep + others
-        self.note_selection(layer, step.mask)
+            self._mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
+        self._count = keep + others
+        self.note_selection(layer, self._mask)
 
     def to_indices(self, mask: Tensor) -> Tensor:
         if not self._opens_turn:
             return super().to_indices(mask)
-        ranks = self._step.mask.cumsum(0) * mask  # 0 if not missing
+        ranks = self._mask.cumsum(0) * mask  # 0 if not missing
         known = ranks.numpy(force=True)
         known = known[known > 0]
-        self._step.ranks = known.tolist() if len(known) > MANY else None
+        self._ranks = known.tolist() if len(known) > MANY else None
         return torch.nonzero_static(mask, size=len(known))[:, 0]
 
     def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
@@ -198,9 +193,9 @@ class LazySession(Session):
         if index < len(self._aux):
             self._aux[index].put(tokens.positions[pruned], tokens.hidden[0, pruned])
         tokens = tokens[kept]
-        self._step.mask = torch.zeros_like(self._step.mask).index_fill_(0, tokens.positions, True)
-        self._selected_in_prefill[layer] = self._step.mask
-        self.note_selection(layer, self._step.mask)
+        self._mask = torch.zeros_like(self._mask).index_fill_(0, tokens.positions, True)
+        self._selected_in_prefill[layer] = self._mask
+        self.note_selection(layer, self._mask)
         return tokens
 
     def _revive(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
@@ -208,8 +203,8 @@ class LazySession(Session):
 
         Tokens that were revived into group `index` but not into the next one go back into its Aux Cache.
         """
-        aux, step, newest = self._aux[index], self._step, tokens
-        ranks, step.ranks = step.ranks, None
+        aux, newest = self._aux[index], tokens
+        ranks, self._ranks = self._ranks, None
         if len(tokens) > 1:
             aux.put(tokens.positions[:-1], tokens.hidden[0, :-1])
             newest = replace(tokens[-1:], is_newest=True)
@@ -235,36 +230,28 @@ class LazySession(Session):
 
     def _importance_of_candidates(self, index: int) -> Tensor:
         """[candidates] importance by position; lower than any importance for a token outside the step's set."""
-        importance, cache, step, unranked = self.importance(index), self.caches[index], self._step, self._unranked
+        importance, cache, unranked = self.importance(index), self.caches[index], self._unranked
         end = self._num_candidates
         if self._lowest is None:
             self._lowest = importance.new_full((self.max_positions,), -1.0)
         if not cache.is_contiguous:
             importance = self._lowest[: self.length].index_copy(0, cache.positions, importance)
         importance = importance[:end]
-        if step.count < self.length or unranked is not None:
-            ranked = step.mask[:end] if unranked is None else step.mask[:end] & ~unranked[:end]
+        if self._count < self.length or unranked is not None:
+            ranked = self._mask[:end] if unranked is None else self._mask[:end] & ~unranked[:end]
             importance = torch.where(ranked, importance, self._lowest[:end])
         if self._opens_turn:  # the newest token is a prompt token, which goes on, as in prefill
             importance = importance.clone()
             importance[-1] = float("inf")
         return importance
 
-    def _stays(self) -> Tensor:
-        """`Chosen.stays`, made at the first boundary of a step."""
-        step, unranked = self._step, self._unranked
-        if step.stays is None:
-            later = self._all_positions[: self.length] >= self._num_candidates
-            step.stays = later if unranked is None else later | unranked[: self.length]
-        return step.stays
-
     def chosen(self, cache: GroupCache) -> Tensor | None:
-        if self._in_prefill or cache.length == self._step.count:
+        if self._in_prefill or cache.length == self._count:
             return None
-        return self._step.mask[cache.positions]
+        return self._mask[cache.positions]
 
     def _note_layers_that_keep_all(self, index: int) -> None:
         inside = self.groups[index].layers
         for layer, ratio in self._schedule.keep.items():
             if ratio == 1 and layer - 1 in inside:
-                self.note_selection(layer, self._step.mask)
+                self.note_selection(layer, self._mask)

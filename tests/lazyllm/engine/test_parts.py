@@ -48,9 +48,8 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
 
 
 def test_context_refuses_a_layer_that_never_ran() -> None:
-    context = AttentionContext(CPU)
     cache = GroupCache(capacity=1, max_length=1, device=CPU)
-    context.begin(cache, torch.zeros(1, dtype=torch.long), 1, ScoreSpec([0]))
+    context = AttentionContext(cache, torch.zeros(1, dtype=torch.long), 1, ScoreSpec([0]))
     with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
         context.take_each()
 
