@@ -135,13 +135,10 @@ class AuxCache:
         self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
         self._num_free = 0
 
-    def __len__(self) -> int:
-        return self._states.shape[0] - self._num_free
-
     @property
     def nbytes(self) -> int:
         """Bytes of the states held (free slots not counted)."""
-        return len(self) * self._states.shape[1] * self._states.element_size()
+        return (self._states.shape[0] - self._num_free) * self._states.shape[1] * self._states.element_size()
 
     def lengthen(self, max_positions: int) -> None:
         """Let the text grow to at most `max_positions` tokens."""

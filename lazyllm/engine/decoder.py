@@ -240,10 +240,9 @@ def run_layers(
 
 
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Run layers 1 to `layer`, the last one up to its attention: its query [1, h, n, d] and key [1, g, n, d].
+    """`run_layers` up to the attention of `layer`: its query [1, h, n, d] and key [1, g, n, d], after RoPE.
 
-    Both are after RoPE, on the device of that layer, which counts in `decoder.tokens_run` as a whole one. token_ids: as
-    in `run_layers`.
+    Both are on the device of that layer, which counts in `decoder.tokens_run` as a whole one.
     """
     try:
         run_layers(decoder, token_ids, layer, stop_at=layer - 1)

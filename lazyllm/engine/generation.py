@@ -35,9 +35,9 @@ class Sampler(Protocol):
         ...
 
     def read(self, sampled: list[float]) -> tuple[int, bool]:
-        """The next token, and whether it is the last one. Raises FloatingPointError if none can be chosen.
+        """The next token, and whether it is the last one; its time counts in the next step.
 
-        The clock has been read before: the time of a `read` counts in the next step, if there is one.
+        Raises FloatingPointError if none can be chosen.
         """
         ...
 
@@ -81,8 +81,8 @@ class Generation:
     revived: [layers] tokens of earlier steps that each layer computed in this answer.
     kv_bytes, aux_bytes: bytes of K and V, and of hidden states in the Aux Caches, held at the end.
     prompt_tokens: number of prompt tokens, of all turns so far.
-    scoring_tokens: tokens that any model ran to score the prompt before its prefill; a token in two windows counts
-        twice. A run through a share of a model's layers counts as that share of a token. The sum is rounded up.
+    scoring_tokens: tokens that any model ran to score the prompt before its prefill, each time that it ran; a run
+        through a share of a model's layers counts as that share. Rounded up.
     scored_before: the `scoring_tokens` of earlier turns that this one continues from.
     """
 
@@ -245,8 +245,7 @@ def _naming_bad_selections(*sessions: Session) -> Iterator[None]:
 class Conversation:
     """A prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
 
-    The last token of an answer has not been run when the answer ends, as in transformers. The next turn runs it
-    together with its own tokens, even if it is an end token: chat templates put end tokens between turns.
+    The next turn runs the last token of an answer, as in transformers, even if it is an end token.
 
     token_ids: the whole text so far, prompts and answers.
     """
@@ -304,8 +303,7 @@ class Conversation:
         """Answer greedily: the prompt in the first turn; in later turns the text so far and `more_ids` after it.
 
         more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. Other arguments: as of
-        `generate`. The result is that of this turn: `ttft_s` begins with the turn's tokens, and `selected` has a step
-        for each token of this answer. `computed` and `prompt_tokens` count the tokens of all turns so far.
+        `generate`. `computed` and `prompt_tokens` of the result count all turns so far, all else is of this turn.
         Raises as `generate` and `answer_with`.
         """
         end_ids = end_ids_of(self._model) if eos_token_ids is None else eos_token_ids
@@ -317,10 +315,9 @@ class Conversation:
     ) -> Generation:
         """`answer` with the tokens that `sampler` chooses, in inference mode.
 
-        Raises ValueError for a closed conversation, a turn without tokens, a text that the model or the method cannot
-        take, and a model that the loop over layers cannot reproduce. The conversation is then unchanged. After an
-        exception while layers run, or in the sampler, it is closed if the turn continued from its caches, else
-        unchanged.
+        Raises ValueError for a closed conversation, a turn without tokens, and a text or model that cannot be run; the
+        conversation is then unchanged. After an exception while layers run, or in the sampler, it is closed if the turn
+        continued from its caches, else unchanged.
         """
         text = [*self.token_ids, *self._check_turn(more_ids, max_new_tokens)]
         check_same_as_model(self._model)
@@ -438,10 +435,8 @@ def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
 class Greedy:
     """A `Sampler` of the token with the highest logit; ties go as in `torch.argmax`, as in transformers.
 
-    end_ids, min_new_tokens: as in `generate`.
-
-    It counts tokens, so each generation needs a new one. It raises FloatingPointError if the highest logit is not
-    finite.
+    end_ids, min_new_tokens: as in `generate`. It counts tokens, so each generation needs a new one. `read` raises
+    FloatingPointError if the highest logit is not finite.
     """
 
     def __init__(self, end_ids: Collection[int] = (), min_new_tokens: int = 0) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.attention import AttentionContext
-from lazyllm.engine.cache import GroupCache
+from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope, preserve_rope_state
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
 from lazyllm.errors import UserError
@@ -84,6 +84,8 @@ class Session:
         self._notes: dict[str, Any] = {}  # of the method, see `Boundary`
         self._unchecked: list[tuple[str, Tensor, int, int | None]] = []  # selections for `check_selected_values`
         self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
+        self._num_revived: list[int | Tensor] = [0] * len(groups)
+        self._aux: list[AuxCache] = []  # after each group but the last, if the method revives tokens
         self._selected: list[dict[int, Tensor]] = []  # as noted by `note_selection`
         self._in_prefill = False
         self._all_positions = torch.arange(self.max_positions, device=decoder.device)
@@ -98,7 +100,7 @@ class Session:
     @property
     def revived(self) -> list[int]:
         """Per layer: tokens of earlier steps that it computed in this turn."""
-        return [0] * len(self.decoder.layers)
+        return self.by_layer([int(count) for count in self._num_revived])
 
     @property
     def kv_bytes(self) -> int:
@@ -108,7 +110,7 @@ class Session:
     @property
     def aux_bytes(self) -> int:
         """Bytes of hidden states of tokens that may be revived."""
-        return 0
+        return sum(aux.nbytes for aux in self._aux)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]: the logits [v] of its last token. Only an `adaptive` method waits for the device."""
@@ -132,6 +134,7 @@ class Session:
         `computed` and `selections` are reset.
         """
         self.computed, self._selected = [], []
+        self._num_revived = [0] * len(self.groups)
         self.prompt_tokens += token_ids.shape[0] - 1
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
@@ -148,8 +151,9 @@ class Session:
     def fork(self) -> Self:
         """An independent copy of the state."""
         other = copy.copy(self)
-        other.caches = copy.deepcopy(self.caches)
+        other.caches, other._aux = copy.deepcopy(self.caches), copy.deepcopy(self._aux)
         other._num_computed, other.computed = [*self._num_computed], [*self.computed]
+        other._num_revived = [*self._num_revived]
         other._selected = [dict(step) for step in self._selected]
         return other
 
@@ -180,10 +184,9 @@ class Session:
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
 
     def missing_mask(self, index: int) -> Tensor | None:
-        """Choose the tokens that go on after group `index` in a decoding step; never waits for the device.
+        """[p] bool, True at the positions that the next group computes in a decoding step. Never waits for the device.
 
-        [p] bool, True at the positions that the next group computes, if the host must learn them; None if not. By
-        default all tokens go on.
+        None if the host need not learn them.
         """
         return None
 

@@ -8,10 +8,9 @@ Notation:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens
-from lazyllm.engine.inputs import Group
 from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
@@ -34,11 +32,10 @@ class LazySession(Session):
     A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
     at the boundary, from the Aux Cache. So no token is computed twice in a layer.
 
-    At each boundary of a decoding step, candidates are the prompt tokens of all turns; with `prune_generated`, all
-    tokens but the newest. The best candidates go on, and so does every token that is not a candidate. A later turn is
-    one step of several new tokens. Its tokens are candidates too, and the newest one always goes on.
+    Candidates are the prompt tokens of all turns; with `prune_generated`, all tokens but the newest. The best ones go
+    on, and so does every other token. A later turn is one step of several tokens; the newest one always goes on.
 
-    schedule, prune_generated, revive: as of `lazyllm.methods.Lazy`.
+    method: the `lazyllm.methods.Lazy` (its module imports this one).
     """
 
     # The tokens that take part in a step, from its last boundary on
@@ -48,22 +45,14 @@ class LazySession(Session):
     _ranks: Sequence[int] | None  # `Tokens.ranks` of the tokens that a turn revives next, if many
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        groups: Sequence[Group],
-        prompt_tokens: int,
-        max_new_tokens: int,
-        schedule: Schedule,
-        prune_generated: bool = False,
-        revive: bool = True,
-    ) -> None:
+    def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+        groups = method.groups(len(decoder.layers), prompt_tokens)
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
-        self._schedule = schedule
-        self._prune_generated = prune_generated
-        self._revives = revive
+        self._schedule = Schedule.parse(method.schedule, len(decoder.layers))
+        self._prune_generated = method.prune_generated
+        self._revives = method.revive
         width, device = decoder.shape.width, decoder.device
-        boundaries = self.groups[:-1] if revive else []  # none after the last group
+        boundaries = groups[:-1] if method.revive else []
         self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device) for _ in boundaries]
         self._prompt_end = prompt_tokens  # position after the last turn's prompt
         self._turn_start = 0  # position of the first token that the last turn has run
@@ -72,15 +61,6 @@ class LazySession(Session):
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=device)
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
         self._selected_in_prefill: dict[int, Tensor] = {}
-        self._num_revived: list[int | Tensor] = [0] * len(self.groups)
-
-    @property
-    def revived(self) -> list[int]:
-        return self.by_layer([int(count) for count in self._num_revived])
-
-    @property
-    def aux_bytes(self) -> int:
-        return sum(aux.nbytes for aux in self._aux)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         self._take_all(self.prompt_tokens)
@@ -102,14 +82,7 @@ class LazySession(Session):
         self._generated = generated
         if not self._prune_generated:
             self._num_unranked += answer.stop - answer.start
-        self._num_revived = [0] * len(self.groups)
         return super().turn(token_ids, max_new_tokens)
-
-    def fork(self) -> Self:
-        other = super().fork()
-        other._aux = copy.deepcopy(self._aux)
-        other._num_revived = [*self._num_revived]
-        return other
 
     def _lengthen(self, max_positions: int) -> None:
         if self._aux:
@@ -144,7 +117,9 @@ class LazySession(Session):
         return None if self._prune_generated else self._generated
 
     def missing_mask(self, index: int) -> Tensor | None:
-        self._note_layers_that_keep_all(index)
+        for layer in self.groups[index].layers:
+            if self._schedule.keep.get(layer + 1) == 1:  # no boundary
+                self.note_selection(layer + 1, self._mask)
         if self._in_prefill or self.groups[index].scores is None:
             return None
         self._choose(index)
@@ -249,9 +224,3 @@ class LazySession(Session):
         if self._in_prefill or cache.length == self._count:
             return None
         return self._mask[cache.positions]
-
-    def _note_layers_that_keep_all(self, index: int) -> None:
-        inside = self.groups[index].layers
-        for layer, ratio in self._schedule.keep.items():
-            if ratio == 1 and layer - 1 in inside:
-                self.note_selection(layer, self._mask)
