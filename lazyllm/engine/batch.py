@@ -78,7 +78,7 @@ def generate_requests(
 class Batch:
     """The generations that decode together.
 
-    running: those so far.
+    running: those that have not ended.
     size: the most that the caller adds, which is not checked here; with 1, any method can be added.
 
     Between two calls the model is as it was. After an error the generations cannot go on.
