@@ -62,8 +62,7 @@ class Run:
 
     step_s: seconds of each decoding step; of transformers' `generate` only the mean step is known.
     flops: up to the first token, scoring included (`lazyllm.engine.flops`).
-    mfu: model FLOPs utilisation up to the first token: these FLOPs a second over the device's peak, which on a CPU is
-        the rate of a matrix product measured here; None if the peak is unknown.
+    mfu: model FLOPs utilisation up to the first token (`lazyllm.measuring.utilisation`); None if the peak is unknown.
     revived: prompt tokens that each step computed, mean over layers; empty for transformers.
     kv_bytes, aux_bytes: held after the prefill; 0 of transformers, and of a second turn.
     """

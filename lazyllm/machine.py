@@ -105,12 +105,8 @@ def machine_warnings(
 ) -> list[str]:
     """A sentence for each sign that a baseline is slower than it could be, which distorts every speedup.
 
-    device: the driver's name.
-    kernels: of its attention.
-    least_mfu: in per cent, of its prefills of `LONG` prompts; NaN if there are none.
-    dtype: the model's, if known.
-    step_s: of its decoding, in seconds; NaN if not known.
-    weights: bytes that a step reads; NaN if not known.
+    device: the driver's name. kernels: of its attention. dtype: the model's, if known. least_mfu: in per cent, of its
+    prefills of `LONG` prompts. step_s: of its decoding, in seconds. weights: bytes that a step reads. NaN: not known.
     """
     kind = accelerator(device)
     sentences = []

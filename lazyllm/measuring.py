@@ -110,8 +110,7 @@ def reset_peak(*devices: torch.device) -> None:
 def read_peak(*devices: torch.device) -> int | None:
     """The sum of all devices' peak bytes since `reset_peak`; None if a peak is unknown.
 
-    A GPU's bytes are those allocated, a CPU's those resident in this process. Peaks of several GPUs may lie at
-    different moments: the sum is the memory that these GPUs need together.
+    A GPU's bytes are those allocated, a CPU's those resident in this process.
     """
     total = 0
     for device in devices:

@@ -506,11 +506,20 @@ def lazy_reference(
     forced: Sequence[int] = (),
     revive: bool = True,
 ) -> ReferenceOutput:
-    """Greedy generation with LazyLLM's pruning: the first turn of :class:`LazyTurns`, which describes the arguments."""
+    """The first turn of :class:`LazyTurns`, which describes the arguments."""
     return LazyTurns(model, schedule, prune_generated, revive).answer(input_ids, max_new_tokens, eos_token_ids, forced)
 
 
 # --- Small random models that are float64 all the way through ---
+
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+# The config of a small model
+SMALL: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "rope_parameters": _PLAIN, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 
 class Float64RMSNorm(nn.Module):
@@ -553,39 +562,14 @@ def random_model(
 ) -> PreTrainedModel:
     """A small random float64 model whose attention is far from uniform, so that selections are decisive.
 
-    Every parameter is random, norm weights and biases included. transformers rounds to float32 inside RMSNorm and the
-    rotary embedding even in a float64 model, so that its logits are good to 1e-6 only; unless told otherwise these two
-    modules are therefore replaced by float64 ones (the layers stay transformers'). Eager attention rounds its softmax
-    as well: use SDPA, or :func:`casts_in_float64`, for comparisons to 1e-9.
-
-    Args:
-        architecture: "llama", "mistral", "qwen2" or "qwen3".
-        seed: of all weights; the global random state is left alone.
-        num_layers: decoder layers.
-        attn_implementation: "sdpa" or "eager".
-        float64_throughout: replace the two modules; False leaves transformers' model as it is.
-        overrides: further fields of the configuration, over the defaults here.
-
-    Returns:
-        The model, in eval mode, without gradients.
+    Every parameter is random, norm weights and biases included; the global random state is left alone. transformers
+    rounds to float32 inside RMSNorm and the rotary embedding even in a float64 model, so that its logits are good to
+    1e-6 only; unless ``float64_throughout`` is False, these two modules are therefore replaced by float64 ones. Eager
+    attention rounds its softmax as well: use SDPA, or :func:`casts_in_float64`, for comparisons to 1e-9.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} is not one of {ARCHITECTURES}")
-    fields: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    fields = SMALL | {"hidden_size": 48, "head_dim": 12, "num_hidden_layers": num_layers}
     if architecture in ("mistral", "qwen2", "qwen3"):
         fields["sliding_window"] = None
     if architecture == "qwen3":
@@ -622,7 +606,6 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             parameter.copy_(0.25 * noise)
 
 
-_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 WINDOW = 7
 
@@ -707,13 +690,7 @@ def random_variant(
     In float64, to be run within :func:`casts_in_float64`, in which its constants are made too.
     """
     model_type, own = VARIANTS[name]
-    fields: dict[str, Any] = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5, "rope_parameters": _PLAIN, "tie_word_embeddings": False,
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-    }  # fmt: skip
-    config = AutoConfig.for_model(model_type, **(fields | own | overrides))
+    config = AutoConfig.for_model(model_type, **(SMALL | own | overrides))
     exact = casts_in_float64() if dtype == torch.float64 else contextlib.nullcontext()
     with torch.random.fork_rng(devices=[]), exact:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()

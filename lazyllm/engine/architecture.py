@@ -7,8 +7,6 @@ is refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -17,8 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from lazyllm.engine.attention import implementation
-from lazyllm.engine.devices import main_device
+from lazyllm.engine.devices import main_device, replaced
 from lazyllm.engine.flops import windows_of
 from lazyllm.errors import UserError
 
@@ -74,7 +71,7 @@ def check_surroundings(model: PreTrainedModel) -> None:
         cache = DynamicCache()
         filler = torch.zeros(1, 1, past, 1, device=main_device(model), dtype=model.dtype)
         cache.update(filler, filler, 0)
-        with implementation(model, "eager"):  # whose masks are complete
+        with replaced(model.config, "_attn_implementation", "eager"):  # whose masks are complete
             # position 0: a RoPE that grows with the length (dynamic NTK) resets itself
             hidden, calls = Surroundings(model).before_layers(token, token, cache)
     except torch.OutOfMemoryError:  # not the model's fault
@@ -124,7 +121,7 @@ class Surroundings:
         token_ids, positions: [m]. cache: what the masks are made for; without one there may be no masks.
         """
         inner = self._model.model
-        with _in_place_of(inner, "layers", self._stand_ins), _in_place_of(inner, "norm", nn.Identity()):
+        with replaced(inner, "layers", self._stand_ins), replaced(inner, "norm", nn.Identity()):
             hidden = inner.forward(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -139,7 +136,7 @@ class Surroundings:
     def logits(self, normed: Tensor) -> Tensor:
         """[1, m, v] logits of hidden states [1, m, w] after the last norm."""
         # this output type also serves models without experts
-        with _in_place_of(self._model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
+        with replaced(self._model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
             return self._model.forward(use_cache=False, return_dict=True).logits
 
 
@@ -172,15 +169,3 @@ class _Gives(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._value
-
-
-@contextmanager
-def _in_place_of(parent: nn.Module, name: str, other: nn.Module) -> Iterator[None]:
-    """Replace a submodule of `parent` by another one for a while."""
-    modules = parent._modules
-    own = modules[name]
-    modules[name] = other
-    try:
-        yield
-    finally:
-        modules[name] = own

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.cache import GroupCache
-from lazyllm.engine.devices import tf32_products, to_device
+from lazyllm.engine.devices import replaced, tf32_products, to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.masks import AttentionMask, PositionSortedMask
 from lazyllm.engine.sdpa import shares_heads
@@ -36,23 +36,23 @@ Visible = Callable[[slice, slice], Tensor | None]
 
 
 class AttentionContext:
-    """What one generation's tokens attend to while they run, which of their scores to record, and those recorded.
+    """What one generation's tokens attend to in a run through a group's layers, and the scores recorded there.
 
-    cache: stores the K and V of the tokens that run.
-    mask: which stored tokens the running layer attends to.
+    cache: stores the K and V of the tokens, for which it has slots.
+    positions: [m] of the tokens.
+    length: tokens of the whole text; all positions are below it.
+    scores: to record; they are moved to the device of `positions`.
+    chosen: [s] bool, which stored tokens the run attends to, up to their own positions; None for all. A layer with a
+        sliding window attends to those in the window.
+    ranks: [m] for each token, the number of chosen tokens up to itself. With them, keys are sorted by position; None
+        leaves keys as they are stored.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
-    device: that all scores are moved to.
+    mask: which stored tokens the running layer attends to.
     """
 
-    cache: GroupCache
     mask: AttentionMask
 
-    def __init__(self, device: torch.device) -> None:
-        self.stop_at: int | None = None
-        self._device = device
-        self._wanted, self._recorded = NO_SCORES, list[Tensor]()
-
-    def begin(
+    def __init__(
         self,
         cache: GroupCache,
         positions: Tensor,
@@ -60,20 +60,11 @@ class AttentionContext:
         scores: ScoreSpec = NO_SCORES,
         chosen: Tensor | None = None,
         ranks: Sequence[int] | None = None,
+        stop_at: int | None = None,
     ) -> None:
-        """Prepare for a run of tokens through a group's layers; scores recorded before are forgotten.
-
-        cache: of the group, with slots for the tokens.
-        positions: [m] of the tokens.
-        length: tokens of the whole text; all positions are below it.
-        scores: to record.
-        chosen: [s] bool, which stored tokens the run attends to, up to their own positions; None for all. A layer with
-            a sliding window attends to those in the window.
-        ranks: [m] for each token, the number of chosen tokens up to itself. With them, keys are sorted by position;
-            None leaves keys as they are stored.
-        """
-        self.cache, self._length = cache, length
-        self._wanted, self._recorded = scores, []
+        self.cache, self.stop_at = cache, stop_at
+        self._length, self._device = length, positions.device
+        self._wanted, self._recorded = scores, list[Tensor]()
         kind = AttentionMask if ranks is None else functools.partial(PositionSortedMask, ranks=ranks)
         # one for all layers of the same window, as it holds their mask
         self._mask_of = functools.cache(functools.partial(kind, cache, positions, chosen))
@@ -112,13 +103,12 @@ class KeysReached(Exception):  # noqa: N818 - not an error
 class RecordingAttention:
     """An attention function for transformers. It makes the masks, calls the model's own attention, and records scores.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work, with three exceptions:
-    - queries that need a mask run in blocks (`in_blocks`). In prefill, these are the queries of layers with a window
-      (FlashAttention needs no mask if the cache has no gaps), and all queries of eager attention, which is causal by
-      its mask only. In decoding, they are all queries but a single one that attends to all tokens
-    - `attend_to_chosen` runs these blocks in decoding, and FlashAttention's, which takes no masks
-    - it also runs all decoding in place of SDPA, by the same kernels: they then read K and V once, not once for every
-      query head that shares them
+    The model's own attention (SDPA, FlashAttention, eager) does the work, with two exceptions:
+    - queries that need a mask run in blocks (`in_blocks`): in prefill those of layers with a window, unless
+      FlashAttention can count it in slots, and all of eager attention; in decoding all but a single query that attends
+      to all tokens
+    - `attend_to_chosen` runs these blocks in decoding, FlashAttention's too, which takes no masks, and all decoding in
+      place of SDPA, by the same kernels: they then read K and V once, not once for every query head that shares them
 
     running: for each generation whose tokens are in the run, its context and the number of its tokens, in order. Each
         stores its K and V, and attends to them, apart from the others.
@@ -207,19 +197,8 @@ class RecordingAttention:
         # transformers' FlashAttention reads the implementation's name from the config, and would take gaps in
         # position_ids for borders between packed sequences
         of_flash = {key: value for key, value in kwargs.items() if key != "position_ids"}
-        with implementation(self._model, self._own):
+        with replaced(self._model.config, "_attn_implementation", self._own):
             return own(module, query, key, value, mask, **of_flash)[0]
-
-
-@contextmanager
-def implementation(model: PreTrainedModel, name: str | None) -> Iterator[None]:
-    """Let the model take another attention function of transformers; its own one on exit."""
-    own = model.config._attn_implementation
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = own
 
 
 @contextmanager
@@ -229,7 +208,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[RecordingAttention]:
     name = f"lazyllm_{id(attention)}"  # two models may generate at the same time
     ALL_ATTENTION_FUNCTIONS[name] = attention
     try:
-        with implementation(model, name):
+        with replaced(model.config, "_attn_implementation", name):
             yield attention
     finally:
         del ALL_ATTENTION_FUNCTIONS[name]
@@ -363,7 +342,9 @@ def attend_to_chosen(
         if mask is not None:
             logits = logits + mask
         out = logits.softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype) @ value
-    return out.reshape(1, heads, m, value.shape[-1]).transpose(1, 2).contiguous()
+    # [1, g, h/g * m, d] -> [1, g, m, h/g, d] -> [1, m, h, d], in one copy
+    by_query = out.view(1, kv_heads, heads // kv_heads, m, value.shape[-1]).transpose(2, 3)
+    return by_query.transpose(1, 2).reshape(1, m, heads, value.shape[-1])
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -1,8 +1,7 @@
 """Several generations that decode together: each step runs their tokens through the layers as one sequence.
 
 Nothing is padded: norms, projections and MLPs run [1, sum of m, w], m tokens of each generation, so a step reads the
-weights once. Each generation attends to its own KV cache. Prompts are prefilled one by one. When a generation ends, the
-next request takes its place.
+weights once. Each generation attends to its own KV cache. When one ends, the next request takes its place.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def generate_many(
         `generate`.
 
     Answers, selections, counts and bytes are those of `generate`, up to rounding: products of several tokens may round
-    otherwise than those of one. A step reads the weights once for all, so they decode faster than one by one.
-    Prompts are prefilled one by one, the longest first, while the other generations wait. So `ttft_s` is a generation's
-    own, but `decode_step_s` and `total_s` are those of all together, with the prefills of later prompts.
+    otherwise than those of one. Prompts are prefilled one by one, the longest first, while the others wait. So `ttft_s`
+    is a generation's own, but `decode_step_s` and `total_s` are of all together, later prefills included.
 
     Raises as `generate`; also UserError for a method that cannot decode in a batch, unless `batch_size` is 1. Between
     two results, the model is as it was.
@@ -80,14 +78,14 @@ def generate_requests(
 class Batch:
     """The generations that decode together.
 
-    running: {request: its generation so far}.
+    running: those that have not ended.
     size: the most that the caller adds, which is not checked here; with 1, any method can be added.
 
     Between two calls the model is as it was. After an error the generations cannot go on.
     """
 
     def __init__(self, model: PreTrainedModel, size: int) -> None:
-        self.running: dict[Request, RunningGeneration] = {}
+        self.running: list[RunningGeneration] = []
         self._model = model
         self._size = size
         self._decoder: Decoder | None = None
@@ -101,14 +99,14 @@ class Batch:
         check_same_as_model(self._model)
         method.prepare(self._model)
         with open_decoder(self._model, self._decoder) as self._decoder:
-            self.running[request] = begin(self._decoder, request)
+            self.running.append(begin(self._decoder, request))
 
     @torch.inference_mode()
     def run(self) -> list[tuple[Request, Generation]]:
         """Decode until one or more generations are done; these leave the batch. Raises as `generate`."""
-        running = [*self.running.values()]
         with open_decoder(self._model, self._decoder):
-            while not any(generation.is_done for generation in running):
-                advance(running)
-        done = [request for request, generation in self.running.items() if generation.is_done]
-        return [(request, self.running.pop(request).result()) for request in done]
+            while not any(generation.is_done for generation in self.running):
+                advance(self.running)
+        done = [generation for generation in self.running if generation.is_done]
+        self.running = [generation for generation in self.running if not generation.is_done]
+        return [(generation.request, generation.result()) for generation in done]

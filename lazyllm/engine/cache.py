@@ -9,7 +9,6 @@ Notation:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +40,6 @@ class GroupCache:
         self._capacity = capacity
         self._text_length = 0
         self._positions = [torch.empty(0, dtype=torch.long, device=device)]  # a piece for each run; joined when read
-        # Whether K and V are still those of the cache that was forked: copy before adding. The original adds in later
-        # slots than those read here
-        self._is_shared = False
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -82,20 +78,13 @@ class GroupCache:
         self.length += self.added
         self._positions.append(positions)
         if self.length > self._capacity:
-            self._copy(min(self.max_length, self.length + max(GROWTH, self.length // 8)))
-
-    def fork(self) -> GroupCache:
-        """A copy of the store. K and V are copied only when the fork adds to them."""
-        other = copy.copy(self)
-        other._positions, other._keys, other._values = [*self._positions], dict(self._keys), dict(self._values)
-        other._is_shared = True
-        return other
+            used = self.length - self.added
+            capacity = min(self.max_length, self.length + max(GROWTH, self.length // 8))
+            self._rebuild(capacity, lambda old: old[:, :, :used])
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
         start = self.length - self.added
-        if self._is_shared:
-            self._copy(self._capacity)
         if layer_idx not in self._keys:
             shape = (*key.shape[:2], self._capacity, key.shape[3])
             self._keys[layer_idx] = key.new_empty(shape)
@@ -123,11 +112,6 @@ class GroupCache:
         self._rebuild(slots.shape[-1] + self._capacity - self.length, kept)
         self.length = slots.shape[-1]
 
-    def _copy(self, capacity: int) -> None:
-        """Copy all K and V but those of the run, which come next."""
-        used = self.length - self.added
-        self._rebuild(capacity, lambda old: old[:, :, :used])
-
     def _rebuild(self, capacity: int, kept: Callable[[Tensor], Tensor]) -> None:
         """Replace K and V by `kept` of them, with room for `capacity` tokens. They are on their layers' devices."""
         for buffers in (self._keys, self._values):
@@ -135,7 +119,7 @@ class GroupCache:
                 stays = kept(old)
                 buffers[layer] = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
                 buffers[layer][:, :, : stays.shape[2]] = stays
-        self._capacity, self._is_shared = capacity, False
+        self._capacity = capacity
 
 
 class AuxCache:
@@ -150,20 +134,11 @@ class AuxCache:
         self._slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
         self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
         self._num_free = 0
-        self._is_shared = False  # with a fork: copy before changing anything
-
-    def __len__(self) -> int:
-        return self._states.shape[0] - self._num_free
 
     @property
     def nbytes(self) -> int:
         """Bytes of the states held (free slots not counted)."""
-        return len(self) * self._states.shape[1] * self._states.element_size()
-
-    def fork(self) -> AuxCache:
-        """A copy of the cache. The states are copied only when one of the two changes."""
-        self._is_shared = True
-        return copy.copy(self)
+        return (self._states.shape[0] - self._num_free) * self._states.shape[1] * self._states.element_size()
 
     def lengthen(self, max_positions: int) -> None:
         """Let the text grow to at most `max_positions` tokens."""
@@ -173,7 +148,6 @@ class AuxCache:
     def put(self, positions: Tensor, states: Tensor) -> None:
         """Hold `states` [m, w] of the tokens at `positions` [m]."""
         m = positions.shape[0]
-        self._own()
         old = self._states.shape[0]
         if old == 0:  # the first states fill the slots in order
             self._states = states
@@ -195,13 +169,7 @@ class AuxCache:
     def take(self, positions: Tensor) -> Tensor:
         """The states [m, w] of the tokens at `positions` [m], which are then forgotten."""
         m = positions.shape[0]
-        self._own()
-        slots = self._slot_of[positions]
-        self._free[self._num_free : self._num_free + m] = slots
+        freed = self._free[self._num_free : self._num_free + m]
+        slots = torch.index_select(self._slot_of, 0, positions, out=freed)
         self._num_free += m
         return self._states[slots]
-
-    def _own(self) -> None:
-        if self._is_shared:
-            self._states, self._slot_of, self._free = self._states.clone(), self._slot_of.clone(), self._free.clone()
-            self._is_shared = False

@@ -25,8 +25,7 @@ def check_same_as_model(model: PreTrainedModel) -> None:
     """Run a few tokens through the loop over layers and through `model(...)`: the logits must agree. Once per model.
 
     Most tokens run as a prompt, the others as decoding steps, so layers that keep more than K and V, or mix tokens
-    outside attention, do not pass. The tokens exceed a window of up to `CHECKED_WINDOW`. Quantised weights have the
-    same tolerance: both ways use them on the same rows and differ only in the order of attention's sums.
+    outside attention, do not pass. The tokens exceed a window of up to `CHECKED_WINDOW`.
     Raises UserError if the logits differ, or if a layer does not call transformers' attention functions;
     FloatingPointError if the model's own logits are not finite.
     """

@@ -44,8 +44,7 @@ def linear_fp16(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     """`F.linear` of bfloat16, in float32 with the weight in float16, by FBGEMM. Reads the weight once for all rows.
 
     float16 holds a bfloat16 weight exactly from 2**-17 to 65504, and smaller ones to within 2**-25, far below the
-    rounding of the result. A weight with larger values is left to `F.linear`. FBGEMM needs a copy of a weight, which is
-    as large as the weight and lives as long.
+    rounding of the result. A weight with larger values is left to `F.linear`. A copy of the weight lives as long as it.
     """
     state = weight.data_ptr(), None if weight.is_inference() else weight._version
     if weight not in _COPIES or _COPIES[weight][0] != state:

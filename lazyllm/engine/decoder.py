@@ -38,7 +38,7 @@ class Tokens:
     positions: [m] ascending.
     rope: (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each kind of RoPE in the model.
     is_newest: whether they come after all stored tokens; False if some are revived.
-    ranks: as of `AttentionContext.begin`.
+    ranks: as of `AttentionContext`.
     """
 
     hidden: Tensor
@@ -97,7 +97,7 @@ class Decoder:
     def run(self, contexts: Sequence[AttentionContext], tokens: Sequence[Tokens], layers: range) -> list[Tokens]:
         """The tokens of each generation after these layers, which run all of them as one sequence [1, sum of m, w].
 
-        contexts: of each generation, prepared for a group (`AttentionContext.begin`). Each attends to its own cache
+        contexts: of each generation, for the group. Each attends to its own cache
             only, which then holds the tokens' K and V.
         layers: of the group, from its first one on, or from where the last run stopped.
         """
@@ -215,7 +215,11 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def run_layers(
-    decoder: Decoder, token_ids: Tensor, layers: int | None = None, scores: ScoreSpec = NO_SCORES
+    decoder: Decoder,
+    token_ids: Tensor,
+    layers: int | None = None,
+    scores: ScoreSpec = NO_SCORES,
+    stop_at: int | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run tokens that attend to one another only, and are stored nowhere.
 
@@ -223,40 +227,28 @@ def run_layers(
     token_ids: [n], on the model's device, at positions from 0 on.
     layers: number of the first layers to run; None for all.
     scores: the attention scores to record.
+    stop_at: as of `AttentionContext`.
 
     Returns their hidden states [1, n, w] after these layers, and the scores of each layer that `scores` names. The run
     counts in `decoder.tokens_run`, and so in `Generation.scoring_tokens`.
     """
-    context = _unstored_context(decoder, token_ids, scores)
-    return _run_unstored(decoder, context, token_ids, layers), context.take_each() if scores.layers else []
+    positions = torch.arange(token_ids.shape[0], device=decoder.device)
+    unstored: Any = _Unstored(positions)
+    context = AttentionContext(unstored, positions, len(positions), scores, stop_at=stop_at)
+    [tokens] = decoder.run([context], [decoder.embed(token_ids, positions)], range(len(decoder.layers))[:layers])
+    return tokens.hidden, context.take_each() if scores.layers else []
 
 
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Run layers 1 to `layer`, the last one up to its attention: its query [1, h, n, d] and key [1, g, n, d].
+    """`run_layers` up to the attention of `layer`: its query [1, h, n, d] and key [1, g, n, d], after RoPE.
 
-    Both are after RoPE, on the device of that layer, which counts in `decoder.tokens_run` as a whole one. token_ids: as
-    in `run_layers`.
+    Both are on the device of that layer, which counts in `decoder.tokens_run` as a whole one.
     """
-    context = _unstored_context(decoder, token_ids, NO_SCORES)
-    context.stop_at = layer - 1
     try:
-        _run_unstored(decoder, context, token_ids, layer)
+        run_layers(decoder, token_ids, layer, stop_at=layer - 1)
     except KeysReached as reached:
         return reached.args
     raise RuntimeError(f"layer {layer} did not call the installed attention function")
-
-
-def _unstored_context(decoder: Decoder, token_ids: Tensor, scores: ScoreSpec) -> AttentionContext:
-    positions = torch.arange(token_ids.shape[0], device=decoder.device)
-    unstored: Any = _Unstored(positions)
-    context = AttentionContext(decoder.device)
-    context.begin(unstored, positions, len(positions), scores)
-    return context
-
-
-def _run_unstored(decoder: Decoder, context: AttentionContext, token_ids: Tensor, layers: int | None) -> Tensor:
-    tokens = decoder.embed(token_ids, context.cache.positions)
-    return decoder.run([context], [tokens], range(len(decoder.layers))[:layers])[0].hidden
 
 
 def concat(parts: Sequence[Tensor], dim: int = 1) -> Tensor:

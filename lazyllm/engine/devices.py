@@ -1,4 +1,4 @@
-"""The devices that a model computes on, and their clock.
+"""The devices that a model computes on, their clock, and settings that are replaced for a while.
 
 A model computes on one device, or accelerate spreads its layers over several (`device_map`).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,15 +61,19 @@ def read_clock(*devices: torch.device) -> float:
     return time.perf_counter()
 
 
-@contextmanager
-def tf32_products(allowed: bool) -> Iterator[None]:
-    """If `allowed`, let CUDA run products of float32 in TF32, on tensor cores; afterwards all is as it was."""
+def tf32_products(allowed: bool) -> AbstractContextManager[None]:
+    """A context in which CUDA may, if `allowed`, run products of float32 in TF32, on tensor cores."""
     matmul: Any = torch.backends.cuda.matmul
     name, tf32 = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
-    before = getattr(matmul, name)
-    if allowed:
-        setattr(matmul, name, tf32)
+    return replaced(matmul, name, tf32) if allowed else nullcontext()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value; its own one on exit."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        setattr(owner, name, own)

@@ -80,9 +80,8 @@ def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1,
 
     matrices: elements of the matrices in a layer of another kind than `LayerShape` describes.
     A multiplication and an addition count as two FLOPs. Attention counts the pairs that causality and the layer's
-    sliding window allow. If tokens were dropped, the rest are counted as neighbours, so a window may count too many.
-    Not counted, as below 1 %: norms, RoPE, softmax, activations, and the selection (one row of attention per pruning
-    layer, which the layer computes anyway).
+    sliding window allow; the tokens left are counted as neighbours, so a window may count too many. Not counted, as
+    below 1 %: norms, RoPE, softmax, activations, and the selection.
     """
     shape = LayerShape.of(config)
     linear_flops = shape.linear_flops if matrices is None else 2 * matrices

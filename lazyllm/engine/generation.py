@@ -35,9 +35,9 @@ class Sampler(Protocol):
         ...
 
     def read(self, sampled: list[float]) -> tuple[int, bool]:
-        """The next token, and whether it is the last one. Raises FloatingPointError if none can be chosen.
+        """The next token, and whether it is the last one; its time counts in the next step.
 
-        The clock has been read before: the time of a `read` counts in the next step, if there is one.
+        Raises FloatingPointError if none can be chosen.
         """
         ...
 
@@ -60,8 +60,7 @@ def make_request(
     sampler: Sampler,
 ) -> Request:
     """A checked `Request`. Other arguments and errors as of `generate`."""
-    prompt = as_prompt(model, input_ids)
-    check_fits(model, method, prompt)
+    prompt = prompt_for(model, input_ids, method)
     check_length(model, len(prompt), max_new_tokens)
     return Request(prompt, method, max_new_tokens, sampler)
 
@@ -82,8 +81,8 @@ class Generation:
     revived: [layers] tokens of earlier steps that each layer computed in this answer.
     kv_bytes, aux_bytes: bytes of K and V, and of hidden states in the Aux Caches, held at the end.
     prompt_tokens: number of prompt tokens, of all turns so far.
-    scoring_tokens: tokens that any model ran to score the prompt before its prefill; a token in two windows counts
-        twice. A run through a share of a model's layers counts as that share of a token. The sum is rounded up.
+    scoring_tokens: tokens that any model ran to score the prompt before its prefill, each time that it ran; a run
+        through a share of a model's layers counts as that share. Rounded up.
     scored_before: the `scoring_tokens` of earlier turns that this one continues from.
     """
 
@@ -151,18 +150,15 @@ def start(
         the whole text ("recompute"), with tokens selected for the new question.
     Raises ValueError for bad arguments, TypeError if `method` is not a method.
     """
-    prompt = as_prompt(model, input_ids)
     if turns not in TURNS:
         raise ValueError(f"turns={turns!r}: give {' or '.join(TURNS)}")
-    check_fits(model, method, prompt)
-    return Conversation(model, prompt, method, turns)
+    return Conversation(model, prompt_for(model, input_ids, method), method, turns)
 
 
 @dataclass
 class RunningGeneration:
     """A generation whose tokens are being chosen.
 
-    sampler, max_new_tokens: as of `Request`.
     began: the clock before scoring and prefill; in a later turn, before its tokens run.
     first_logits: [v] after the prompt.
     token_ids: the tokens so far.
@@ -171,8 +167,7 @@ class RunningGeneration:
     """
 
     session: Session
-    sampler: Sampler
-    max_new_tokens: int
+    request: Request
     began: float
     first_logits: Tensor
     token_ids: list[int] = field(default_factory=list)
@@ -202,23 +197,17 @@ class RunningGeneration:
         )
 
 
-def begin(decoder: Decoder, request: Request) -> RunningGeneration:
-    """Score and prefill a request's prompt, and choose its first token."""
+def begin(decoder: Decoder, request: Request, session: Session | None = None) -> RunningGeneration:
+    """Score and prefill a request's prompt, and choose the first token of its answer.
+
+    session: of the turns before; the prompt is then what it has not run yet.
+    """
     began, prompt = read_clock(*decoder.devices), request.prompt
-    session = request.method.start(decoder, prompt, request.max_new_tokens)
-    with _naming_bad_selections(session):
-        logits = session.prefill(prompt.token_ids.to(decoder.device))
-        running = RunningGeneration(session, request.sampler, request.max_new_tokens, began, logits)
-        _choose([running], logits[None])
-    return running
-
-
-def begin_turn(session: Session, token_ids: Tensor, max_new_tokens: int, sampler: Sampler) -> RunningGeneration:
-    """Run a later turn's tokens [m] in a session, and choose the first token of its answer."""
-    began = read_clock(*session.decoder.devices)
-    with _naming_bad_selections(session):
-        logits = session.turn(token_ids.to(session.decoder.device), max_new_tokens)
-        running = RunningGeneration(session, sampler, max_new_tokens, began, logits)
+    begun = session or request.method.start(decoder, prompt, request.max_new_tokens)
+    with _naming_bad_selections(begun):
+        token_ids = prompt.token_ids.to(decoder.device)
+        logits = begun.turn(token_ids, request.max_new_tokens) if session else begun.prefill(token_ids)
+        running = RunningGeneration(begun, request, began, logits)
         _choose([running], logits[None])
     return running
 
@@ -232,14 +221,14 @@ def advance(generations: Sequence[RunningGeneration]) -> None:
 
 def _choose(generations: Sequence[RunningGeneration], logits: Tensor) -> None:
     """Choose and note the next token of each generation by its row of logits [r, v]."""
-    sampled = [one.sampler.sample(of_one) for one, of_one in zip(generations, logits, strict=True)]
+    sampled = [one.request.sampler.sample(of_one) for one, of_one in zip(generations, logits, strict=True)]
     values = iter(concat(sampled, dim=0).tolist())  # one transfer for all
     now = read_clock(*generations[0].session.decoder.devices)
     for generation, own in zip(generations, sampled, strict=True):
-        token_id, is_last = generation.sampler.read([*islice(values, len(own))])
+        token_id, is_last = generation.request.sampler.read([*islice(values, len(own))])
         generation.token_ids.append(token_id)
         generation.times.append(now)
-        generation.is_done = is_last or len(generation.token_ids) == generation.max_new_tokens
+        generation.is_done = is_last or len(generation.token_ids) == generation.request.max_new_tokens
 
 
 @contextmanager
@@ -256,8 +245,7 @@ def _naming_bad_selections(*sessions: Session) -> Iterator[None]:
 class Conversation:
     """A prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
 
-    The last token of an answer has not been run when the answer ends, as in transformers. The next turn runs it
-    together with its own tokens, even if it is an end token: chat templates put end tokens between turns.
+    The next turn runs the last token of an answer, as in transformers, even if it is an end token.
 
     token_ids: the whole text so far, prompts and answers.
     """
@@ -297,12 +285,9 @@ class Conversation:
         """Bytes of hidden states of tokens that may be revived."""
         return 0 if self._session is None else self._session.aux_bytes
 
+    @torch.inference_mode()
     def fork(self) -> Conversation:
-        """An independent copy of the conversation.
-
-        It costs some bytes per position. K and V (`kv_bytes`) are copied when the fork answers, the Aux Cache
-        (`aux_bytes`) when either of the two answers. Raises UserError for a closed conversation.
-        """
+        """An independent copy of the conversation, its caches included. Raises UserError for a closed conversation."""
         self._check_open()
         other = copy.copy(self)
         other._session = None if self._session is None else self._session.fork()
@@ -318,8 +303,7 @@ class Conversation:
         """Answer greedily: the prompt in the first turn; in later turns the text so far and `more_ids` after it.
 
         more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. Other arguments: as of
-        `generate`. The result is that of this turn: `ttft_s` begins with the turn's tokens, and `selected` has a step
-        for each token of this answer. `computed` and `prompt_tokens` count the tokens of all turns so far.
+        `generate`. `computed` and `prompt_tokens` of the result count all turns so far, all else is of this turn.
         Raises as `generate` and `answer_with`.
         """
         end_ids = end_ids_of(self._model) if eos_token_ids is None else eos_token_ids
@@ -331,10 +315,9 @@ class Conversation:
     ) -> Generation:
         """`answer` with the tokens that `sampler` chooses, in inference mode.
 
-        Raises ValueError for a closed conversation, a turn without tokens, a text that the model or the method cannot
-        take, and a model that the loop over layers cannot reproduce. The conversation is then unchanged. After an
-        exception while layers run, or in the sampler, it is closed if the turn continued from its caches, else
-        unchanged.
+        Raises ValueError for a closed conversation, a turn without tokens, and a text or model that cannot be run; the
+        conversation is then unchanged. After an exception while layers run, or in the sampler, it is closed if the turn
+        continued from its caches, else unchanged.
         """
         text = [*self.token_ids, *self._check_turn(more_ids, max_new_tokens)]
         check_same_as_model(self._model)
@@ -342,13 +325,12 @@ class Conversation:
         with open_decoder(self._model, self._decoder) as self._decoder:
             session, self._session = self._session, None
             try:
+                prompt = self._prompt
                 if session is not None and self._continues:
-                    not_run = torch.tensor(text[len(self.token_ids) - 1 :])  # from the last token of the answer before
-                    running = begin_turn(session, not_run, max_new_tokens, sampler)
-                else:
-                    session = None  # frees its memory
-                    prompt = with_more(self._prompt, text) if self._has_answered else self._prompt
-                    running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler))
+                    prompt = Prompt(torch.tensor(text[len(self.token_ids) - 1 :]))  # with the last token before
+                elif self._has_answered:
+                    session, prompt = None, with_more(prompt, text)  # frees its memory
+                running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler), session)
                 while not running.is_done:
                     advance([running])
                 generation = running.result()
@@ -388,6 +370,15 @@ def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
     end = len(prompt.text), len(prompt.text)
     spans = (*prompt.spans, *[end] * (len(token_ids) - len(prompt))) if prompt.spans else ()
     return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans)
+
+
+def prompt_for(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt, method: Method) -> Prompt:
+    """`as_prompt`. Also refuses a model or prompt that the method cannot take, by TypeError or ValueError."""
+    prompt = as_prompt(model, input_ids)
+    check_method(method)
+    method.check(model.config)
+    method.check_prompt(prompt)
+    return prompt
 
 
 def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt) -> Prompt:
@@ -435,13 +426,6 @@ def check_method(method: object) -> None:
         raise TypeError(f"expected a method such as lazyllm.methods.Lazy(...), got {method!r}")
 
 
-def check_fits(model: PreTrainedModel, method: Method, prompt: Prompt) -> None:
-    """Refuse a model or prompt that the method cannot take, before anything runs. Raises TypeError or ValueError."""
-    check_method(method)
-    method.check(model.config)
-    method.check_prompt(prompt)
-
-
 def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
     """The model's end tokens."""
     own = (getattr(model, "generation_config", None) or model.config).eos_token_id
@@ -451,10 +435,8 @@ def end_ids_of(model: PreTrainedModel) -> frozenset[int]:
 class Greedy:
     """A `Sampler` of the token with the highest logit; ties go as in `torch.argmax`, as in transformers.
 
-    end_ids, min_new_tokens: as in `generate`.
-
-    It counts tokens, so each generation needs a new one. It raises FloatingPointError if the highest logit is not
-    finite.
+    end_ids, min_new_tokens: as in `generate`. It counts tokens, so each generation needs a new one. `read` raises
+    FloatingPointError if the highest logit is not finite.
     """
 
     def __init__(self, end_ids: Collection[int] = (), min_new_tokens: int = 0) -> None:

@@ -44,8 +44,7 @@ class ScoreSpec:
         need little memory. Not with `raw`.
 
     Each layer gives a tensor [h, w, s] of h query heads, w queries and s stored tokens, in float32 (float64 for a
-    float64 model). Without `per_head` it has no h; with `queries=1` or `summed` it has no w. So the default is Eq. 1 of
-    the paper: [s] attention probabilities of the newest token, mean over heads.
+    float64 model). Without `per_head` it has no h; with `queries=1` or `summed` it has no w. The default is Eq. 1.
     """
 
     layers: Collection[int] = ()

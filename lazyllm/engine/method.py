@@ -34,10 +34,7 @@ class Method(ABC):
     A method declares its `groups`; tokens per layer, FLOPs and a session follow from them. Two bases do most of the
     work: `lazyllm.methods.Prune` scores tokens between two layers and keeps the best, `lazyllm.methods.Select` chooses
     prompt tokens before the prefill. Their docstrings hold an example each. A method that decodes in another way starts
-    a subclass of `lazyllm.engine.session.Session`.
-
-    An installed package names its method by an entry point (`lazyllm.methods.support.plugins`): then
-    `python run.py method=keep_last method.layer=2 method.keep=0.25` and `lazyllm.methods.make` find it.
+    a subclass of `lazyllm.engine.session.Session`. Methods of other packages: `lazyllm.methods.support.plugins`.
     """
 
     label: ClassVar[str] = cast(str, _NameOfClass())  # the method's name in tables and legends
@@ -82,10 +79,7 @@ class Method(ABC):
         return [group.prompt_tokens for group in self.groups(num_layers, n) for _ in group.layers]
 
     def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
-        """How many of n prompt tokens each layer's K and V hold after the prefill; by default all that entered it.
-
-        Raises ValueError as `groups`.
-        """
+        """How many of n prompt tokens each layer's K and V hold after the prefill; by default all that entered it."""
         return self.tokens_per_layer(num_layers, n)
 
     def stored_after_turns(self, num_layers: int, n: int, later: int) -> list[int]:
@@ -100,10 +94,7 @@ class Method(ABC):
         return 0
 
     def models(self) -> tuple[ModelSpec, ...]:
-        """The other models that the method runs.
-
-        Their weights are part of a run's identity; `lazyllm.methods.support.other_models` loads them.
-        """
+        """The other models that the method runs (`lazyllm.methods.support.other_models`), part of a run's identity."""
         return ()
 
     def check(self, config: Any) -> None:
@@ -131,9 +122,8 @@ class Method(ABC):
     def ideal_speedup(self, config: Any, n: int, computed: Sequence[int] | None = None) -> float:
         """FLOPs of the baseline's prefill of n tokens over those of this method's, scoring included.
 
-        computed: prompt tokens that a prefill computed in each layer (`Generation.computed[0]`); None takes the
-            declared numbers, which are estimates if they depend on the prompt. `lazyllm.engine.flops` says what is
-            counted.
+        computed: prompt tokens that a prefill computed in each layer (`Generation.computed[0]`); None takes those
+            declared, estimates if they depend on the prompt.
         """
         return prefill_flops(config, [n] * config.num_hidden_layers) / self.first_token_flops(config, n, computed)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.attention import AttentionContext
-from lazyllm.engine.cache import GroupCache
+from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope, preserve_rope_state
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
 from lazyllm.errors import UserError
@@ -56,6 +56,8 @@ class Session:
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
 
+    context: AttentionContext  # of the group that has just run
+
     def __init__(
         self,
         decoder: Decoder,
@@ -66,7 +68,6 @@ class Session:
     ) -> None:
         check_longrope(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
-        self.context = AttentionContext(decoder.device)
         self.groups = groups
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
@@ -83,6 +84,8 @@ class Session:
         self._notes: dict[str, Any] = {}  # of the method, see `Boundary`
         self._unchecked: list[tuple[str, Tensor, int, int | None]] = []  # selections for `check_selected_values`
         self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
+        self._num_revived: list[int | Tensor] = [0] * len(groups)
+        self._aux: list[AuxCache] = []  # after each group but the last, if the method revives tokens
         self._selected: list[dict[int, Tensor]] = []  # as noted by `note_selection`
         self._in_prefill = False
         self._all_positions = torch.arange(self.max_positions, device=decoder.device)
@@ -97,7 +100,7 @@ class Session:
     @property
     def revived(self) -> list[int]:
         """Per layer: tokens of earlier steps that it computed in this turn."""
-        return [0] * len(self.decoder.layers)
+        return self.by_layer([int(count) for count in self._num_revived])
 
     @property
     def kv_bytes(self) -> int:
@@ -107,7 +110,7 @@ class Session:
     @property
     def aux_bytes(self) -> int:
         """Bytes of hidden states of tokens that may be revived."""
-        return 0
+        return sum(aux.nbytes for aux in self._aux)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]: the logits [v] of its last token. Only an `adaptive` method waits for the device."""
@@ -131,6 +134,7 @@ class Session:
         `computed` and `selections` are reset.
         """
         self.computed, self._selected = [], []
+        self._num_revived = [0] * len(self.groups)
         self.prompt_tokens += token_ids.shape[0] - 1
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
@@ -147,9 +151,9 @@ class Session:
     def fork(self) -> Self:
         """An independent copy of the state."""
         other = copy.copy(self)
-        other.context = AttentionContext(self.decoder.device)
-        other.caches = [cache.fork() for cache in self.caches]
+        other.caches, other._aux = copy.deepcopy(self.caches), copy.deepcopy(self._aux)
         other._num_computed, other.computed = [*self._num_computed], [*self.computed]
+        other._num_revived = [*self._num_revived]
         other._selected = [dict(step) for step in self._selected]
         return other
 
@@ -175,15 +179,14 @@ class Session:
         group, cache = self.groups[index], self.caches[index]
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
-        self.context.begin(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
+        self.context = AttentionContext(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
         of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1  # one of a step's tokens was generated
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
 
     def missing_mask(self, index: int) -> Tensor | None:
-        """Choose the tokens that go on after group `index` in a decoding step; never waits for the device.
+        """[p] bool, True at the positions that the next group computes in a decoding step. Never waits for the device.
 
-        [p] bool, True at the positions that the next group computes, if the host must learn them; None if not. By
-        default all tokens go on.
+        None if the host need not learn them.
         """
         return None
 
@@ -217,10 +220,6 @@ class Session:
         if kept.entering is not None or layer in self._method.pruning_layers(layers):
             self.note_selection(layer, tokens.positions)
         return tokens
-
-    def end_step(self) -> None:
-        """Note the counts of a step whose groups have all run."""
-        self.computed.append(self.by_layer(self._num_computed))
 
     def by_layer(self, values: Sequence[Any]) -> list[Any]:
         """A value for each group -> one for each layer."""
@@ -300,7 +299,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
             tokens[number] = sessions[number].prune(group_of[number], tokens[number], positions.get(number))
             group_of[number] += 1
     for session in sessions:
-        session.end_step()
+        session.computed.append(session.by_layer(session._num_computed))
     return decoder.last_logits([one.hidden for one in tokens])
 
 

@@ -78,10 +78,7 @@ class Lazy(Method):
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.support.lazy_session import LazySession
 
-        layers, n = len(decoder.layers), len(prompt)
-        schedule = Schedule.parse(self.schedule, layers)
-        groups = self.groups(layers, n)
-        return LazySession(decoder, groups, n, max_new_tokens, schedule, self.prune_generated, self.revive)
+        return LazySession(decoder, self, len(prompt), max_new_tokens)
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> dict[int, float] | None:

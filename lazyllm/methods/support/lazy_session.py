@@ -9,8 +9,8 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens
-from lazyllm.engine.inputs import Group
 from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
@@ -27,54 +26,33 @@ from lazyllm.methods.support.schedule import Schedule
 MANY = 32
 
 
-@dataclass
-class Chosen:
-    """The tokens that take part in a step, from its last boundary on.
-
-    mask: [p] bool, True for a token of the set.
-    count: number of these tokens.
-    stays: [p] bool, tokens that go on at every boundary without a rank; None before the first.
-    ranks: `Tokens.ranks` of the tokens that a turn revives next, if many.
-    """
-
-    mask: Tensor
-    count: int
-    stays: Tensor | None = None
-    ranks: Sequence[int] | None = None
-
-
 class LazySession(Session):
     """Sections 3.1 to 3.3. In every step, the tokens that enter a group are some of those that entered the one before.
 
     A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
     at the boundary, from the Aux Cache. So no token is computed twice in a layer.
 
-    At each boundary of a decoding step, candidates are the prompt tokens of all turns; with `prune_generated`, all
-    tokens but the newest. The best candidates go on, and so does every token that is not a candidate. A later turn is
-    one step of several new tokens. Its tokens are candidates too, and the newest one always goes on.
+    Candidates are the prompt tokens of all turns; with `prune_generated`, all tokens but the newest. The best ones go
+    on, and so does every other token. A later turn is one step of several tokens; the newest one always goes on.
 
-    schedule, prune_generated, revive: as of `lazyllm.methods.Lazy`.
+    method: the `lazyllm.methods.Lazy` (its module imports this one).
     """
 
-    _step: Chosen
+    # The tokens that take part in a step, from its last boundary on
+    _mask: Tensor  # [p] bool, True for a token of the set
+    _count: int  # number of these tokens
+    _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before the first
+    _ranks: Sequence[int] | None  # `Tokens.ranks` of the tokens that a turn revives next, if many
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        groups: Sequence[Group],
-        prompt_tokens: int,
-        max_new_tokens: int,
-        schedule: Schedule,
-        prune_generated: bool = False,
-        revive: bool = True,
-    ) -> None:
+    def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+        groups = method.groups(len(decoder.layers), prompt_tokens)
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
-        self._schedule = schedule
-        self._prune_generated = prune_generated
-        self._revives = revive
+        self._schedule = Schedule.parse(method.schedule, len(decoder.layers))
+        self._prune_generated = method.prune_generated
+        self._revives = method.revive
         width, device = decoder.shape.width, decoder.device
-        boundaries = self.groups[:-1] if revive else []  # none after the last group
+        boundaries = groups[:-1] if method.revive else []
         self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device) for _ in boundaries]
         self._prompt_end = prompt_tokens  # position after the last turn's prompt
         self._turn_start = 0  # position of the first token that the last turn has run
@@ -83,20 +61,14 @@ class LazySession(Session):
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=device)
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
         self._selected_in_prefill: dict[int, Tensor] = {}
-        self._num_revived: list[int | Tensor] = [0] * len(self.groups)
-
-    @property
-    def revived(self) -> list[int]:
-        return self.by_layer([int(count) for count in self._num_revived])
-
-    @property
-    def aux_bytes(self) -> int:
-        return sum(aux.nbytes for aux in self._aux)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        n = self.prompt_tokens
-        self._step = Chosen(self._everything[:n], n)
+        self._take_all(self.prompt_tokens)
         return super().prefill(token_ids)
+
+    def _take_all(self, length: int) -> None:
+        """Begin a step with all tokens of a text."""
+        self._mask, self._count, self._stays, self._ranks = self._everything[:length], length, None, None
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
@@ -110,14 +82,7 @@ class LazySession(Session):
         self._generated = generated
         if not self._prune_generated:
             self._num_unranked += answer.stop - answer.start
-        self._num_revived = [0] * len(self.groups)
         return super().turn(token_ids, max_new_tokens)
-
-    def fork(self) -> Self:
-        other = super().fork()
-        other._aux = [aux.fork() for aux in self._aux]
-        other._num_revived = [*self._num_revived]
-        return other
 
     def _lengthen(self, max_positions: int) -> None:
         if self._aux:
@@ -130,10 +95,10 @@ class LazySession(Session):
 
     def begin_step(self, token_ids: Tensor) -> Tokens:
         start, end = self.length, self.length + token_ids.shape[0]
-        self._step = Chosen(self._everything[:end], end)  # the first group runs the whole text
+        self._take_all(end)
         tokens = super().begin_step(token_ids)
         if self._aux:
-            self._rope[:, start:end] = torch.cat(tokens.rope, dim=2)
+            torch.cat(tokens.rope, dim=2, out=self._rope[:, start:end])
         return tokens
 
     @property
@@ -152,34 +117,39 @@ class LazySession(Session):
         return None if self._prune_generated else self._generated
 
     def missing_mask(self, index: int) -> Tensor | None:
-        self._note_layers_that_keep_all(index)
+        for layer in self.groups[index].layers:
+            if self._schedule.keep.get(layer + 1) == 1:  # no boundary
+                self.note_selection(layer + 1, self._mask)
         if self._in_prefill or self.groups[index].scores is None:
             return None
         self._choose(index)
         if index >= len(self._aux) or self.caches[index + 1].length == self.length - 1:
             return None  # the next group has computed all earlier tokens
-        return self._step.mask.index_fill(0, self.caches[index + 1].positions, False)
+        return self._mask.index_fill(0, self.caches[index + 1].positions, False)
 
     def _choose(self, index: int) -> None:
         """Choose the tokens of the step's set that go on after group `index`."""
-        step, layer = self._step, self.groups[index].layers.stop
+        layer = self.groups[index].layers.stop
         others = self.length - self._num_candidates + self._num_unranked  # these go on
-        keep = self._schedule.kept(layer, step.count - others)
+        keep = self._schedule.kept(layer, self._count - others)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
-            step.mask = self._stays().index_fill(0, best, True)
+            if self._stays is None:
+                later, unranked = self._all_positions[: self.length] >= self._num_candidates, self._unranked
+                self._stays = later if unranked is None else later | unranked[: self.length]
+            self._mask = self._stays.index_fill(0, best, True)
         else:
-            step.mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
-        step.count = keep + others
-        self.note_selection(layer, step.mask)
+            self._mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
+        self._count = keep + others
+        self.note_selection(layer, self._mask)
 
     def to_indices(self, mask: Tensor) -> Tensor:
         if not self._opens_turn:
             return super().to_indices(mask)
-        ranks = self._step.mask.cumsum(0) * mask  # 0 if not missing
+        ranks = self._mask.cumsum(0) * mask  # 0 if not missing
         known = ranks.numpy(force=True)
         known = known[known > 0]
-        self._step.ranks = known.tolist() if len(known) > MANY else None
+        self._ranks = known.tolist() if len(known) > MANY else None
         return torch.nonzero_static(mask, size=len(known))[:, 0]
 
     def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
@@ -198,9 +168,9 @@ class LazySession(Session):
         if index < len(self._aux):
             self._aux[index].put(tokens.positions[pruned], tokens.hidden[0, pruned])
         tokens = tokens[kept]
-        self._step.mask = torch.zeros_like(self._step.mask).index_fill_(0, tokens.positions, True)
-        self._selected_in_prefill[layer] = self._step.mask
-        self.note_selection(layer, self._step.mask)
+        self._mask = torch.zeros_like(self._mask).index_fill_(0, tokens.positions, True)
+        self._selected_in_prefill[layer] = self._mask
+        self.note_selection(layer, self._mask)
         return tokens
 
     def _revive(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
@@ -208,8 +178,8 @@ class LazySession(Session):
 
         Tokens that were revived into group `index` but not into the next one go back into its Aux Cache.
         """
-        aux, step, newest = self._aux[index], self._step, tokens
-        ranks, step.ranks = step.ranks, None
+        aux, newest = self._aux[index], tokens
+        ranks, self._ranks = self._ranks, None
         if len(tokens) > 1:
             aux.put(tokens.positions[:-1], tokens.hidden[0, :-1])
             newest = replace(tokens[-1:], is_newest=True)
@@ -235,36 +205,22 @@ class LazySession(Session):
 
     def _importance_of_candidates(self, index: int) -> Tensor:
         """[candidates] importance by position; lower than any importance for a token outside the step's set."""
-        importance, cache, step, unranked = self.importance(index), self.caches[index], self._step, self._unranked
+        importance, cache, unranked = self.importance(index), self.caches[index], self._unranked
         end = self._num_candidates
+        if self._lowest is None:
+            self._lowest = importance.new_full((self.max_positions,), -1.0)
         if not cache.is_contiguous:
-            if self._lowest is None:
-                self._lowest = importance.new_full((self.max_positions,), -1.0)
             importance = self._lowest[: self.length].index_copy(0, cache.positions, importance)
         importance = importance[:end]
-        if step.count < self.length or unranked is not None:
-            ranked = step.mask[:end] if unranked is None else step.mask[:end] & ~unranked[:end]
-            importance = torch.where(ranked, importance, -1.0)
+        if self._count < self.length or unranked is not None:
+            ranked = self._mask[:end] if unranked is None else self._mask[:end] & ~unranked[:end]
+            importance = torch.where(ranked, importance, self._lowest[:end])
         if self._opens_turn:  # the newest token is a prompt token, which goes on, as in prefill
             importance = importance.clone()
             importance[-1] = float("inf")
         return importance
 
-    def _stays(self) -> Tensor:
-        """`Chosen.stays`, made at the first boundary of a step."""
-        step, unranked = self._step, self._unranked
-        if step.stays is None:
-            later = self._all_positions[: self.length] >= self._num_candidates
-            step.stays = later if unranked is None else later | unranked[: self.length]
-        return step.stays
-
     def chosen(self, cache: GroupCache) -> Tensor | None:
-        if self._in_prefill or cache.length == self._step.count:
+        if self._in_prefill or cache.length == self._count:
             return None
-        return self._step.mask[cache.positions]
-
-    def _note_layers_that_keep_all(self, index: int) -> None:
-        inside = self.groups[index].layers
-        for layer, ratio in self._schedule.keep.items():
-            if ratio == 1 and layer - 1 in inside:
-                self.note_selection(layer, self._step.mask)
+        return self._mask[cache.positions]

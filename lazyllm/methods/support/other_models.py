@@ -103,8 +103,7 @@ def config_beside(spec: ModelSpec) -> Any:
 def matrices_beside(spec: ModelSpec) -> int:
     """Elements of the matrices in a layer of the model of a spec, all of which each token is multiplied with.
 
-    Counted in the model's own modules, so for any architecture. Experts are counted as if all of them ran. Raises
-    UserError.
+    For any architecture; experts are counted as if all of them ran. Raises UserError.
     """
     config = config_beside(spec)
     with torch.device("meta"):

@@ -104,10 +104,7 @@ def code(point: EntryPoint) -> str:
 
 
 def _sources(module_name: str) -> list[tuple[str, bytes]]:
-    """(name, content) of every source file of the outermost package with an `__init__.py`, or of a single module.
-
-    A namespace package above it belongs to other distributions too.
-    """
+    """(name, content) of every source file of the outermost package with an `__init__.py`, or of a single module."""
     parts = module_name.split(".")
     files = [getattr(sys.modules.get(".".join(parts[:end])), "__file__", None) for end in range(1, len(parts) + 1)]
     outermost = Path(next(file for file in files if file))

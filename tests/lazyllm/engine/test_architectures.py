@@ -27,6 +27,7 @@ from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
 from tests.lazyllm.engine.test_exactness import check as check_exact
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
+    SMALL,
     VARIANTS,
     WINDOW,
     attention_of,
@@ -38,12 +39,7 @@ from tests.reference import (
 VOCAB = 97
 TOLERANCE = 1e-9
 
-_SMALL: dict[str, Any] = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
-    pad_token_id=None,
-)  # fmt: skip
-# Refused models: model type, settings in addition to `_SMALL`, and a part of the message
+# Refused models: model type, settings in addition to `SMALL`, and a part of the message
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPT-2": ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97}, "is not built like a Llama"),
     "Mamba": ("mamba", {}, "is not built like a Llama"),
@@ -71,7 +67,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def refusal_of(name: str) -> str:
     """The message that refuses a model of `REFUSED` at start-up; "" if it is not refused."""
     kind, own, _ = REFUSED[name]
-    config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else _SMALL) | own))
+    common = {key: value for key, value in SMALL.items() if key != "rope_parameters"}  # of which each kind has its own
+    config = AutoConfig.for_model(kind, **(({} if kind == "gpt2" else common) | own))
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     try:

@@ -141,7 +141,7 @@ def test_work_and_waits_of_a_step_do_not_grow_with_the_rows(method: Method) -> N
     for rows in (2, 7):
         batch = batch_of(model, method, [50 + 7 * row for row in range(rows)], 2)
         with torch.inference_mode(), open_decoder(model, batch._decoder), Seen() as seen, Waits() as found:
-            advance([*batch.running.values()])
+            advance(batch.running)
         products[rows], waits[rows] = seen.names["linear"], found.found
     assert products[2] == products[7] == 7 * len(model.model.layers) + 1  # q, k, v, o, gate, up, down; the head
     assert waits[2] == waits[7] == ["tolist"] * (3 if isinstance(method, Lazy) else 1)  # two boundaries, and the choice
@@ -154,7 +154,7 @@ def test_memory_of_a_batch_is_that_of_its_rows(method: Method) -> None:
     with Held() as alone:
         lazyllm.generate(model, prompt_tensor(200), method, steps + 1, ())
     batch = batch_of(model, method, lengths, steps)
-    stored = sum(answer.session.kv_bytes + answer.session.aux_bytes for answer in batch.running.values())
+    stored = sum(answer.session.kv_bytes + answer.session.aux_bytes for answer in batch.running)
     with Held() as batched, Seen() as seen:
         batch.run()
     assert seen.largest < alone.peak

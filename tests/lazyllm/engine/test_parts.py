@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,10 @@ def everything_seen(rows: slice, keys: slice) -> None:
     """A `Visible` of queries that attend to all keys."""
 
 
-def _qkv(heads: int, kv_heads: int, m: int, s: int, d: int, seed: int) -> tuple[torch.Tensor, ...]:
-    draw = torch.Generator().manual_seed(seed)
-    shapes = ((1, heads, m, d), (1, kv_heads, s, d), (1, kv_heads, s, d))
-    return tuple(torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_importance_is_at_least_float32(dtype: torch.dtype) -> None:
-    query, key, _ = (tensor.to(dtype) for tensor in _qkv(4, 2, 1, 30, 8, seed=0))
+    draw = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, *shape, 8, generator=draw).to(dtype) for shape in ((4, 1), (2, 30)))
     importance = attention_scores(query, key, everything_seen, 0.35)
     assert importance.dtype == torch.float32
     assert importance.sum() == pytest.approx(1, abs=1e-5)
@@ -48,9 +44,8 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
 
 
 def test_context_refuses_a_layer_that_never_ran() -> None:
-    context = AttentionContext(CPU)
     cache = GroupCache(capacity=1, max_length=1, device=CPU)
-    context.begin(cache, torch.zeros(1, dtype=torch.long), 1, ScoreSpec([0]))
+    context = AttentionContext(cache, torch.zeros(1, dtype=torch.long), 1, ScoreSpec([0]))
     with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
         context.take_each()
 
@@ -112,43 +107,30 @@ def test_aux_cache_against_a_dictionary(seed: int) -> None:
         found = cache.take(torch.tensor(taken, dtype=torch.long))
         for position, state in zip(taken, found, strict=True):
             assert torch.equal(state, held.pop(position))
-        assert len(cache) == len(held)
         assert cache.nbytes == len(held) * 2 * 4
     assert cache._states.shape[0] == most  # slots are used again
 
 
-def test_group_cache_forgets_for_good() -> None:
-    cache = GroupCache(capacity=9, max_length=12, device=CPU)
-    key = torch.randn(1, 2, 6, 3)
+@pytest.mark.parametrize("kept", [[1, 4, 5], [[0, 2, 5], [1, 4, 5]]], ids=["in all heads", "by head"])
+def test_group_cache_forgets_for_good(kept: list[Any]) -> None:
+    cache, slots = GroupCache(capacity=9, max_length=12, device=CPU), torch.tensor(kept)
+    key, newest = torch.randn(1, 2, 6, 3), torch.randn(1, 2, 1, 3)
     cache.advance(torch.arange(6), 6)
     for layer in range(2):
         cache.update(key, -key, layer)
     before = cache.nbytes
-    cache.retain(torch.tensor([1, 4, 5]))
+    cache.retain(slots)
     assert cache.nbytes == before // 2
-    assert cache.positions.tolist() == [1, 4, 5]
+    assert cache.positions.tolist() == kept
     assert not cache.is_contiguous
-    newest = torch.randn(1, 2, 1, 3)
     cache.advance(torch.tensor([6]), 7)
-    assert cache.positions.tolist() == [1, 4, 5, 6]
     found, values = cache.update(newest, -newest, 1)
-    assert torch.equal(found, torch.cat([key[:, :, [1, 4, 5]], newest], dim=2))
-    assert torch.equal(values, -found)
-
-
-def test_group_cache_forgets_by_head() -> None:
-    cache, kept = GroupCache(capacity=9, max_length=12, device=CPU), torch.tensor([[0, 2, 5], [1, 4, 5]])
-    key, newest = torch.randn(1, 2, 6, 3), torch.randn(1, 2, 1, 3)
-    cache.advance(torch.arange(6), 6)
-    cache.update(key, -key, 0)
-    cache.retain(kept)
-    cache.advance(torch.tensor([6]), 7)
-    found, values = cache.update(newest, -newest, 0)
-    assert cache.positions.tolist() == [[0, 2, 5, 6], [1, 4, 5, 6]]
+    of_heads = slots.expand(2, -1)
+    assert cache.positions.expand(2, -1).tolist() == [[*of_head, 6] for of_head in of_heads.tolist()]
     for head in range(2):
-        assert torch.equal(found[0, head], torch.cat([key[0, head, kept[head]], newest[0, head]]))
+        assert torch.equal(found[0, head], torch.cat([key[0, head, of_heads[head]], newest[0, head]]))
     assert torch.equal(values, -found)
-    assert cache.nbytes == 2 * 2 * 4 * 3 * 4  # K and V, heads, tokens, width, bytes
+    assert cache.nbytes == before // 2 // 3 * 4
 
 
 def test_importance_survives_what_attention_survives() -> None:
