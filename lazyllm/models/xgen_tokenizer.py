@@ -1,8 +1,7 @@
 """XGen 7B's tokenizer, without its repository's code.
 
-The checkpoint's own tokenizer is Python code over tiktoken (`tokenization_xgen.py`), which is not run; it has been
-broken since transformers 4.34. This one has the same ids. It is a fast tokenizer of transformers, so it also gives each
-token's characters (offsets):
+The checkpoint's own tokenizer is Python code over tiktoken, which is not run and broken since transformers 4.34. This
+fast tokenizer of transformers has the same ids, and also gives each token's characters (offsets):
 
 - ids 0 to 50256 are GPT-2's: 256 bytes, 50,000 merges, `<|endoftext|>`. All follow from GPT-2's `merges.txt`.
 - ids 50257 to 50294 are runs of 31 down to 2 spaces, then of 9 down to 2 tabs. They are not added tokens, which would

@@ -1,7 +1,6 @@
 """Units that prompt compression keeps or drops: sentences (or lines of code) and phrases.
 
-A splitter is a function from a text to the ascending positions at which its units begin. Units have no gaps between
-them, so their beginnings define them.
+A splitter gives the ascending positions at which a text's units begin. Units have no gaps between them.
 """
 
 from __future__ import annotations
@@ -47,15 +46,13 @@ def phrase_starts(text: str, nlp: Callable[[str], Any]) -> list[int]:
 
 
 def check_spacy() -> None:
-    """Raise ValueError with the command to install if spaCy or its English model is missing. Imports neither."""
-    model = f"python -m spacy download {SPACY_MODEL}"
-    if find_spec("spacy") is None:
+    """Raise ValueError with the commands to install if spaCy or its English model is missing. Imports neither."""
+    missing = [name for name in ("spacy", SPACY_MODEL) if find_spec(name) is None]
+    if missing:
         raise ValueError(
-            f"unit='phrase' needs spaCy, which is not installed: pip install 'lazyllm-bench[phrase]' "
-            f"(or pip install spacy), then {model}"
+            f"unit='phrase' needs {' and '.join(missing)}, which is not installed: pip install 'lazyllm-bench[phrase]'"
+            f", then python -m spacy download {SPACY_MODEL}"
         )
-    if find_spec(SPACY_MODEL) is None:
-        raise ValueError(f"unit='phrase' needs spaCy's English model {SPACY_MODEL}, which is not installed: {model}")
 
 
 @cache

@@ -80,7 +80,7 @@ def test_phrases_by_spacys_english_model() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("there", "message"), [((), "spaCy, which is not"), (("spacy",), "model en_core_web_sm")])
+@pytest.mark.parametrize(("there", "message"), [((), "spacy and en_core"), (("spacy",), "needs en_core")])
 def test_missing_spacy_or_its_model_is_named(there: tuple[str, ...], message: str, monkeypatch) -> None:
     monkeypatch.setattr(segments, "find_spec", lambda name: name if name in there else None)
     for ask in (check_spacy, lambda: load_splitter("phrase")):
