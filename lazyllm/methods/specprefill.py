@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -124,20 +125,14 @@ class SpecPrefill(Select):
         return prefill_flops(draft, [run] * draft.num_hidden_layers, logits=self.lookahead)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-        from lazyllm.methods.support.other_models import open_beside
-
-        if self.draft is None:
-            return self.choose(self.scores(decoder, prompt.token_ids))
-        (spec,) = self.models()
-        with open_beside(spec, decoder) as draft:
-            return self.choose(self.scores(draft, prompt.token_ids)).to(decoder.device)
-
-    def scores(self, draft: Decoder, token_ids: Tensor) -> Tensor:
-        """[n] scores of the tokens [n], on the draft's device."""
         from lazyllm.engine.generation import end_ids_of
         from lazyllm.methods.support.look_ahead import look_ahead
+        from lazyllm.methods.support.other_models import open_beside
 
-        return look_ahead(draft, token_ids.to(draft.device), self.lookahead, self.pool, end_ids_of(draft.model))
+        with open_beside(self.models()[0], decoder) if self.draft else nullcontext(decoder) as draft:
+            token_ids = prompt.token_ids.to(draft.device)
+            scores = look_ahead(draft, token_ids, self.lookahead, self.pool, end_ids_of(draft.model))
+            return self.choose(scores).to(decoder.device)
 
     def choose(self, scores: Tensor) -> Tensor:
         """The ascending positions of the tokens in the best chunks, of scores [n]."""
