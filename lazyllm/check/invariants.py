@@ -42,7 +42,7 @@ def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int])
     """A method that keeps every token gives the model's own tokens and logits, computes all tokens, scores none."""
     ids, n = torch.tensor([prompt]), len(prompt)
     kept = min(keeping.tokens_per_layer(model.config.num_hidden_layers, n))
-    declare = "declare what keeps all: target_parameter = KEY, that does at 1.0, or keep_all = {KEY: VALUE, ...}"
+    declare = "declare what keeps all: target_parameter = KEY (all at 1.0), or keep_all = {KEY: VALUE, ...}"
     _holds(kept == n, f"{keeping} declares {kept} of {n} tokens: {declare}")
     with torch.inference_mode():
         expected: Any = model.generate(ids, attention_mask=torch.ones_like(ids), **_GREEDY)  # type: ignore[operator]

@@ -106,23 +106,19 @@ def generate_with(method: Method, *, seed: int | None = None) -> PrunedDecoding:
 
     Sampling and its options, logits processors, stopping criteria, `num_return_sequences` and `return_dict_in_generate`
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
-    assistants, a filled cache, `inputs_embeds`, attentions and hidden states.
-
-    transformers 5 drops `streamer` and the `tokenizer` of `stop_strings` before it calls a `custom_generate`. They are
-    refused: use `lazyllm.using` for these.
+    assistants, a filled cache, `inputs_embeds`, attentions and hidden states; and a streamer or `stop_strings`, which
+    need `lazyllm.using`, as transformers 5 drops `streamer` and `tokenizer` before it calls a `custom_generate`.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
-    and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt, as in
-    transformers. Padding follows a row's answer. `max_time` is for the whole call.
+    and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt.
 
     Up to 8 rows decode together, as in `lazyllm.generate_many`. Rows run one after the other if they are sampled
-    without a seed, or with your own processors or criteria. If these hold state, they must reset it when the ids are
-    those of another prompt.
+    without a seed, or with your own processors or criteria, which must reset their state for another prompt.
 
     seed: None draws from torch's global generator, row after row: a batch gives what single rows give one after the
         other after one `torch.manual_seed`. With a seed, row i draws from its own generator, seeded with seed + i,
         independent of other rows; the global generator is not used.
-    Raises TypeError for anything but a method, ValueError for a bad seed.
+    Raises TypeError for anything but a method, TypeError or ValueError for a bad seed.
     """
     return PrunedDecoding(method, seed)
 

@@ -73,17 +73,15 @@ class SpecPrefill(Select):
     def check(self, config: Any) -> None:
         if self.draft is None:
             _warn_once(
-                "specprefill has no draft: the model drafts for itself, which costs more than it saves; %s", _OTHER
+                "specprefill has no draft: the model drafts for itself, which costs more than it saves: give one"
             )
         draft = self.scoring_config(config)
         # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
         may_differ = same_family and draft.bos_token_id is not None
         if draft.vocab_size != config.vocab_size and not may_differ:
-            raise ValueError(
-                f"draft {self.draft!r} has {draft.vocab_size} tokens in its vocabulary, the model {config.vocab_size}: "
-                f"{_OTHER}"
-            )
+            sizes = f"{draft.vocab_size} tokens in its vocabulary, the model {config.vocab_size}"
+            raise ValueError(f"draft {self.draft!r} has {sizes}: {_OTHER}")
         own, other = (LayerShape.of(each).linear_flops * each.num_hidden_layers for each in (config, draft))
         if other > own:
             raise ValueError(
