@@ -73,7 +73,7 @@ class SpecPrefill(Select):
     def check(self, config: Any) -> None:
         if self.draft is None:
             _warn_once(
-                "specprefill has no draft: the model drafts for itself, which costs more than it saves: give one"
+                "specprefill has no draft: drafting by the model itself costs more than it saves; give one"
             )
         draft = self.scoring_config(config)
         # models of a family may pad their embeddings to different sizes

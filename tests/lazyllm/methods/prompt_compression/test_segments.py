@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import segments
 from lazyllm.methods.prompt_compression.segments import (
     check_spacy,
@@ -83,7 +84,7 @@ def test_phrases_by_spacys_english_model() -> None:
 @pytest.mark.parametrize(("there", "message"), [((), "spacy and en_core"), (("spacy",), "needs en_core")])
 def test_missing_spacy_or_its_model_is_named(there: tuple[str, ...], message: str, monkeypatch) -> None:
     monkeypatch.setattr(segments, "find_spec", lambda name: name if name in there else None)
-    for ask in (check_spacy, lambda: load_splitter("phrase")):
+    for ask in (check_spacy, lambda: load_splitter("phrase"), lambda: PromptCompression(0.5, "phrase").check(None)):
         with pytest.raises(ValueError, match=rf"{message}.* python -m spacy download en_core_web_sm$"):
             ask()
     monkeypatch.setattr(segments, "find_spec", lambda name: name)
