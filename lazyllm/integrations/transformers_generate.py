@@ -255,11 +255,10 @@ class PrunedDecoding:
         sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
         if not wanted:
             return sequences
-        steps = sequences.shape[1] - width
         return LazyGenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
-            scores=_by_step([row.scores for row in samplers], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
-            logits=_by_step([row.logits for row in samplers], steps, None, math.nan),  # type: ignore[arg-type]
+            scores=_by_step([row.scores for row in samplers], pad_id, float("-inf")),  # type: ignore[arg-type]
+            logits=_by_step([row.logits for row in samplers], None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
 
@@ -407,13 +406,14 @@ def _rule_of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
 
 
 def _by_step(
-    rows: Sequence[tuple[Tensor, ...] | None], steps: int, pad_id: int | None, filling: float
+    rows: Sequence[tuple[Tensor, ...] | None], pad_id: int | None, filling: float
 ) -> tuple[Tensor, ...] | None:
     """Per row and step [1, v] -> per step [b, v]; rows that have ended are `filling`, but 0 at `pad_id`."""
-    kept = [row for row in rows if row is not None]
+    kept = [torch.cat(row) for row in rows if row is not None]
     if not kept:
         return None
-    after = torch.full_like(kept[0][0], filling)
-    if pad_id is not None and 0 <= pad_id < after.shape[1]:
-        after[:, pad_id] = 0
-    return tuple(torch.cat([row[step] if step < len(row) else after for row in kept]) for step in range(steps))
+    by_row = pad_sequence(kept, batch_first=True, padding_value=filling)  # [b, steps, v]
+    if pad_id is not None and 0 <= pad_id < by_row.shape[2]:
+        for padded, row in zip(by_row, kept, strict=True):
+            padded[len(row) :, pad_id] = 0
+    return by_row.unbind(dim=1)

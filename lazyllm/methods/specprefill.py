@@ -72,9 +72,7 @@ class SpecPrefill(Select):
 
     def check(self, config: Any) -> None:
         if self.draft is None:
-            _warn_once(
-                "specprefill has no draft: drafting by the model itself costs more than it saves; give one"
-            )
+            _warn_once("specprefill has no draft: drafting by the model itself costs more than it saves; give one")
         draft = self.scoring_config(config)
         # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)

@@ -112,9 +112,8 @@ class PromptCompression(Select):
         if self.unit != "token":
             load_splitter(self.unit)
         for spec in self.models():
-            from lazyllm.methods.support.other_models import load_beside, tokenizer_beside
+            from lazyllm.methods.support.other_models import load_beside
 
-            tokenizer_beside(spec)
             load_beside(spec, model, plain=True)
 
     def kept(self, n: int) -> int:
@@ -208,16 +207,15 @@ def droppable(prompt: Prompt) -> np.ndarray:
     if not prompt.text:
         return np.arange(others)
     start, stop = _spans(prompt)[:others].T
-    in_context = _marks(prompt.text, prompt.context)
-    layout = _marks(prompt.text, (match.span() for match in _LAYOUT.finditer(prompt.text)))
-    solid = _marks(prompt.text, (match.span() for match in _SOLID.finditer(prompt.text)))
+    layout, solid = (_marks(prompt.text, map(re.Match.span, part.finditer(prompt.text))) for part in (_LAYOUT, _SOLID))
 
     def count(marks: np.ndarray) -> np.ndarray:
         """[n - 1] the number of marked characters of each token."""
         upto = np.concatenate([[0], np.cumsum(marks)])
         return upto[stop] - upto[start]
 
-    return ((count(in_context) == stop - start) & (count(layout) == 0) & (count(solid) > 0)).nonzero()[0]
+    inside = _marks(prompt.text, prompt.context) & ~layout
+    return ((count(inside) == stop - start) & (count(solid) > 0)).nonzero()[0]
 
 
 _LAYOUT = re.compile(rf"{LINE_BREAK}\s*|\A\s+")  # line breaks, and the white space at the start of a line
