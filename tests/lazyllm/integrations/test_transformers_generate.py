@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,8 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
@@ -229,48 +228,31 @@ def test_prefix_functions_get_the_rows_number_and_tokens_without_padding() -> No
     assert set(out[1, WIDTH:].tolist()) <= {11, 21}
 
 
-class Recorder(LogitsProcessor):
-    """Records its input, and whether it is an ordinary tensor."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], torch.Tensor]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert not input_ids.is_inference()
-        assert not scores.is_inference()
-        assert not torch.is_grad_enabled()
-        self.calls.append((input_ids.tolist(), scores.clone()))
-        scores[:, 0] = -1e9  # in place, as many do
-        return scores
-
-
 def test_processors_and_criteria_see_the_same_as_in_transformers() -> None:
-    class Watch(StoppingCriteria):
-        def __init__(self) -> None:
-            self.calls: list[tuple[list[int], int]] = []
+    """Ordinary tensors, into which many processors write."""
 
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            self.calls.append((input_ids.tolist(), len(scores)))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+    def seen_by(generate: Callable[..., Any]) -> list[tuple[list[int], torch.Tensor]]:
+        calls = []
 
-    (recorder, watch), (their_recorder, their_watch) = (Recorder(), Watch()), (Recorder(), Watch())
-    options = {"output_scores": True, "return_dict_in_generate": True}
-    ours(
-        KEEP,
-        logits_processor=LogitsProcessorList([recorder]),
-        stopping_criteria=StoppingCriteriaList([watch]),
-        **options,
-    )
-    theirs(
-        logits_processor=LogitsProcessorList([their_recorder]),
-        stopping_criteria=StoppingCriteriaList([their_watch]),
-        **options,
-    )
-    assert len(recorder.calls) == 8
-    for (ids, scores), (their_ids, their_scores) in zip(recorder.calls, their_recorder.calls, strict=True):
+        def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert (ids.is_inference(), scores.is_inference(), torch.is_grad_enabled()) == (False, False, False)
+            calls.append((ids.tolist(), scores.clone()))
+            scores[:, 0] = -1e9
+            return scores
+
+        def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            calls.append((ids.tolist(), torch.tensor(len(scores))))
+            return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+        inside = {"logits_processor": LogitsProcessorList([processor])}
+        generate(**inside, stopping_criteria=StoppingCriteriaList([criterion]), **RETURNED)
+        return calls
+
+    found = seen_by(partial(ours, KEEP))
+    assert len(found) == 16
+    for (ids, scores), (their_ids, their_scores) in zip(found, seen_by(theirs), strict=True):
         assert ids == their_ids
         torch.testing.assert_close(scores, their_scores, rtol=1e-6, atol=1e-6)
-    assert watch.calls == their_watch.calls
 
 
 def test_processor_that_calls_the_model_is_refused() -> None:
@@ -466,23 +448,6 @@ def test_option_is_refused(options: dict[str, Any]) -> None:
         check_options(config)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2},
-        {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True},
-        {"prompt_lookup_num_tokens": 3},
-        {"output_attentions": True, "return_dict_in_generate": True},
-        {"cache_implementation": "static"},
-    ],
-    ids=str,
-)
-def test_generate_refuses_option(options: dict[str, Any]) -> None:
-    for way in ways(PRUNE):
-        with pytest.raises(ValueError, match="pruning method"):
-            way(input_ids=ids_of(LONG), max_new_tokens=3, **options)
-
-
 def filled_cache() -> DynamicCache:
     return MODEL(ids_of(LONG[:3]), use_cache=True).past_key_values
 
@@ -491,22 +456,29 @@ def filled_cache() -> DynamicCache:
     ("given", "message"),
     [
         ({"inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size, dtype=torch.float64)}, "give input_ids"),
-        ({"input_ids": ids_of(LONG), "past_key_values": filled_cache()}, "past_key_values are not supported"),
-        ({"input_ids": ids_of(LONG), "position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
-        ({"input_ids": ids_of(LONG), "labels": ids_of(LONG)}, "labels: not passed"),
+        ({"past_key_values": filled_cache()}, "past_key_values are not supported"),
+        ({"position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
+        ({"labels": ids_of(LONG)}, "labels: not passed"),
         ({"input_ids": ids_of([1, 97])}, "the model knows 0 to 96"),
         ({"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"].flip(1)}, "padded on the right"),
         ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])}, "padded between its tokens"),
         ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 0, 0])}, "row 0 has no token"),
         ({**BATCH, "pad_token_id": None, "max_time": 9.0}, "give pad_token_id"),
+        ({"num_beams": 2}, "pruning method"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "pruning method"),
+        ({"prompt_lookup_num_tokens": 3}, "pruning method"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "pruning method"),
+        ({"cache_implementation": "static"}, "pruning method"),
     ],
 )
-def test_generate_refuses_inputs(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_refuses_inputs_and_options(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "pad_token_id" in given:
         monkeypatch.setattr(MODEL.generation_config, "pad_token_id", None)
     for way in ways(PRUNE):
         with pytest.raises(ValueError, match=message):
-            way(**given, max_new_tokens=3)
+            way(**{**given} if "inputs_embeds" in given else {"input_ids": ids_of(LONG), **given}, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,31 @@ import lazyllm
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods import ASL, CLAA, FastKV, GemFilter, Method, Oracle, PyramidInfer, SpecPrefill, UniPrefill
+from lazyllm.methods import (
+    ASL,
+    CLAA,
+    FastKV,
+    GemFilter,
+    Method,
+    Oracle,
+    PyramidInfer,
+    SpecPrefill,
+    StaticPruning,
+    UniPrefill,
+)
 from lazyllm.methods.specprefill import _warn_once
-from tests.field_oracles import FieldOutput, asl, claa, fastkv, gemfilter, oracle, pyramidinfer, specprefill, uniprefill
+from tests.field_oracles import (
+    FieldOutput,
+    asl,
+    claa,
+    fastkv,
+    gemfilter,
+    oracle,
+    pyramidinfer,
+    specprefill,
+    static_pruning,
+    uniprefill,
+)
 from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import answer_of
 from tests.reference import attention_of, casts_in_float64, random_variant
@@ -71,6 +93,7 @@ CASES: dict[str, tuple[Callable[..., Method], Callable[..., FieldOutput], dict[s
         "layers": [cuts for count in (1, 2, 3) for cuts in combinations(LAYER, count)], "p": [0.1, 0.5, 0.8, 0.99, 1.0],
         "window": [1, 3, 8, 40], "block": [1, 2, 5], "first": [0, 1, 4], "last": [1, 2, 6],
     }),
+    "static_pruning": (StaticPruning, static_pruning, {"layer": LAYER, "keep": SHARES}),
     "specprefill": (SpecPrefill, specprefill, {
         "keep": [0.1, 0.3, 0.6, 1.0], "lookahead": [1, 2, 5], "chunk": [1, 2, 5, 32], "pool": [1, 3, 13],
         "sound": [False, True],
