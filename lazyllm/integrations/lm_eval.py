@@ -89,7 +89,7 @@ class PrunedLM(_HFLM):
         self.method = make(method, settings)
         try:
             self.method.check(config)
-            self.method.check_prompt(_prompt_of([0]))
+            self.method.check_prompt(Prompt(torch.tensor([0])))
         except (TypeError, ValueError) as error:
             raise UserError(f"method {method!r}: {error}") from error
         self.method_code = code_of(method)
@@ -141,7 +141,7 @@ class PrunedLM(_HFLM):
             single = [number for number in numbers if number not in longer]
             for group in [single + longer[:1], *([number] for number in longer[1:])]:
                 sampler = Forced(requests[group[-1]][2])
-                prefills.append(Request(_prompt_of(context), self.method, len(sampler.token_ids), sampler))
+                prefills.append(Request(Prompt(torch.tensor(context)), self.method, len(sampler.token_ids), sampler))
                 groups.append((sampler, group))
         found: dict[int, tuple[float, bool]] = {}
         for index, _ in generate_requests(self.model, prefills, self.batch_size):
@@ -175,10 +175,6 @@ class PrunedLM(_HFLM):
         """context [1, n] -> [1, n + generated tokens], by lm-eval's own call of `model.generate`."""
         settings["custom_generate"] = generate_with(self.method)
         return super()._model_generate(context, max_length, stop, **settings)
-
-
-def _prompt_of(token_ids: Sequence[int]) -> Prompt:
-    return Prompt(torch.tensor(token_ids, dtype=torch.long))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

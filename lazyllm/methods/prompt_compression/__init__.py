@@ -16,7 +16,7 @@ import numpy as np
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_sentence
 from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information, window_size
-from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
+from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 from lazyllm.spec import ModelSpec
@@ -151,7 +151,8 @@ class PromptCompression(Select):
         elif self.unit == "token":
             return self._of_tokens(decoder, prompt, may_go), np.arange(len(may_go))
         else:
-            starts, info = starts_in(prompt.text, prompt.context, load_splitter(self.unit)), None
+            split, info = load_splitter(self.unit), None
+            starts = [begin + at for begin, end in prompt.context for at in split(prompt.text[begin:end])]
         # by the token's last character: its first may be the space before the word
         units = np.searchsorted(starts, _spans(prompt)[may_go, 1] - 1, side="right") - 1
         return unit_means(self._of_tokens(decoder, prompt, may_go), units) if info is None else info, units

@@ -6,7 +6,7 @@ A splitter gives the ascending positions at which a text's units begin. Units ha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -65,8 +65,3 @@ def load_splitter(unit: str) -> Splitter:
 
     nlp = spacy.load(SPACY_MODEL, exclude=["ner", "lemmatizer"])
     return lambda text: phrase_starts(text, nlp)
-
-
-def starts_in(text: str, ranges: Iterable[tuple[int, int]], split: Splitter) -> list[int]:
-    """The beginnings of the units of `text` in these ascending ranges; each range is split separately."""
-    return [start + place for start, end in ranges for place in split(text[start:end])]

@@ -14,7 +14,6 @@ from lazyllm.methods.prompt_compression.segments import (
     load_splitter,
     phrase_starts,
     sentence_starts,
-    starts_in,
 )
 
 
@@ -46,12 +45,6 @@ def test_sentences(sentences: list[str]) -> None:
     if text == "One. \nTwo.\n":  # the line break after the white space is a separate unit, which is always kept
         sentences = ["One. ", "\n", "Two.\n"]
     assert found == sentences
-
-
-def test_each_range_is_split_by_itself() -> None:
-    text = "Q: One. Two. A: x\nOne. Two"
-    assert starts_in(text, [(3, 12), (18, 26)], sentence_starts) == [3, 8, 18, 23]
-    assert load_splitter("sentence") is sentence_starts
 
 
 def test_phrases_are_noun_phrases_and_single_words() -> None:
