@@ -102,7 +102,6 @@ class PrunedLM(_HFLM):
             batch_size=BATCH_SIZE if str(batch_size).startswith("auto") else batch_size,  # "auto:N" too
             **of_hf,
         )
-        self.method.prepare(self.model)
 
     # Hooks of lm-eval's `hf`: config, tokenizer and weights are loaded by lazyllm
 

@@ -153,12 +153,14 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
 
 class _Pruning:
-    """Overrides of `GenerationMixin`. lazyllm_decoding: replaces its loop."""
+    """Overrides of `GenerationMixin`. lazyllm_decoding: replaces its loops."""
 
     lazyllm_decoding: PrunedDecoding
 
     def _sample(self, input_ids: Tensor, **call: Any) -> LazyGenerateOutput | Tensor:
         return self.lazyllm_decoding(cast(PreTrainedModel, self), input_ids, **call)
+
+    _beam_search = _assisted_decoding = _sample  # refused by their generation mode
 
     def generate_batch(self, *_: Any, **__: Any) -> None:
         """Refuse continuous batching, which `generate` begins for a paged cache. Raises ValueError."""
