@@ -30,16 +30,14 @@ class Preset:
     pickled: bool = False
 
 
-def _read() -> dict[str, Preset]:
-    presets = {}
-    for name, about in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items():
-        if "folder" in about:
-            about["source"] = str(_FILE.parent / about.pop("folder"))
-        presets[name] = Preset(**about)
-    return presets
+def _preset(about: dict[str, Any]) -> Preset:
+    if "folder" in about:
+        about["source"] = str(_FILE.parent / about.pop("folder"))
+    return Preset(**about)
 
 
-PRESETS: dict[str, Preset] = _read()
+_ABOUT = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+PRESETS: dict[str, Preset] = {name: _preset(about) for name, about in _ABOUT.items()}
 
 SIZES = {
     "layers": "num_hidden_layers", "width": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads",
@@ -55,9 +53,8 @@ def fields_of(shape: str) -> dict[str, Any]:
     """
     preset = PRESETS.get("llama3.2-1b" if shape == "llama-1b" else shape)
     if preset is not None:
-        if preset.architecture is not None:
-            return dict(preset.architecture)
-        return json.loads((Path(preset.source) / "config.json").read_text(encoding="utf-8"))
+        config = preset.architecture or json.loads((Path(preset.source) / "config.json").read_text(encoding="utf-8"))
+        return dict(config)
     sizes = {name: value for name, _, value in (part.partition("=") for part in shape.split(","))}
     if not {"layers", "width"} <= sizes.keys() <= SIZES.keys() or not all(map(str.isdecimal, sizes.values())):
         raise UserError(

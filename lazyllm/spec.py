@@ -11,12 +11,18 @@ from typing import Literal
 from lazyllm.errors import UserError
 from lazyllm.presets import PRESETS
 
-LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 SDPA_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 # Name -> the package that quantises
 QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
+_CHOICES = {
+    "load_format": ("auto", "dummy"),
+    "dtype": DTYPES,
+    "attn_implementation": ATTENTION,
+    "sdpa_backend": SDPA_BACKENDS,
+    "quantise": (*QUANTISATIONS, None),
+}
 
 DeviceMap = Literal["auto"] | Mapping[str, int | str]
 
@@ -69,31 +75,20 @@ class ModelSpec:
 
         `lazyllm.models.load.check_loading` checks what depends on the machine or the checkpoint.
         """
-        for key, choices in (
-            ("load_format", LOAD_FORMATS),
-            ("dtype", DTYPES),
-            ("attn_implementation", ATTENTION),
-            ("sdpa_backend", SDPA_BACKENDS),
-        ):
+        for key, choices in _CHOICES.items():
             if (value := getattr(self, key)) not in choices:
-                raise UserError(f"unknown {key} {value!r}: give one of {', '.join(choices)}")
+                raise UserError(f"unknown {key} {value!r}: give one of {', '.join(map(str, choices))}")
         if self.sdpa_backend != "auto" and self.attn_implementation != "sdpa":
             raise UserError(
                 f"sdpa_backend={self.sdpa_backend} chooses among the backends of attn_implementation=sdpa, but this is "
                 f"{self.attn_implementation}: leave one of them out"
-            )
-        if self.quantise is not None and self.quantise not in QUANTISATIONS:
-            raise UserError(
-                f"unknown quantise {self.quantise!r}: give one of {', '.join(QUANTISATIONS)}, or null for none"
             )
         if self.is_dummy and (self.quantise is not None or self.device_map is not None):
             raise UserError(
                 "load_format=dummy makes random weights in one dtype on one device: leave out quantise and device_map"
             )
         if self.quantise is not None and self.dtype == "float64":
-            raise UserError(
-                f"quantise={self.quantise} with dtype=float64 is of no use: leave out quantise, or give another dtype"
-            )
+            raise UserError(f"quantise={self.quantise} with dtype=float64 is of no use: leave out one of them")
         is_map = isinstance(self.device_map, Mapping) and len(self.device_map) > 0
         if self.device_map not in (None, "auto") and not is_map:
             raise UserError(

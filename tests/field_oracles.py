@@ -278,24 +278,17 @@ def on_the_rest(model: Model, ids: Ids, kept: Ids, steps: int, renumber: bool) -
 
 
 def gemfilter(
-    model: Model,
-    prompt_ids: Ids,
-    layer: int,
-    keep: float,
-    pool: int = 5,
-    sound: bool = False,
-    window: int = 8,
-    steps: int = 4,
+    model: Model, ids: Ids, layer: int, keep: float, pool: int = 5, sound: bool = False, window: int = 8, steps: int = 4
 ) -> FieldOutput:
     """GemFilter: raw products of one layer's last query, averaged over neighbours; the kept ids run as a new prompt.
 
     ``window`` matters with ``sound`` only. Caches are given in positions of the prompt, not of the second pass.
     """
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count = tokens_kept(keep, n)
     kept = list(range(n))
     if count < n:
-        hidden = {p: hand.embed(token) for p, token in enumerate(prompt_ids)}
+        hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
         for number in range(1, layer):
             _, hidden, _ = run_layer(hand, number, hidden, n)
         query = hand.query(layer, hidden[n - 1], n - 1, n)  # [H, d]
@@ -306,21 +299,21 @@ def gemfilter(
         kept = out.best(out.scores[layer], count, forced)
         out.passes.append([n] * layer + [0] * (hand.num_layers - layer))
     out.selected[layer] = kept
-    finish_alone(hand, {new: prompt_ids[p] for new, p in enumerate(kept)}, len(kept), steps, out)
+    finish_alone(hand, {new: ids[p] for new, p in enumerate(kept)}, len(kept), steps, out)
     out.caches = {number: [[kept[new] for new in held] for held in heads] for number, heads in out.caches.items()}
     return out
 
 
 def look_ahead(
-    hand: HandModel, prompt_ids: Ids, num_queries: int, eos_token_ids: Collection[int], width: int
+    hand: HandModel, ids: Ids, num_queries: int, eos_token_ids: Collection[int], width: int
 ) -> tuple[Scores, list[int]]:
     """SpecPrefill's scores of the prompt tokens by a model's greedy look-ahead, and the tokens that gave a query.
 
     For each query: softmax over the prompt keys, average pooling, maximum over layers and heads. Then the mean over
     the queries: the last prompt token's and the look-ahead's.
     """
-    n, tokens = len(prompt_ids), []
-    cache, newest, queries = run_alone(hand, dict(enumerate(prompt_ids)), n)
+    n, tokens = len(ids), []
+    cache, newest, queries = run_alone(hand, dict(enumerate(ids)), n)
     steps = [queries]
     while len(steps) < num_queries and (token := int(np.argmax(hand.logits(newest)))) not in eos_token_ids:
         tokens.append(token)
@@ -348,7 +341,7 @@ def look_ahead(
 def specprefill(
     model: Model,
     draft: Model,
-    prompt_ids: Ids,
+    ids: Ids,
     keep: float,
     lookahead: int = 8,
     chunk: int = 32,
@@ -361,19 +354,19 @@ def specprefill(
 
     ``keep`` is a share of the chunks. ``eos_token_ids`` end the look-ahead, not the generation.
     """
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
-    out.scores[0], out.lookahead = look_ahead(HandModel(draft), prompt_ids, lookahead, eos_token_ids, pool)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
+    out.scores[0], out.lookahead = look_ahead(HandModel(draft), ids, lookahead, eos_token_ids, pool)
     chunks = [range(start, min(start + chunk, n)) for start in range(0, n, chunk)]
     means = {c: sum(out.scores[0][p] for p in members) / len(members) for c, members in enumerate(chunks)}
     forced = {0, max(0, n - chunk) // chunk, len(chunks) - 1} if sound else set()
     best = out.best(means, share_of(keep, len(chunks), ceil), forced)
     out.selected[0] = [p for c in best for p in chunks[c]]
-    return finish_alone(hand, {p: prompt_ids[p] for p in out.selected[0]}, n, steps, out)
+    return finish_alone(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
 
 
 def oracle(
     model: Model,
-    prompt_ids: Ids,
+    ids: Ids,
     keep: float,
     pool: int = 13,
     answer: int | None = None,
@@ -384,11 +377,11 @@ def oracle(
 
     ``answer``: greedy tokens of the full model's answer, ``steps`` by default; ``eos_token_ids`` end it early.
     """
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
     answer = steps if answer is None else answer
-    out.scores[0], out.lookahead = look_ahead(hand, prompt_ids, answer + 1, eos_token_ids, pool)
+    out.scores[0], out.lookahead = look_ahead(hand, ids, answer + 1, eos_token_ids, pool)
     out.selected[0] = out.best(out.scores[0], tokens_kept(keep, n), {n - 1})
-    return finish_alone(hand, {p: prompt_ids[p] for p in out.selected[0]}, n, steps, out)
+    return finish_alone(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
 
 
 # --- Cuts between layers ---
@@ -421,7 +414,7 @@ def snapkv(
 
 def layerwise(
     hand: HandModel,
-    prompt_ids: Ids,
+    ids: Ids,
     steps: int,
     out: FieldOutput,
     after_layer: Callable[[int, Attention], tuple[Iterable[int], Sequence[Collection[int]] | None]],
@@ -431,8 +424,8 @@ def layerwise(
     ``after_layer`` gets a layer and its attention, and returns the positions that enter the next layer and those that
     the layer's cache holds, for each KV head (None: all that entered).
     """
-    n, cache = len(prompt_ids), {}
-    hidden = {p: hand.embed(token) for p, token in enumerate(prompt_ids)}
+    n, cache = len(ids), {}
+    hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
     out.passes.append([])
     for layer in range(1, hand.num_layers + 1):
         out.passes[0].append(len(hidden))
@@ -444,14 +437,14 @@ def layerwise(
     return out
 
 
-def static_pruning(model: Model, prompt_ids: Ids, layer: int, keep: float, steps: int = 4) -> FieldOutput:
+def static_pruning(model: Model, ids: Ids, layer: int, keep: float, steps: int = 4) -> FieldOutput:
     """Static token pruning: once, after ``layer``, by the importance averaged over layers 1 to ``layer``.
 
     Pruned tokens are removed from all layers.
     """
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
     score = dict.fromkeys(range(n), 0.0)
-    hidden = {p: hand.embed(token) for p, token in enumerate(prompt_ids)}
+    hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
     for number in range(1, layer + 1):
         _, hidden, attention = run_layer(hand, number, hidden, n)
         for p in score:
@@ -461,12 +454,12 @@ def static_pruning(model: Model, prompt_ids: Ids, layer: int, keep: float, steps
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
         return kept if number == layer else attention, [kept] * hand.num_kv_heads
 
-    return layerwise(hand, prompt_ids, steps, out, after_layer)
+    return layerwise(hand, ids, steps, out, after_layer)
 
 
 def fastkv(
     model: Model,
-    prompt_ids: Ids,
+    ids: Ids,
     layer: int,
     keep: float = 0.2,
     retain: float = 0.1,
@@ -476,7 +469,7 @@ def fastkv(
     steps: int = 4,
 ) -> FieldOutput:
     """FastKV: one cut after ``layer``, and SnapKV per KV head in every layer. ``keep``, ``retain``: shares."""
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
         m = len(attention)
@@ -489,7 +482,7 @@ def fastkv(
         out.selected[layer] = out.best(out.scores[layer], share_of(keep, n, floor), sorted(attention)[-window:])
         return out.selected[layer], held
 
-    return layerwise(hand, prompt_ids, steps, out, after_layer)
+    return layerwise(hand, ids, steps, out, after_layer)
 
 
 def z_normalised(row: Scores) -> Scores:
@@ -502,24 +495,23 @@ def z_normalised(row: Scores) -> Scores:
 
 def claa(
     model: Model,
-    prompt_ids: Ids,
+    ids: Ids,
     layer: int,
     keep: float,
     layers: int = 4,
     window: int = 8,
     pool: int = 7,
-    pooling: str = "max",
     retain: float | None = None,
     steps: int = 4,
 ) -> FieldOutput:
     """CLAA: FastKV's cut by the maximum of z-scored scores over the last layers and heads. ``retain``: see 24."""
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count, rows = share_of(keep, n, floor), {}  # {layer: for each KV head, z-scores}
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]] | None]:
         if number > layer:
             return attention, None
-        by_head = window_scores(hand, attention, window, pool, pooling)
+        by_head = window_scores(hand, attention, window, pool, "max")
         rows[number] = [z_normalised(row) for row in by_head]
         held = None if retain == 1 or number <= layers else snapkv(out, attention, by_head, window, count)
         if number < layer:
@@ -529,7 +521,7 @@ def claa(
         out.selected[layer] = out.best(out.scores[layer], count, sorted(attention)[-window:])
         return out.selected[layer], held
 
-    return layerwise(hand, prompt_ids, steps, out, after_layer)
+    return layerwise(hand, ids, steps, out, after_layer)
 
 
 def rank_variance(ranked: Sequence[Ids], count: int) -> float:
@@ -540,7 +532,7 @@ def rank_variance(ranked: Sequence[Ids], count: int) -> float:
 
 def asl(
     model: Model,
-    prompt_ids: Ids,
+    ids: Ids,
     first: int,
     threshold: float = 0.3,
     keep: float = 2048,
@@ -551,7 +543,7 @@ def asl(
     steps: int = 4,
 ) -> FieldOutput:
     """ASL: a cut after the first layer at which the ranks of the best tokens have settled. ``retain``: see 29."""
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count = tokens_kept(keep, n)
     budget = n if retain == 1 else tokens_kept(keep if retain is None else retain, n)
     ranked: dict[int, list[int]] = {}
@@ -572,20 +564,14 @@ def asl(
         out.selected[number] = out.best(scores, count + window, sorted(attention)[-window:])
         return out.selected[number], held
 
-    return layerwise(hand, prompt_ids, steps, out, after_layer)
+    return layerwise(hand, ids, steps, out, after_layer)
 
 
 def pyramidinfer(
-    model: Model,
-    prompt_ids: Ids,
-    recent: float = 0.2,
-    decay: float = 0.9,
-    weight: float = 1.2,
-    first: int = 4,
-    steps: int = 4,
+    model: Model, ids: Ids, recent: float = 0.2, decay: float = 0.9, weight: float = 1.2, first: int = 4, steps: int = 4
 ) -> FieldOutput:
     """PyramidInfer: after every layer a share of the older tokens stays, by the attention of the recent tokens."""
-    hand, out, n = HandModel(model), FieldOutput(), len(prompt_ids)
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
     num_recent = max(1, share_of(recent, n, floor))
     weights = dict(zip(range(n - num_recent, n), np.linspace(1, weight, num_recent).tolist(), strict=True))
 
@@ -602,12 +588,12 @@ def pyramidinfer(
         out.scores[number], out.selected[number] = score, sorted({*stay, *weights})
         return out.selected[number], None
 
-    return layerwise(hand, prompt_ids, steps, out, after_layer)
+    return layerwise(hand, ids, steps, out, after_layer)
 
 
 def uniprefill(
     model: Model,
-    prompt_ids: Ids,
+    ids: Ids,
     layers: Collection[int],
     p: float = 0.99,
     window: int = 128,
@@ -642,4 +628,4 @@ def uniprefill(
         out.selected[number] = sorted(stay)
         return out.selected[number], None
 
-    return layerwise(hand, prompt_ids, steps, out, after_layer)
+    return layerwise(hand, ids, steps, out, after_layer)

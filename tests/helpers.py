@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -34,6 +35,17 @@ def tiny() -> tuple[Any, Any]:
     import lazyllm
 
     return lazyllm.load_model("tiny", dtype="float32", device="cpu")
+
+
+def byte_tokenizer(merges: Sequence[tuple[str, str]] = (), end: str | None = None) -> Any:
+    """A tokenizer with a token for each byte and each merge, and one that begins and ends a text, if named."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges), *([end] if end else [])]
+    backend: Any = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [*merges]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end)
 
 
 class Waits(TorchFunctionMode):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.method import Method
 
 _STEPS = 5
+_GREEDY: dict[str, Any] = {"max_new_tokens": _STEPS, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
 
 
 def keeping_everything(method: Method) -> Method:
@@ -32,25 +33,19 @@ def keeping_everything(method: Method) -> Method:
     return replace(method, **(method.keep_all or ({method.target_parameter: 1.0} if method.target_parameter else {})))  # type: ignore[type-var]
 
 
+def can_keep_everything(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
+    """`is_the_model` with `keeping_everything`."""
+    is_the_model(model, keeping_everything(method), prompt)
+
+
 def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int]) -> None:
     """A method that keeps every token gives the model's own tokens and logits, computes all tokens, scores none."""
     ids, n = torch.tensor([prompt]), len(prompt)
     kept = min(keeping.tokens_per_layer(model.config.num_hidden_layers, n))
-    _holds(
-        kept == n,
-        f"{keeping} declares {kept} of {n} tokens: declare what keeps all: target_parameter = KEY, a "
-        "hyperparameter that does at 1.0, or keep_all = {KEY: VALUE, ...}",
-    )
+    declare = "declare what keeps all: target_parameter = KEY (all at 1.0), or keep_all = {KEY: VALUE, ...}"
+    _holds(kept == n, f"{keeping} declares {kept} of {n} tokens: {declare}")
     with torch.inference_mode():
-        expected: Any = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=_STEPS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            use_cache=True,
-        )
+        expected: Any = model.generate(ids, attention_mask=torch.ones_like(ids), **_GREEDY)  # type: ignore[operator]
         logits = model(ids, logits_to_keep=1).logits[0, -1]
     out = generate(model, prompt, keeping, _STEPS, ())
     _same("tokens", out.token_ids, expected[0, n:].tolist())
@@ -109,8 +104,7 @@ def runs_batches_row_by_row(model: PreTrainedModel, method: Method, prompt: Sequ
     }
 
     def run(**inputs: Any) -> Any:
-        asked = {"max_new_tokens": _STEPS, "pad_token_id": 0, "eos_token_id": None, "do_sample": False} | options
-        return model.generate(**inputs, custom_generate=generate_with(method), **asked)  # type: ignore[operator]
+        return model.generate(**inputs, custom_generate=generate_with(method), **_GREEDY | options)  # type: ignore[operator]
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -149,9 +143,7 @@ def _tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
     def note(module: Any, args: tuple[Any, ...]) -> None:
         runs.append(args[0].shape[1])
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(note))
         yield runs
-    finally:
-        for hook in hooks:
-            hook.remove()

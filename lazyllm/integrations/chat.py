@@ -3,10 +3,10 @@
     lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{9: 0.5, 19: 0.5}'
     lazyllm-bench chat --once "entry zanur lantern copper. Question: entry zanur" --max-new-tokens 8
 
-Answers go to standard output, their cost to standard error: TTFT, the share of all turns' prompt tokens that was
-computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the most). With a chat
-template, a turn runs only what the template writes after the last answer; thoughts are off and the date is fixed, as in
-runs. Without a template, each line is a prompt of its own. Answers are greedy. Ctrl-C stops an answer, Ctrl-D ends.
+Answers are greedy and go to standard output, their cost to standard error: TTFT, the share of all turns' prompt tokens
+that was computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the most). With a
+chat template, a turn runs only what it writes after the last answer, without thoughts and with a fixed date, as in
+runs. Without one, each line is a prompt of its own. Ctrl-C stops an answer, Ctrl-D ends.
 """
 
 from __future__ import annotations

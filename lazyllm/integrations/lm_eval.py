@@ -3,11 +3,9 @@
     lazyllm-bench lm-eval --model lazyllm --model_args pretrained=tiny,method=lazy,schedule=2:0.7+5:0.7 --tasks ...
     lazyllm-bench lm-eval --model lazyllm --model_args '{"pretrained": "tiny", "schedule": {"2": 0.7}}' --tasks ...
 
-This is lm-eval's command line with one more model: lm-eval has no plug-ins, so its own `lm_eval` does not know it.
-Without --device, the accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_eval` is enough
-for `simple_evaluate(model="lazyllm", ...)`.
-
-Token ids, truncation, chat templates, stop strings and results are those of lm-eval's `hf`.
+This is lm-eval's command line with one more model, which its own `lm_eval` does not know. Without --device, the
+accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_eval` is enough for
+`simple_evaluate(model="lazyllm", ...)`. Token ids, truncation, chat templates, stop strings and results are lm-eval's.
 """
 
 from __future__ import annotations
@@ -53,18 +51,16 @@ _OF_HF = frozenset(
 class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
-    pretrained, revision, tokenizer, attn_implementation, device: as in `lazyllm.load_model`.
-    method: the method's name.
-    dtype: "auto" is the checkpoint's.
+    pretrained, device, revision, tokenizer, attn_implementation: as in `lazyllm.load_model`. dtype: "auto" is the
+        checkpoint's.
     batch_size: requests that decode together (answers: up to 8), each pruned by its own length; "auto" is 8.
     max_batch_size: ignored; lm-eval passes it to every model.
     settings: the method's hyperparameters (a schedule as `2:0.7+5:0.7`), and arguments of lm-eval's `hf`.
 
-    loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one, as
-        if the model had generated them. All continuations of one token, and one longer continuation, share a prefill.
+    loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one.
     loglikelihood_rolling: in lm-eval the whole text is the continuation, after a prompt of one token. Nothing is left
-        to prune, so methods that prune prompt tokens only give the baseline's perplexity, one token at a time.
-    generate_until: as in lm-eval's `hf`, sampled if the task asks for it; beams are refused (`lazyllm.generate_with`).
+        to prune, so methods that prune prompt tokens only give the baseline's perplexity.
+    generate_until: as in lm-eval's `hf`; beams are refused (`lazyllm.generate_with`).
 
     Raises UserError, before the weights load if possible.
     """
@@ -93,7 +89,7 @@ class PrunedLM(_HFLM):
         self.method = make(method, settings)
         try:
             self.method.check(config)
-            self.method.check_prompt(_prompt_of([0]))
+            self.method.check_prompt(Prompt(torch.tensor([0])))
         except (TypeError, ValueError) as error:
             raise UserError(f"method {method!r}: {error}") from error
         self.method_code = code_of(method)
@@ -106,7 +102,6 @@ class PrunedLM(_HFLM):
             batch_size=BATCH_SIZE if str(batch_size).startswith("auto") else batch_size,  # "auto:N" too
             **of_hf,
         )
-        self.method.prepare(self.model)
 
     # Hooks of lm-eval's `hf`: config, tokenizer and weights are loaded by lazyllm
 
@@ -145,7 +140,7 @@ class PrunedLM(_HFLM):
             single = [number for number in numbers if number not in longer]
             for group in [single + longer[:1], *([number] for number in longer[1:])]:
                 sampler = Forced(requests[group[-1]][2])
-                prefills.append(Request(_prompt_of(context), self.method, len(sampler.token_ids), sampler))
+                prefills.append(Request(Prompt(torch.tensor(context)), self.method, len(sampler.token_ids), sampler))
                 groups.append((sampler, group))
         found: dict[int, tuple[float, bool]] = {}
         for index, _ in generate_requests(self.model, prefills, self.batch_size):
@@ -161,18 +156,13 @@ class PrunedLM(_HFLM):
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
         """The context, truncated on the left to leave room for the continuation without its last token."""
-        room = self.max_length + 1 - len(continuation)
-        if room < 1 or not continuation:
-            raise ValueError(
-                f"a continuation has {len(continuation)} tokens, expected 1 to {self.max_length} (max_length)"
-            )
-        return tuple(context[-room:])
+        m, most = len(continuation), self.max_length
+        if not 1 <= m <= most:
+            raise ValueError(f"a continuation has {m} tokens, expected 1 to {most} (max_length)")
+        return tuple(context[m - 1 - most :])
 
     def _score(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
-        """The continuation's log-probability, and whether greedy decoding gives it.
-
-        logits: [m, v], those before each of the continuation's m tokens.
-        """
+        """The log-probability of the continuation's m tokens by logits [m, v], and whether greedy decoding gives it."""
         wanted = torch.tensor(continuation, device=logits.device)
         logs = F.log_softmax(logits, dim=-1, dtype=self.softmax_dtype).gather(1, wanted[:, None])[:, 0]
         total = float(logs.sum())
@@ -182,13 +172,8 @@ class PrunedLM(_HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
         """context [1, n] -> [1, n + generated tokens], by lm-eval's own call of `model.generate`."""
-        return super()._model_generate(
-            context, max_length, stop, custom_generate=generate_with(self.method), **settings
-        )
-
-
-def _prompt_of(token_ids: Sequence[int]) -> Prompt:
-    return Prompt(torch.tensor(token_ids, dtype=torch.long))
+        settings["custom_generate"] = generate_with(self.method)
+        return super()._model_generate(context, max_length, stop, **settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -43,24 +43,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lazyllm.engine.batch import BATCH_SIZE, generate_requests
 from lazyllm.engine.generation import Generation, check_method, make_request
 from lazyllm.engine.method import Method
-
-# Every field of `GenerationConfig` is in one of three tables; a test checks the installed release.
-# Options that transformers turns into logits processors and stopping criteria, or that are read here.
-HONOURED = frozenset(
-    {"bad_words_ids", "begin_suppress_tokens", "bos_token_id", "do_sample", "encoder_no_repeat_ngram_size"}
-    | {"encoder_repetition_penalty", "eos_token_id", "epsilon_cutoff", "eta_cutoff"}
-    | {"exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "max_length"}
-    | {"max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size"}
-    | {"num_return_sequences", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values"}
-    | {"renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings"}
-    | {"suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config"}
-)
+from lazyllm.methods.support.schedule import check_int
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
-_GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
 _NOT_KEPT = "the layers see different tokens, so it is not recorded: call model(sequences, ...) afterwards"
 
-# Options that a pruned generation cannot honour: {name: (values that have no effect, what to do instead)}.
+# Options that a pruned generation cannot honour: {name: (values that have no effect, what to do instead)}. Those of
+# other generation modes are refused by the mode; all others become logits processors and stopping criteria.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "cache_implementation": ((None, "dynamic"), "a pruned generation makes its own KV cache: leave it out"),
     "compile_config": ((None,), "the number of tokens changes from layer to layer and step to step: leave it out"),
@@ -74,20 +63,17 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_cache": ((None, True), "pruning works on the KV cache: set use_cache=True"),
 }
 
-# Options that choose or tune a generation mode or a cache, which are refused as such, or that no decoding loop reads.
-INERT = frozenset(
-    {"assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind"}
-    | {"cache_config", "constraints", "continuous_batching_config", "decoder_start_token_id", "disable_compile"}
-    | {"diversity_penalty", "dola_layers", "early_stopping", "force_words_ids", "length_penalty", "low_memory"}
-    | {"max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"}
-    | {"num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind"}
-    | {"transformers_version", "use_mtp"}
-)
-
-# Arguments that `generate` hands on. The mask is read, positions and the cache are checked; others have no effect.
-_KNOWN_KWARGS = frozenset(
-    {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "tokenizer"}
-    | {"use_cache"}
+# Arguments of `generate` that are refused: {name: what to do instead}
+_REFUSED_ARGUMENTS = {
+    "assistant_model": _ONE_SEQUENCE,
+    "inputs_embeds": "give input_ids",
+    "streamer": "it does not reach a custom_generate: call model.generate(..., streamer=...) within "
+    "`with lazyllm.using(model, method):`",
+    "synced_gpus": "rows of different processes cannot wait for each other: set it to False",
+}
+# Those that it hands on. The mask is read, positions and the cache are checked; others have no effect.
+_KNOWN_ARGUMENTS = frozenset(
+    {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "tokenizer", "use_cache"}
 )
 # These count tokens from the start of the padded prompt, so they get the ids with padding; all others without.
 _COUNTING = (
@@ -120,23 +106,19 @@ def generate_with(method: Method, *, seed: int | None = None) -> PrunedDecoding:
 
     Sampling and its options, logits processors, stopping criteria, `num_return_sequences` and `return_dict_in_generate`
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
-    assistants, a filled cache, `inputs_embeds`, attentions and hidden states.
-
-    transformers 5 drops `streamer` and the `tokenizer` of `stop_strings` before it calls a `custom_generate`. They are
-    refused: use `lazyllm.using` for these.
+    assistants, a filled cache, `inputs_embeds`, attentions and hidden states; and a streamer or `stop_strings`, which
+    need `lazyllm.using`, as transformers 5 drops `streamer` and `tokenizer` before it calls a `custom_generate`.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
-    and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt, as in
-    transformers. Padding follows a row's answer. `max_time` is for the whole call.
+    and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt.
 
     Up to 8 rows decode together, as in `lazyllm.generate_many`. Rows run one after the other if they are sampled
-    without a seed, or with your own processors or criteria. If these hold state, they must reset it when the ids are
-    those of another prompt.
+    without a seed, or with your own processors or criteria, which must reset their state for another prompt.
 
     seed: None draws from torch's global generator, row after row: a batch gives what single rows give one after the
         other after one `torch.manual_seed`. With a seed, row i draws from its own generator, seeded with seed + i,
         independent of other rows; the global generator is not used.
-    Raises TypeError for anything but a method, ValueError for a bad seed.
+    Raises TypeError for anything but a method, TypeError or ValueError for a bad seed.
     """
     return PrunedDecoding(method, seed)
 
@@ -150,8 +132,8 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
 
     Arguments and results are those of `generate_with`. In addition, a `streamer` (for one row) and `stop_strings` with
-    `tokenizer` are honoured; `assistant_model`, `synced_gpus` and any cache are refused. Nested contexts: the innermost
-    wins. A call's own `custom_generate` wins over all. Raises TypeError for anything but a model of transformers.
+    `tokenizer` are honoured, and a paged cache is refused. Nested contexts: the innermost wins. A call's own
+    `custom_generate` wins over all. Raises TypeError for anything but a model of transformers.
     """
     original = type(model)
     if not issubclass(original, GenerationMixin):
@@ -171,10 +153,7 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
 
 class _Pruning:
-    """Overrides of `GenerationMixin`: the decoding loops, and steps before them whose arguments do not reach the loops.
-
-    lazyllm_decoding: replaces the loops.
-    """
+    """Overrides of `GenerationMixin`. lazyllm_decoding: replaces its loops."""
 
     lazyllm_decoding: PrunedDecoding
 
@@ -187,54 +166,21 @@ class _Pruning:
         """Refuse continuous batching, which `generate` begins for a paged cache. Raises ValueError."""
         raise ValueError("continuous batching (a paged cache) is not supported with a pruning method: leave it out")
 
-    def _get_deprecated_gen_repo(
-        self, mode: GenerationMode, trust_remote_code: Any, custom_generate: Any = None
-    ) -> None:
-        """Refuse a mode whose loop is code of the hub, trusted or not. Raises ValueError."""
-        repository = super()._get_deprecated_gen_repo(mode, True, custom_generate)  # type: ignore[misc]
-        if repository is not None:
+    def _get_deprecated_gen_repo(self, mode: GenerationMode, _: Any, custom_generate: Any = None) -> None:
+        """Refuse modes of other loops, before one is fetched from the hub. Raises ValueError."""
+        if custom_generate is None:
             _check_mode(mode)
 
-    def _prepare_cache_for_generation(self, config: Any, model_kwargs: dict[str, Any], *others: Any) -> Any:
-        """Refuse a given cache, even an empty one: a pruned generation does not fill it. Raises ValueError."""
-        if model_kwargs.get("past_key_values") is not None:
-            raise ValueError(_GIVEN_CACHE)
-        return super()._prepare_cache_for_generation(config, model_kwargs, *others)  # type: ignore[misc]
 
-    def _prepare_attention_mask_for_generation(self, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
-        """Refuse to guess the mask of rows that may be padded on the right. Raises ValueError."""
-        pad_id = config._pad_token_tensor
-        if len(ids) > 1 and pad_id is not None and (ids[:, -1] == pad_id).any():
-            raise ValueError(
-                "rows end with the padding token and there is no attention_mask: pad on the left, "
-                "tokenizer.padding_side='left', and give the attention_mask"
-            )
-        return super()._prepare_attention_mask_for_generation(ids, config, model_kwargs)  # type: ignore[misc]
-
-
-def _check_dropped(frame: FrameType | None) -> None:
-    """Refuse arguments that `model.generate` was given and does not pass on to a custom_generate.
+def _dropped_arguments(frame: FrameType | None) -> dict[str, Any]:
+    """Refused arguments that `model.generate` was given and does not pass on to a custom_generate.
 
     frame: the frame of that custom_generate. Only its caller's local variables still hold such arguments.
     """
     caller = None if frame is None else frame.f_back
     if caller is None or caller.f_code is not inspect.unwrap(vars(GenerationMixin)["generate"]).__code__:
-        return
-    given = caller.f_locals
-    _check_helpers(given.get("assistant_model"), given.get("synced_gpus"))
-    if given.get("streamer") is not None:
-        raise ValueError(
-            "a streamer does not reach a custom_generate: leave that out, and call model.generate(..., streamer=...) "
-            "within `with lazyllm.using(model, method):`"
-        )
-
-
-def _check_helpers(assistant_model: Any, synced_gpus: Any) -> None:
-    """Refuse an assistant model and generation synchronised between processes. Raises ValueError."""
-    if assistant_model is not None:
-        raise ValueError(f"assistant_model is not supported with a pruning method: {_ONE_SEQUENCE}")
-    if synced_gpus:
-        raise ValueError("synced_gpus: rows of different processes cannot wait for each other; set it to False")
+        return {}
+    return {name: caller.f_locals[name] for name in _REFUSED_ARGUMENTS.keys() & caller.f_locals.keys()}
 
 
 @dataclass(frozen=True)
@@ -246,8 +192,8 @@ class PrunedDecoding:
 
     def __post_init__(self) -> None:
         check_method(self.method)
-        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0):
-            raise ValueError(f"seed={self.seed!r}: give a whole number of 0 or more, or None")
+        if self.seed is not None:
+            check_int("seed", self.seed, 0)
 
     def __call__(
         self,
@@ -264,10 +210,8 @@ class PrunedDecoding:
 
         model_kwargs: the arguments that `generate` prepared for `forward`.
         """
-        _check_dropped(inspect.currentframe())
-        _check_helpers(model_kwargs.get("assistant_model"), synced_gpus)
         check_options(generation_config)
-        _check_call(model_kwargs)
+        _check_arguments({**model_kwargs, "synced_gpus": synced_gpus, **_dropped_arguments(inspect.currentframe())})
         (rows, width), device = input_ids.shape, input_ids.device
         if streamer is not None and rows > 1:
             raise ValueError(f"a streamer takes one row, got {rows}: call generate for each row")
@@ -313,11 +257,10 @@ class PrunedDecoding:
         sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
         if not wanted:
             return sequences
-        steps = sequences.shape[1] - width
         return LazyGenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
-            scores=_by_step([row.scores for row in samplers], steps, pad_id, float("-inf")),  # type: ignore[arg-type]
-            logits=_by_step([row.logits for row in samplers], steps, None, math.nan),  # type: ignore[arg-type]
+            scores=_by_step([row.scores for row in samplers], pad_id, float("-inf")),  # type: ignore[arg-type]
+            logits=_by_step([row.logits for row in samplers], None, math.nan),  # type: ignore[arg-type]
             generations=generations,
         )
 
@@ -345,7 +288,7 @@ class _RowSampler:
 
     def sample(self, logits: Tensor) -> Tensor:
         """As `Sampler.sample`, outside inference mode, so that processors and results have ordinary tensors."""
-        with torch.inference_mode(False), torch.no_grad(), _not_called(self.model):
+        with torch.inference_mode(False), torch.no_grad(), self.model.register_forward_pre_hook(_refuse_call):
             # [v] -> [1, v]; processors may write into it
             scores = own = logits[None].to(device=self.ids.device, dtype=torch.float32, copy=True)
             for processor in self.processors:
@@ -378,35 +321,20 @@ class _RowSampler:
         return self.ids if isinstance(rule, _COUNTING) else self.ids[:, self.left :]
 
 
-@contextmanager
-def _not_called(model: PreTrainedModel) -> Iterator[None]:
+def _refuse_call(model: Any, _: Any) -> None:
     """Refuse calls of the model by a processor or criterion: the model computes with the generation's attention."""
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError(
-            f"a logits processor or stopping criterion called {type(model).__name__} while it generates with a method: "
-            "give it another model"
-        )
-
-    hook = model.register_forward_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        hook.remove()
+    raise RuntimeError(
+        f"a logits processor or stopping criterion called {type(model).__name__} while it generates with a method: "
+        "give it another model"
+    )
 
 
 def check_options(config: GenerationConfig) -> None:
     """Refuse generation options that a pruned generation cannot honour. Raises ValueError."""
     for name, (accepted, instead) in REFUSED.items():
-        value = getattr(config, name, None)
-        if value not in accepted:
+        if (value := getattr(config, name, None)) not in accepted:
             raise ValueError(f"{name}={value!r} is not supported with a pruning method: {instead}")
     _check_mode(config.get_generation_mode())
-    for name, default in vars(GenerationConfig()).items():
-        value = getattr(config, name, None)
-        known = name.startswith("_") or name in HONOURED | REFUSED.keys() | INERT
-        if not known and value not in (None, default):
-            raise ValueError(f"{name}={value!r} is an option of a newer transformers, unknown here: leave it out")
 
 
 def _check_mode(mode: GenerationMode) -> None:
@@ -415,15 +343,15 @@ def _check_mode(mode: GenerationMode) -> None:
         raise ValueError(f"generation mode {mode.value} is not supported with a pruning method: {_ONE_SEQUENCE}")
 
 
-def _check_call(model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse other arguments of `model.generate` that are not supported. Raises ValueError."""
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("inputs_embeds are not supported with a pruning method: give input_ids")
-    cache = model_kwargs.get("past_key_values")  # transformers makes an empty one for every call
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `model.generate` that are not supported. Raises ValueError."""
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    for name in _REFUSED_ARGUMENTS.keys() & given.keys():
+        raise ValueError(f"{name} is not supported with a pruning method: {_REFUSED_ARGUMENTS[name]}")
+    cache = given.get("past_key_values")  # transformers makes an empty one for every call
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(_GIVEN_CACHE)
-    unknown = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_KWARGS)
-    if unknown:
+        raise ValueError("past_key_values are not supported: leave them out, and give the whole prompt")
+    if unknown := sorted(given.keys() - _KNOWN_ARGUMENTS):
         raise ValueError(f"{', '.join(unknown)}: not passed to the model's layers; leave it out")
 
 
@@ -480,13 +408,14 @@ def _rule_of_row(processor: Any, input_ids: Tensor, row: int, left: int) -> Any:
 
 
 def _by_step(
-    rows: Sequence[tuple[Tensor, ...] | None], steps: int, pad_id: int | None, filling: float
+    rows: Sequence[tuple[Tensor, ...] | None], pad_id: int | None, filling: float
 ) -> tuple[Tensor, ...] | None:
     """Per row and step [1, v] -> per step [b, v]; rows that have ended are `filling`, but 0 at `pad_id`."""
-    kept = [row for row in rows if row is not None]
+    kept = [torch.cat(row) for row in rows if row is not None]
     if not kept:
         return None
-    after = torch.full_like(kept[0][0], filling)
-    if pad_id is not None and 0 <= pad_id < after.shape[1]:
-        after[:, pad_id] = 0
-    return tuple(torch.cat([row[step] if step < len(row) else after for row in kept]) for step in range(steps))
+    by_row = pad_sequence(kept, batch_first=True, padding_value=filling)  # [b, steps, v]
+    if pad_id is not None and 0 <= pad_id < by_row.shape[2]:
+        for padded, row in zip(by_row, kept, strict=True):
+            padded[len(row) :, pad_id] = 0
+    return by_row.unbind(dim=1)

@@ -1,4 +1,4 @@
-"""The methods, one file each. A new one is a file, a row here, a config, a row in
+"""The methods, one file each, which gives the name. A new one is a file, its class here, a config, a row in
 `tests/lazyllm/methods/method_matrix.py`.
 
 Installed packages and files of a user can hold methods too (`lazyllm.methods.support.plugins`): `make` and `by_name`
@@ -34,27 +34,12 @@ from lazyllm.methods.support.bases import Select as Select
 from lazyllm.methods.uniprefill import UniPrefill
 
 METHODS: dict[str, type[Method]] = {
-    "asl": ASL,
-    "baseline": Baseline,
-    "claa": CLAA,
-    "fastkv": FastKV,
-    "gemfilter": GemFilter,
-    "lazy": Lazy,
-    "oracle": Oracle,
-    "prompt_compression": PromptCompression,
-    "pyramidinfer": PyramidInfer,
-    "random_drop": RandomDrop,
-    "specprefill": SpecPrefill,
-    "static_pruning": StaticPruning,
-    "uniprefill": UniPrefill,
-}
-
-
-def __getattr__(name: str) -> Any:
-    renamed = {"Look": "ScoreSpec", "Layerwise": "Prune"}
-    if name in renamed:
-        raise ImportError(f"lazyllm.methods.{name} has another name: from lazyllm.methods import {renamed[name]}")
-    raise AttributeError(f"module 'lazyllm.methods' has no attribute {name!r}")
+    kind.__module__.rpartition(".")[2]: kind
+    for kind in (
+        ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, Oracle, PromptCompression, PyramidInfer, RandomDrop, SpecPrefill,
+        StaticPruning, UniPrefill,
+    )
+}  # fmt: skip
 
 
 def known() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -71,18 +72,14 @@ class SpecPrefill(Select):
 
     def check(self, config: Any) -> None:
         if self.draft is None:
-            _warn_once(
-                "specprefill has no draft: the model drafts for itself, which costs more than it saves; %s", _OTHER
-            )
+            _warn_once("specprefill has no draft: drafting by the model itself costs more than it saves; give one")
         draft = self.scoring_config(config)
         # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
         may_differ = same_family and draft.bos_token_id is not None
         if draft.vocab_size != config.vocab_size and not may_differ:
-            raise ValueError(
-                f"draft {self.draft!r} has {draft.vocab_size} tokens in its vocabulary, the model {config.vocab_size}: "
-                f"{_OTHER}"
-            )
+            sizes = f"{draft.vocab_size} tokens in its vocabulary, the model {config.vocab_size}"
+            raise ValueError(f"draft {self.draft!r} has {sizes}: {_OTHER}")
         own, other = (LayerShape.of(each).linear_flops * each.num_hidden_layers for each in (config, draft))
         if other > own:
             raise ValueError(
@@ -124,20 +121,14 @@ class SpecPrefill(Select):
         return prefill_flops(draft, [run] * draft.num_hidden_layers, logits=self.lookahead)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-        from lazyllm.methods.support.other_models import open_beside
-
-        if self.draft is None:
-            return self.choose(self.scores(decoder, prompt.token_ids))
-        (spec,) = self.models()
-        with open_beside(spec, decoder) as draft:
-            return self.choose(self.scores(draft, prompt.token_ids)).to(decoder.device)
-
-    def scores(self, draft: Decoder, token_ids: Tensor) -> Tensor:
-        """[n] scores of the tokens [n], on the draft's device."""
         from lazyllm.engine.generation import end_ids_of
         from lazyllm.methods.support.look_ahead import look_ahead
+        from lazyllm.methods.support.other_models import open_beside
 
-        return look_ahead(draft, token_ids.to(draft.device), self.lookahead, self.pool, end_ids_of(draft.model))
+        with open_beside(self.models()[0], decoder) if self.draft else nullcontext(decoder) as draft:
+            token_ids = prompt.token_ids.to(draft.device)
+            scores = look_ahead(draft, token_ids, self.lookahead, self.pool, end_ids_of(draft.model))
+            return self.choose(scores).to(decoder.device)
 
     def choose(self, scores: Tensor) -> Tensor:
         """The ascending positions of the tokens in the best chunks, of scores [n]."""

@@ -32,23 +32,15 @@ def render(
 ) -> str:
     """The conversation in the tokenizer's chat template, up to the beginning of the next answer.
 
-    args: the template's arguments.
-    today: YYYY-MM-DD.
-    Raises UserError if the template refuses the messages.
+    args: the template's arguments. today: YYYY-MM-DD. Raises UserError if the template refuses the messages.
     """
     from jinja2 import TemplateError
 
     day = date.fromisoformat(today)
-    template = _with_date(tokenizer.get_chat_template(), day)
     settings: dict[str, Any] = {"date_string": day.strftime("%d %b %Y"), **args}
+    settings |= {"chat_template": _with_date(tokenizer.get_chat_template(), day), "add_generation_prompt": True}
     try:
-        return tokenizer.apply_chat_template(  # type: ignore[return-value]  # a text, as it is not tokenised
-            [dict(message) for message in messages],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **settings,
-        )
+        return tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **settings)  # type: ignore[return-value]
     except TemplateError as error:
         raise UserError(f"the tokenizer's chat template refuses the messages ({error})") from error
 
@@ -62,8 +54,7 @@ def text_between_answers(
 ) -> str:
     """The text that the template puts between an answer and the next one, if the user's message is `text`.
 
-    It is "" if the template leaves earlier answers out of the prompt.
-    before: messages before the first question.
+    It is "" if the template leaves earlier answers out of the prompt. before: messages before the first question.
     The other arguments and errors are those of `render`.
     """
     roles = (("user", "question"), ("assistant", _ANSWER), ("user", text))

@@ -98,6 +98,8 @@ def check_files(folder: Path, source: str, weights_file: str | None = None) -> N
     weights_file: the file that its config names (`transformers_weights`).
     Only headers of safetensors are read. No pickle is opened.
     """
+    from safetensors import SafetensorError, safe_open
+
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{source} is an adapter: merge it into its model (peft's merge_and_unload), and give the result's folder"
@@ -105,33 +107,23 @@ def check_files(folder: Path, source: str, weights_file: str | None = None) -> N
     name = weights_file or next((name for name in FIRST_FILES if (folder / name).is_file()), None)
     if name is None:
         raise UserError(f"{source} has no weights: expected one of {', '.join(FIRST_FILES)}")
-    for shard in shards_of(folder / name) if name.endswith(".index.json") else [name]:
-        _check_shard(folder, shard)
-
-
-def shards_of(index: Path) -> list[str]:
-    """The files that a checkpoint's index names. Raises UserError."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({str(Path(name)) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} could not be used ({type(error).__name__}: {error})") from error
-
-
-def _check_shard(folder: Path, name: str) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    file = folder / name
-    if Path(name).name != name:
-        raise UserError(f"{folder}: its weights are in {name!r}, outside the folder: put them into the folder")
-    if not file.is_file():
-        raise UserError(f"{file} is missing: the checkpoint is not complete; download or copy it again")
-    if not name.endswith(".safetensors"):
-        return  # a pickle, which `torch.load` checks when it reads it
-    try:
-        with safe_open(file, framework="pt"):
-            pass  # opening compares the file's length with its header
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{file} is damaged or cut short ({error}): download or copy it again, and compare its size"
-        ) from error
+    shards = [name]
+    if name.endswith(".index.json"):
+        try:
+            shards = sorted({str(Path(shard)) for shard in read_json(folder / name, source)["weight_map"].values()})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{source}: its {name} could not be used ({type(error).__name__}: {error})") from error
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise UserError(f"{folder}: its weights are in {shard!r}, outside the folder: put them into the folder")
+        if not (folder / shard).is_file():
+            raise UserError(f"{folder / shard} is missing: the checkpoint is not complete; download or copy it again")
+        if not shard.endswith(".safetensors"):
+            continue  # a pickle, which `torch.load` checks when it reads it
+        try:
+            with safe_open(folder / shard, framework="pt"):
+                pass  # opening compares the file's length with its header
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{folder / shard} is damaged or cut short ({error}): download or copy it again, and compare its size"
+            ) from error

@@ -14,22 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError
-from lazyllm.models.checkpoint import (
-    CONFIGS,
-    PICKLED_WEIGHTS,
-    SAFETENSORS,
-    WEIGHTS,
-    check_files,
-    folder_of,
-    read_json,
-)
-from lazyllm.models.quantisation import (
-    check_quantise,
-    check_quantised,
-    quantisation_config,
-    quantised_by,
-    require_package,
-)
+from lazyllm.models import quantisation
+from lazyllm.models.checkpoint import CONFIGS, PICKLED_WEIGHTS, SAFETENSORS, WEIGHTS, check_files, folder_of, read_json
+from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
 from lazyllm.spec import DeviceMap, ModelSpec
@@ -54,19 +41,7 @@ def load_model(
     With `load_format="dummy"`, the tokenizer is None unless `tokenizer` names one or the model is a folder.
     Raises UserError.
     """
-    spec = ModelSpec(
-        name,
-        load_format,
-        dtype,
-        device,
-        revision,
-        tokenizer,
-        attn_implementation,
-        sdpa_backend,
-        quantise,
-        device_map,
-        seed,
-    )
+    spec = ModelSpec(**locals())
     return load_weights(spec), load_tokenizer_of(spec)
 
 
@@ -88,10 +63,9 @@ def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
     model = random_weights(config, spec) if spec.is_dummy else _checkpoint(spec, config)
     model.eval()
     model.sdpa_backend = spec.sdpa_backend  # pyright: ignore[reportArgumentType]  # read by `lazyllm.engine.sdpa`
-    if plain:
-        return model
     try:
-        check_same_as_model(model)
+        if not plain:
+            check_same_as_model(model)
     except FloatingPointError as error:
         raise UserError(
             f"{spec.name}: {error} in {spec.dtype}: check that its weights are complete, or give another dtype"
@@ -104,9 +78,9 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     spec.check()
     devices_in_use(spec)
     if spec.device_map is not None:
-        require_package("accelerate", "device_map")
+        quantisation.require_package("accelerate", "device_map")
     if spec.quantise is not None:
-        check_quantise(spec.quantise, getattr(torch, spec.dtype), as_device(spec.device))
+        quantisation.check_quantise(spec.quantise, getattr(torch, spec.dtype), as_device(spec.device))
     config = load_config(spec)
     kind = quantised_by(config)
     if kind is not None and spec.is_dummy:
@@ -114,7 +88,7 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     if kind is not None and spec.quantise is not None:
         raise UserError(f"{spec.source} is already quantised ({kind}): leave out quantise={spec.quantise}")
     if not spec.is_dummy:
-        check_quantised(spec.source, config, spec.device_map)
+        quantisation.check_quantised(spec.source, config, spec.device_map)
         if Path(spec.source).is_dir():
             check_files(Path(spec.source), spec.source, getattr(config, "transformers_weights", None))
     return config
@@ -174,13 +148,9 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     Raises UserError.
     """
     end_ids: Any = getattr(load_config(spec), "eos_token_id", None)
-    if not spec.is_dummy:
-        file = folder_of(spec, CONFIGS) / "generation_config.json"
-        if file.is_file():
-            end_ids = read_json(file, spec.source).get("eos_token_id", end_ids)
-    if end_ids is None:
-        return ()
-    return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids)
+    if not spec.is_dummy and (file := folder_of(spec, CONFIGS) / "generation_config.json").is_file():
+        end_ids = read_json(file, spec.source).get("eos_token_id", end_ids)
+    return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids or ())
 
 
 def as_device(name: str) -> torch.device:
@@ -222,7 +192,7 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device, so they are made on it
     # left out if there is none, as None would override the quantisation in the checkpoint's config
-    quantise = {} if spec.quantise is None else {"quantization_config": quantisation_config(spec.quantise, dtype)}
+    own = {} if spec.quantise is None else {"quantization_config": quantisation.config_of(spec.quantise, dtype)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -232,7 +202,7 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
             dtype=dtype,
             attn_implementation=spec.attn_implementation,
             device_map=placement,
-            **quantise,
+            **own,
         )
     except torch.OutOfMemoryError:
         raise

@@ -24,8 +24,8 @@ def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> N
 
     quantise: one of `QUANTISATIONS`.
     """
-    require_package(QUANTISATIONS[quantise], f"quantise={quantise}")
-    require_package("accelerate", f"quantise={quantise}")
+    for package in (QUANTISATIONS[quantise], "accelerate"):
+        require_package(package, f"quantise={quantise}")
     if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
         raise UserError(
             f"quantise=int4 needs bfloat16 on CUDA (torchao has no other kernels), got "
@@ -33,7 +33,7 @@ def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> N
         )
 
 
-def quantisation_config(quantise: str, dtype: torch.dtype) -> Any:
+def config_of(quantise: str, dtype: torch.dtype) -> Any:
     """The `quantization_config` of `from_pretrained`. Its package must be installed (`check_quantise`)."""
     match quantise:
         case "int8":
@@ -75,14 +75,11 @@ def check_quantised(source: str, config: Any, device_map: Any) -> None:
     if kind is None:
         return
     require_package("accelerate", f"{source}, which is quantised ({kind}),")
-    settings = config.quantization_config
-    if not AutoHfQuantizer.supports_quant_method(settings):
-        raise UserError(f"{source} is quantised by {kind!r}, which transformers {transformers.__version__} cannot read")
     try:
-        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
         quantizer.validate_environment(device_map=device_map, weights_only=True)
     except (ImportError, ValueError, RuntimeError, TypeError, AssertionError) as error:
-        raise UserError(f"{source} is quantised ({kind}) and cannot be read here: {error}") from error
+        raise UserError(f"{source} is quantised by {kind!r} and cannot be read here: {error}") from error
 
 
 def require_package(package: str, what_for: str) -> None:

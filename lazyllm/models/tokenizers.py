@@ -1,10 +1,9 @@
 """Tokenizers with the token ids that the checkpoints were trained with, without running a repository's code.
 
-From a folder with only Llama 2's sentencepiece `tokenizer.model`, transformers 5 makes another tokenizer than the
-model's: `AutoTokenizer` and `LlamaTokenizer.from_pretrained` order the merges by vocabulary id instead of by score
-("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and add no BOS token. `load_tokenizer` builds such a
-tokenizer itself; tests compare its ids with the sentencepiece library's on whole LongBench prompts. XGen 7B's tokenizer
-exists only as the repository's code; `lazyllm/models/xgen_tokenizer.py` replaces it.
+From a folder with only Llama 2's sentencepiece `tokenizer.model`, transformers 5 orders the merges by vocabulary id
+instead of by score ("is.  See" gets the pieces "▁▁", "See" instead of "▁", "▁See"), and adds no BOS token. So
+`load_tokenizer` builds such a tokenizer itself. XGen 7B's tokenizer exists only as the repository's code;
+`lazyllm/models/xgen_tokenizer.py` replaces it.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ _INSTEAD = (
 def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder, a sentencepiece file or the hub. No remote code is run.
 
-    source: a folder with `tokenizer.json`, or with sentencepiece's `tokenizer.model` (BPE); that file; or the hub id of
-        a repository with one of these. `tokenizer.json` is preferred. Without both, a `tokenizer_config.json` that
-        names XGen 7B's tokenizer is enough.
+    source: a folder or the hub id of a repository with `tokenizer.json`, else sentencepiece's `tokenizer.model` (BPE),
+        else a `tokenizer_config.json` that names XGen 7B's tokenizer; or a sentencepiece file.
     revision: branch, tag or commit of a hub id.
     Raises UserError if no such file exists, if it is damaged or of another kind, or if the hub does not answer.
     """
@@ -65,9 +63,8 @@ def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
     found = _local_path(source, revision)
     folder = found.parent if found.is_file() else found
     file = folder / _CONFIG
-    if any(folder.glob("chat_template.*")):
-        return True
-    return file.is_file() and bool(read_json(file, str(source)).get("chat_template"))
+    has_config = file.is_file() and read_json(file, str(source)).get("chat_template")
+    return bool(has_config) or any(folder.glob("chat_template.*"))
 
 
 def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
@@ -93,25 +90,15 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
     """A tokenizer made from a sentencepiece BPE model of Llama's kind, with the sentencepiece library's token ids.
 
     It uses the `chat_template.jinja` and the settings of a `tokenizer_config.json` in the same folder; without settings
-    it adds BOS and not EOS, as for Llama 2. Raises UserError for other files, and for sentencepiece models of another
-    kind than Llama's (BPE, bytes for unknown characters, no normalisation but a space before the text).
+    it adds BOS and not EOS, as for Llama 2. Raises UserError for other files, and for models of another kind.
     """
     from tokenizers import normalizers
     from transformers import LlamaTokenizer
+    from transformers.convert_slow_tokenizer import generate_merges
 
     proto = _sentencepiece_proto(model_file)
     pieces = proto.pieces
-    normal = type(pieces[0]).NORMAL
-    score = {piece.piece: piece.score for piece in pieces if piece.type == normal}
-    merges = [
-        (-score[piece], -cut, piece[:cut], piece[cut:])
-        for piece in score
-        for cut in range(1, len(piece))
-        if piece[:cut] in score and piece[cut:] in score
-    ]
-    # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only runs of spaces
-    # have equal scores; for them "leftmost first" means the longest left part first.
-    merges.sort()
+    score = {piece.piece: piece.score for piece in pieces if piece.type == type(piece).NORMAL}
     special = {f"{name}_token": pieces[getattr(proto.trainer_spec, f"{name}_id")].piece for name in _SPECIAL}
     settings: dict[str, Any] = {"add_bos_token": True, "add_eos_token": False}
     if (config_file := model_file.parent / _CONFIG).is_file():
@@ -121,7 +108,9 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
         settings["chat_template"] = template.read_text(encoding="utf-8")
     tokenizer = LlamaTokenizer(
         vocab={piece.piece: number for number, piece in enumerate(pieces)},
-        merges=[(left, right) for _, _, left, right in merges],
+        # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only runs of
+        # spaces have equal scores; for them "leftmost first" means the longest left part first, as here
+        merges=generate_merges(score, score),
         legacy=True,
         **special,
         **settings,
@@ -143,7 +132,7 @@ def _sentencepiece_proto(model_file: Path) -> Any:
     except DecodeError as error:
         raise UserError(f"{model_file}: not a sentencepiece model; give a folder with tokenizer.json") from error
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
-    llama_like = (
+    is_llamas_kind = (
         len(proto.pieces) > 0
         and trainer.model_type == _BPE
         and trainer.byte_fallback
@@ -154,7 +143,7 @@ def _sentencepiece_proto(model_file: Path) -> Any:
         # no pieces that are matched before merging: Llama's has none
         and not any(piece.type == type(piece).USER_DEFINED for piece in proto.pieces)
     )
-    if not llama_like:
+    if not is_llamas_kind:
         raise UserError(
             f"{model_file}: a sentencepiece model of another kind than Llama's (BPE with byte fallback and no "
             "normalisation); give a folder with tokenizer.json"

@@ -1,8 +1,7 @@
 """XGen 7B's tokenizer, without its repository's code.
 
-The checkpoint's own tokenizer is Python code over tiktoken (`tokenization_xgen.py`), which is not run; it has been
-broken since transformers 4.34. This one has the same ids. It is a fast tokenizer of transformers, so it also gives each
-token's characters (offsets):
+The checkpoint's own tokenizer is Python code over tiktoken, which is not run and broken since transformers 4.34. This
+fast tokenizer of transformers has the same ids, and also gives each token's characters (offsets):
 
 - ids 0 to 50256 are GPT-2's: 256 bytes, 50,000 merges, `<|endoftext|>`. All follow from GPT-2's `merges.txt`.
 - ids 50257 to 50294 are runs of 31 down to 2 spaces, then of 9 down to 2 tabs. They are not added tokens, which would
@@ -42,7 +41,6 @@ MERGES = "merges.txt"
 # of merges.txt in that repository, which is the `vocab.bpe` that OpenAI published and tiktoken checks by the same hash
 MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
-_CLASS = "XgenTokenizer"
 # Keys of the checkpoint's tokenizer_config.json that change ids, with XGen 7B's values.
 _EXPECTED = {"eos_token": END_OF_TEXT, "add_eos_token": False, "add_special_tokens": True}
 _INSTEAD = (
@@ -53,10 +51,7 @@ _INSTEAD = (
 
 def is_xgen(config_file: Path) -> bool:
     """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises UserError if the file is damaged."""
-    config = read_json(config_file, str(config_file.parent))
-    by_code = (config.get("auto_map") or {}).get("AutoTokenizer") or []  # "module.Class", or a list of these
-    names = [config.get("tokenizer_class"), *([by_code] if isinstance(by_code, str) else by_code)]
-    return any(name is not None and name.rsplit(".", 1)[-1] == _CLASS for name in names)
+    return read_json(config_file, str(config_file.parent)).get("tokenizer_class") == "XgenTokenizer"
 
 
 def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
@@ -67,14 +62,14 @@ def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
     """
     config = read_json(config_file, str(config_file.parent))
     for key, expected in _EXPECTED.items():
-        if (value := _text_of(config.get(key, expected))) != expected:
+        if (value := config.get(key, expected)) != expected:
             raise UserError(f"{config_file}: {key} is {value!r}, expected XGen 7B's {expected!r}")
     settings = {key: config[key] for key in ("chat_template", "model_max_length") if config.get(key) is not None}
     folder = config_file.parent
     if not (folder / MERGES).is_file():
         folder = hub_folder(GPT2, [MERGES], instead=_INSTEAD)
     tokenizer = xgen_tokenizer(read_merges(folder / MERGES), **settings)
-    if (padding := _text_of(config.get("pad_token"))) is not None:
+    if (padding := config.get("pad_token")) is not None:
         if padding not in (END_OF_TEXT, *CONTROL_TOKENS):
             raise UserError(f"{config_file}: pad_token is {padding!r}, which is not one of XGen 7B's tokens")
         tokenizer.pad_token = padding
@@ -115,8 +110,3 @@ def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTra
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False, **settings
     )
-
-
-def _text_of(value: Any) -> Any:
-    """A token's text. A tokenizer_config.json holds a token as a string, or as an object with a `content`."""
-    return value.get("content") if isinstance(value, dict) else value

@@ -15,14 +15,8 @@ import numpy as np
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_sentence
-from lazyllm.methods.prompt_compression.scoring import (
-    carried_over,
-    scoring_flops,
-    self_information,
-    self_information_by,
-    window_size,
-)
-from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter, starts_in
+from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information, window_size
+from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
 from lazyllm.spec import ModelSpec
@@ -55,8 +49,7 @@ class PromptCompression(Select):
     the newest is droppable, and the unit is "token".
 
     In one piece, the context is scored from its first droppable token to its last, answers of examples between them
-    included. Scoring is part of TTFT; its share is `Generation.scoring_s`. With keep=1 nothing is scored.
-    `scoring_flops` assumes one piece.
+    included. With keep=1 nothing is scored. `scoring_flops` assumes one piece.
 
     Ours: a number of tokens to keep instead of a percentile of the units; a unit's self-information is the mean over
     its tokens (as in the authors' code; the paper adds them up, which prefers long units; in one piece, only droppable
@@ -104,28 +97,23 @@ class PromptCompression(Select):
             matrices_beside(spec)
 
     def check_prompt(self, prompt: Prompt) -> None:
-        reasons = {
-            f"unit={self.unit!r}": self.unit != "token",
-            f"scoring={self.scoring!r}": self.scoring == "sentences",
-            "a scorer with a tokenizer of its own": self.scorer is not None,
-        }
-        what = next((reason for reason, holds in reasons.items() if holds), None)
-        if what is not None and not prompt.text:
-            raise ValueError(f"{what} needs the prompt's text: give a lazyllm.Prompt, not token ids")
+        if not prompt.text and (self.unit, self.scoring, self.scorer) != ("token", "context", None):
+            raise ValueError(
+                "only unit='token' with scoring='context' and no scorer can do without the prompt's text: give these, "
+                "or a lazyllm.Prompt in place of token ids"
+            )
         if prompt.text and len(prompt.spans) != len(prompt):
             raise ValueError(
-                f"prompt compression needs the character range of each of the {len(prompt)} tokens, but the prompt has "
-                f"{len(prompt.spans)} ranges: the tokenizer gives no offsets (it is not a fast one), or its chat "
-                "template changes the prompt's text"
+                f"the prompt has character ranges of {len(prompt.spans)} of its {len(prompt)} tokens: the tokenizer "
+                "gives no offsets (it is not a fast one), or its chat template changes the prompt's text"
             )
 
     def prepare(self, model: PreTrainedModel) -> None:
         if self.unit != "token":
             load_splitter(self.unit)
         for spec in self.models():
-            from lazyllm.methods.support.other_models import load_beside, tokenizer_beside
+            from lazyllm.methods.support.other_models import load_beside
 
-            tokenizer_beside(spec)
             load_beside(spec, model, plain=True)
 
     def kept(self, n: int) -> int:
@@ -163,7 +151,8 @@ class PromptCompression(Select):
         elif self.unit == "token":
             return self._of_tokens(decoder, prompt, may_go), np.arange(len(may_go))
         else:
-            starts, info = starts_in(prompt.text, prompt.context, load_splitter(self.unit)), None
+            split, info = load_splitter(self.unit), None
+            starts = [begin + at for begin, end in prompt.context for at in split(prompt.text[begin:end])]
         # by the token's last character: its first may be the space before the word
         units = np.searchsorted(starts, _spans(prompt)[may_go, 1] - 1, side="right") - 1
         return unit_means(self._of_tokens(decoder, prompt, may_go), units) if info is None else info, units
@@ -192,7 +181,7 @@ class PromptCompression(Select):
         (spec,) = self.models()
         own = read_beside(spec, text, special_tokens=False)
         scorer = load_beside(spec, decoder.model, plain=True)
-        return own, self_information_by(scorer, decoder, own.token_ids.to(scorer.device), self.window)
+        return own, self_information(decoder, own.token_ids.to(scorer.device), self.window, scorer)
 
     def _of_tokens(self, decoder: Decoder, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:
         """[c] self-information of the prompt's tokens at `may_go`, float64 on the host."""
@@ -219,16 +208,15 @@ def droppable(prompt: Prompt) -> np.ndarray:
     if not prompt.text:
         return np.arange(others)
     start, stop = _spans(prompt)[:others].T
-    in_context = _marks(prompt.text, prompt.context)
-    layout = _marks(prompt.text, (match.span() for match in _LAYOUT.finditer(prompt.text)))
-    solid = _marks(prompt.text, (match.span() for match in _SOLID.finditer(prompt.text)))
+    layout, solid = (_marks(prompt.text, map(re.Match.span, part.finditer(prompt.text))) for part in (_LAYOUT, _SOLID))
 
     def count(marks: np.ndarray) -> np.ndarray:
         """[n - 1] the number of marked characters of each token."""
         upto = np.concatenate([[0], np.cumsum(marks)])
         return upto[stop] - upto[start]
 
-    return ((count(in_context) == stop - start) & (count(layout) == 0) & (count(solid) > 0)).nonzero()[0]
+    inside = _marks(prompt.text, prompt.context) & ~layout
+    return ((count(inside) == stop - start) & (count(solid) > 0)).nonzero()[0]
 
 
 _LAYOUT = re.compile(rf"{LINE_BREAK}\s*|\A\s+")  # line breaks, and the white space at the start of a line

@@ -1,9 +1,9 @@
 """Self-information of units as Selective Context's released code computes it: one call of the scorer per sentence.
 
-There, each run of white space becomes one space first. A sentence ends at white space after a full stop or question
-mark, but not after "e.g." or "Dr.". Each sentence is segmented and scored alone, after the scorer's BOS. A unit's
-information is the mean over the scorer's tokens in it. A token that reaches over the ends of several phrases is shared
-evenly by these; a space alone inside a phrase counts for nothing.
+There, each run of white space becomes one space, and a sentence ends after a full stop or question mark, but not after
+"e.g." or "Dr.". Each sentence is segmented and scored alone, after the scorer's BOS. A unit's information is the mean
+over the scorer's tokens in it. A token that reaches over the ends of several phrases is shared evenly by these; a space
+alone inside a phrase counts for nothing.
 
 Source: the authors' package (liyucheng09/Selective_Context, commit 099e651), described and written anew.
 Ours: units are positions in the text instead of strings, as it is the model's own tokens that stay or go; a sentence
@@ -48,12 +48,10 @@ def sentences_in(text: str, ranges: Iterable[tuple[int, int]]) -> Iterator[Sente
     for start, stop in ranges:
         bounds = [start, *(start + match.end() for match in _BETWEEN.finditer(text[start:stop])), stop]
         for first, last in pairwise(bounds):
-            found = [*re.finditer(r"\S|\s+(?=\S)", text[first:last].rstrip())]
-            place = np.array([first + match.start() for match in found], dtype=int)
-            sentence = Sentence("".join(" " if match[0].isspace() else match[0] for match in found), place)
-            leading = int(sentence.text.startswith(" "))
-            if sentence.text[leading:]:
-                yield Sentence(sentence.text[leading:], place[leading:])
+            found = [*re.finditer(r"\S|(?<=\S)\s+(?=\S)", text[first:last])]
+            if found:
+                signs = "".join(" " if match[0].isspace() else match[0] for match in found)
+                yield Sentence(signs, np.array([first + match.start() for match in found], dtype=int))
 
 
 def units_by_sentence(

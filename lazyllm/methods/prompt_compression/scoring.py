@@ -7,7 +7,7 @@ Notation:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,56 +52,38 @@ def bos_of(config: Any) -> int | None:
     return bos if isinstance(bos, int) and 0 <= bos < config.vocab_size else None
 
 
-def self_information(decoder: Decoder, token_ids: Tensor, window: int | None = None) -> np.ndarray:
+def self_information(
+    decoder: Decoder, token_ids: Tensor, window: int | None = None, scorer: PreTrainedModel | None = None
+) -> np.ndarray:
     """[n] float64 on the host: self-information in nats, computed in at least float32, of token_ids [n].
 
-    decoder: the open model that scores. window: tokens of a window; None for the model's limit.
+    decoder: the open model, which scores layer by layer, with logits of `CHUNK` positions at a time.
+    window: tokens of a window; None for the scoring model's limit.
+    scorer: any causal model of transformers that scores instead, called as `scorer(...)`. The logits of a whole window
+        are in memory. Its tokens count in `decoder.tokens_run`.
 
-    The text begins with the model's BOS. Without a BOS, the first token gets log(v), as if all tokens were equally
-    likely. Later windows (see `windows`) begin in mid-text, without BOS, at position 0. Logits are computed for `CHUNK`
-    positions at a time.
+    The text begins with the scoring model's BOS. Without a BOS, the first token gets log(v), as if all tokens were
+    equally likely. Later windows (see `windows`) begin in mid-text, without BOS, at position 0.
     Raises ValueError for a window beyond the model's limit.
-    """
-    from lazyllm.engine.decoder import run_layers
-
-    def logits(run: Tensor, first: int) -> Iterator[Tensor]:
-        hidden = decoder.norm(run_layers(decoder, run)[0])[0, first:]  # [n, w]
-        return map(decoder.head, hidden.split(CHUNK))
-
-    return _in_windows(decoder.config, decoder.dtype, token_ids, window, logits)
-
-
-def self_information_by(
-    model: PreTrainedModel, decoder: Decoder, token_ids: Tensor, window: int | None = None
-) -> np.ndarray:
-    """`self_information` by any causal model of transformers, called as `model(...)`. The logits of a whole window are
-    in memory. Its tokens count in `decoder.tokens_run`."""
-
-    def logits(run: Tensor, first: int) -> tuple[Tensor, ...]:
-        decoder.tokens_run += len(run)
-        return model(input_ids=run[None], use_cache=False).logits[0, first:].split(CHUNK)
-
-    return _in_windows(model.config, model.dtype, token_ids, window, logits)
-
-
-def _in_windows(
-    config: Any,
-    dtype: Any,
-    token_ids: Tensor,
-    window: int | None,
-    logits: Callable[[Tensor, int], Iterable[Tensor]],
-) -> np.ndarray:
-    """`self_information` of token_ids [n] by the model behind `logits`, which has this config and dtype.
-
-    logits: (token ids of a run [m], index) -> the run's logits from that index on, in parts [chunk, v].
     """
     import torch
     import torch.nn.functional as F
 
-    size, bos = window_size(config, window), bos_of(config)
+    from lazyllm.engine.decoder import run_layers
+
+    def logits(run: Tensor, first: int) -> Iterable[Tensor]:
+        """Those of a run [m] from an index on, in parts [chunk, v]."""
+        if scorer is None:
+            hidden = decoder.norm(run_layers(decoder, run)[0])[0, first:]  # [n, w]
+            return map(decoder.head, hidden.split(CHUNK))
+        decoder.tokens_run += len(run)
+        return scorer(input_ids=run[None], use_cache=False).logits[0, first:].split(CHUNK)
+
+    model = decoder if scorer is None else scorer
+    size, bos = window_size(model.config, window), bos_of(model.config)
     sequence = token_ids if bos is None else torch.cat([token_ids.new_tensor([bos]), token_ids])
-    exact = torch.promote_types(dtype, torch.float32)
-    info = torch.full(sequence.shape, math.log(config.vocab_size), dtype=exact, device=sequence.device)
+    exact = torch.promote_types(model.dtype, torch.float32)
+    info = torch.full(sequence.shape, math.log(model.config.vocab_size), dtype=exact, device=sequence.device)
     for start, first, stop in windows(len(sequence), size):
         if first == stop:
             continue

@@ -1,13 +1,12 @@
 """Units that prompt compression keeps or drops: sentences (or lines of code) and phrases.
 
-A splitter is a function from a text to the ascending positions at which its units begin. Units have no gaps between
-them, so their beginnings define them.
+A splitter gives the ascending positions at which a text's units begin. Units have no gaps between them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -47,15 +46,13 @@ def phrase_starts(text: str, nlp: Callable[[str], Any]) -> list[int]:
 
 
 def check_spacy() -> None:
-    """Raise ValueError with the command to install if spaCy or its English model is missing. Imports neither."""
-    model = f"python -m spacy download {SPACY_MODEL}"
-    if find_spec("spacy") is None:
+    """Raise ValueError with the commands to install if spaCy or its English model is missing. Imports neither."""
+    missing = [name for name in ("spacy", SPACY_MODEL) if find_spec(name) is None]
+    if missing:
         raise ValueError(
-            f"unit='phrase' needs spaCy, which is not installed: pip install 'lazyllm-bench[phrase]' "
-            f"(or pip install spacy), then {model}"
+            f"unit='phrase' needs {' and '.join(missing)}, which is not installed: pip install 'lazyllm-bench[phrase]'"
+            f", then python -m spacy download {SPACY_MODEL}"
         )
-    if find_spec(SPACY_MODEL) is None:
-        raise ValueError(f"unit='phrase' needs spaCy's English model {SPACY_MODEL}, which is not installed: {model}")
 
 
 @cache
@@ -68,8 +65,3 @@ def load_splitter(unit: str) -> Splitter:
 
     nlp = spacy.load(SPACY_MODEL, exclude=["ner", "lemmatizer"])
     return lambda text: phrase_starts(text, nlp)
-
-
-def starts_in(text: str, ranges: Iterable[tuple[int, int]], split: Splitter) -> list[int]:
-    """The beginnings of the units of `text` in these ascending ranges; each range is split separately."""
-    return [start + place for start, end in ranges for place in split(text[start:end])]

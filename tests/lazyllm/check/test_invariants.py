@@ -97,13 +97,6 @@ class Selected(Select):
         return self.indices
 
 
-def test_right_method_passes_all() -> None:
-    invariants.is_the_model(MODEL, invariants.keeping_everything(Halves()), PROMPT)
-    for check in (invariants.has_no_state, invariants.runs_batches_row_by_row, invariants.gives_finite_logits):
-        check(MODEL, Halves(), PROMPT)
-    assert invariants.counts_what_it_computes(MODEL, Halves(), PROMPT).computed[0].tolist() == [30, 30, 15, 15]
-
-
 def test_each_rule_finds_the_method_that_breaks_it() -> None:
     with pytest.raises(AssertionError, match="after another prompt"):
         invariants.has_no_state(MODEL, Remembers(), PROMPT)

@@ -48,43 +48,33 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three small tasks and their rows: nothing comes from the hub."""
     folder = tmp_path_factory.mktemp("tasks")
     docs = []
-    for row in (_row("lookup", index, 1)[0] for index in range(2)):
-        wrong = ["olive rosemary chalk", "jungle", "coral"]
-        docs.append(
-            {
-                "question": f"Ledger: {row['context']}\nQuestion: entry {row['input']}",
-                "choices": [*wrong[: len(docs)], *row["answers"], *wrong[len(docs) :]],
-                "target": len(docs),
-                "answer": row["answers"][0],
-                "page": row["context"][:300],
-            }
-        )
+    for number, row in enumerate(_row("lookup", index, 1)[0] for index in range(2)):
+        choices = ["olive rosemary chalk", "jungle", "coral"]
+        choices.insert(number, row["answers"][0])
+        question = f"Ledger: {row['context']}\nQuestion: entry {row['input']}"
+        doc = {"question": question, "choices": choices, "target": number, "answer": row["answers"][0]}
+        docs.append(doc | {"page": row["context"][:300]})
     (folder / "rows.json").write_text("\n".join(map(json.dumps, docs)))
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.json")}, "cache_dir": str(folder / "cache")},
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
+    data = {"data_files": {"test": str(folder / "rows.json")}, "cache_dir": str(folder / "cache")}
+    common = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "doc_to_text": "{{question}}"}
+    until = {"until": ["\n", " wagon"], "max_gen_toks": 6, "do_sample": False}
+    own: dict[str, tuple[dict[str, Any], list[str]]] = {
+        "choice": (
+            {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "target"},
+            ["acc", "acc_norm"],
+        ),
+        "answer": (
+            {"output_type": "generate_until", "doc_to_target": "answer", "generation_kwargs": until},
+            ["exact_match"],
+        ),
+        "page": (
+            {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "page"},
+            ["word_perplexity", "byte_perplexity", "bits_per_byte"],
+        ),
     }
-    metrics = {
-        "choice": ["acc", "acc_norm"],
-        "answer": ["exact_match"],
-        "page": ["word_perplexity", "byte_perplexity", "bits_per_byte"],
-    }
-    own: dict[str, dict[str, Any]] = {
-        "choice": {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "target"},
-        "answer": {
-            "output_type": "generate_until",
-            "doc_to_target": "answer",
-            "generation_kwargs": {"until": ["\n", " wagon"], "max_gen_toks": 6, "do_sample": False},
-        },
-        "page": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "page"},
-    }
-    for name, settings in own.items():
-        task = (
-            common | settings | {"task": f"own_{name}", "metric_list": [{"metric": metric} for metric in metrics[name]]}
-        )
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    for name, (settings, metrics) in own.items():
+        task = {"task": f"own_{name}", "metric_list": [{"metric": metric} for metric in metrics]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(common | settings | task))
     return folder
 
 
@@ -165,19 +155,15 @@ def forced_log(pruned: PrunedLM, context: list[int], continuation: list[int]) ->
 
 def test_pruned_likelihoods_are_the_oracles(pruned: PrunedLM) -> None:
     continuations = [" window wizard wagon", " olive", " window", " coral cricket"]
-    found = pruned.loglikelihood(
-        instances("loglikelihood", *((CONTEXT, continuation) for continuation in continuations))
-    )
+    asked = instances("loglikelihood", *((CONTEXT, continuation) for continuation in continuations))
+    found = pruned.loglikelihood(asked)
     context = pruned.tok_encode(CONTEXT)
     for text, (log, greedy) in zip(continuations, found, strict=True):
         continuation = pruned.tok_encode(CONTEXT + text)[len(context) :]
         expected, expected_greedy = forced_log(pruned, context, continuation)
         assert log == pytest.approx(expected, abs=1e-3)
         assert greedy == expected_greedy
-    unpruned = PrunedLM("tiny", **KEEPS_ALL, **CPU)
-    other = unpruned.loglikelihood(
-        instances("loglikelihood", *((CONTEXT, continuation) for continuation in continuations))
-    )
+    other = PrunedLM("tiny", **KEEPS_ALL, **CPU).loglikelihood(asked)
     assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(found, other, strict=True)) > 1e-2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,8 @@ import torch
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     SynthIDTextWatermarkingConfig,
@@ -24,10 +23,10 @@ from transformers import (
 
 import lazyllm
 from lazyllm.check.invariants import runs_batches_row_by_row
-from lazyllm.integrations.transformers_generate import HONOURED, INERT, REFUSED, LazyGenerateOutput, check_options
+from lazyllm.integrations.transformers_generate import REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.helpers import Waits, slow
-from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
+from tests.lazyllm.methods.method_matrix import PRUNING
 from tests.reference import random_model
 
 MODEL = random_model("llama", 5, num_layers=4)
@@ -229,48 +228,31 @@ def test_prefix_functions_get_the_rows_number_and_tokens_without_padding() -> No
     assert set(out[1, WIDTH:].tolist()) <= {11, 21}
 
 
-class Recorder(LogitsProcessor):
-    """Records its input, and whether it is an ordinary tensor."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], torch.Tensor]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert not input_ids.is_inference()
-        assert not scores.is_inference()
-        assert not torch.is_grad_enabled()
-        self.calls.append((input_ids.tolist(), scores.clone()))
-        scores[:, 0] = -1e9  # in place, as many do
-        return scores
-
-
 def test_processors_and_criteria_see_the_same_as_in_transformers() -> None:
-    class Watch(StoppingCriteria):
-        def __init__(self) -> None:
-            self.calls: list[tuple[list[int], int]] = []
+    """Ordinary tensors, into which many processors write."""
 
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            self.calls.append((input_ids.tolist(), len(scores)))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+    def seen_by(generate: Callable[..., Any]) -> list[tuple[list[int], torch.Tensor]]:
+        calls = []
 
-    (recorder, watch), (their_recorder, their_watch) = (Recorder(), Watch()), (Recorder(), Watch())
-    options = {"output_scores": True, "return_dict_in_generate": True}
-    ours(
-        KEEP,
-        logits_processor=LogitsProcessorList([recorder]),
-        stopping_criteria=StoppingCriteriaList([watch]),
-        **options,
-    )
-    theirs(
-        logits_processor=LogitsProcessorList([their_recorder]),
-        stopping_criteria=StoppingCriteriaList([their_watch]),
-        **options,
-    )
-    assert len(recorder.calls) == 8
-    for (ids, scores), (their_ids, their_scores) in zip(recorder.calls, their_recorder.calls, strict=True):
+        def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert (ids.is_inference(), scores.is_inference(), torch.is_grad_enabled()) == (False, False, False)
+            calls.append((ids.tolist(), scores.clone()))
+            scores[:, 0] = -1e9
+            return scores
+
+        def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            calls.append((ids.tolist(), torch.tensor(len(scores))))
+            return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+        inside = {"logits_processor": LogitsProcessorList([processor])}
+        generate(**inside, stopping_criteria=StoppingCriteriaList([criterion]), **RETURNED)
+        return calls
+
+    found = seen_by(partial(ours, KEEP))
+    assert len(found) == 16
+    for (ids, scores), (their_ids, their_scores) in zip(found, seen_by(theirs), strict=True):
         assert ids == their_ids
         torch.testing.assert_close(scores, their_scores, rtol=1e-6, atol=1e-6)
-    assert watch.calls == their_watch.calls
 
 
 def test_processor_that_calls_the_model_is_refused() -> None:
@@ -409,7 +391,6 @@ def test_generate_returns_tokens_scores_and_generations() -> None:
     bare = ours(PRUNE, return_dict_in_generate=True)
     assert (bare.scores, bare.logits) == (None, None)
     assert torch.equal(ours(PRUNE), bare.sequences)
-    assert set(OPTIONS) & set(REFUSED) == set()
 
 
 def test_token_costs_one_transfer() -> None:
@@ -423,74 +404,48 @@ def test_token_costs_one_transfer() -> None:
         assert more == {"tolist": 6}
 
 
-def test_every_option_of_this_release_is_in_one_table() -> None:
-    """A new field of `GenerationConfig` must be classified: honoured, refused, or part of a refused mode."""
+# of refused modes and caches, or what no decoding loop reads
+INERT = {
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
+    "cache_config", "constraints", "continuous_batching_config", "decoder_start_token_id", "disable_compile",
+    "diversity_penalty", "dola_layers", "early_stopping", "force_words_ids", "length_penalty", "low_memory",
+    "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "num_beam_groups", "penalty_alpha", "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind",
+    "transformers_version", "use_mtp",
+}  # fmt: skip
+
+
+def test_every_option_of_this_release_is_honoured_refused_or_inert() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields <= HONOURED | REFUSED.keys() | INERT
-    assert not HONOURED & REFUSED.keys()
-    assert not INERT & (HONOURED | REFUSED.keys())
     tested = {name.split(",")[0] for name in OPTIONS} | {"do_sample", "max_new_tokens", "stop_strings"}
     tested |= {"num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate"}
-    assert tested >= HONOURED
+    assert fields <= tested | REFUSED.keys() | INERT
+    assert [name for options in OTHER for name in options] == [*REFUSED]
+    assert not INERT & (tested | REFUSED.keys())
 
 
-OTHER = {
-    "cache_implementation": "static", "compile_config": {}, "guidance_scale": 1.5, "is_assistant": True,
-    "num_beams": 2, "output_attentions": True, "output_hidden_states": True, "prefill_chunk_size": 4,
-    "token_healing": True, "use_cache": False,
-}  # fmt: skip
+OTHER: list[dict[str, Any]] = [
+    {"cache_implementation": "static"}, {"compile_config": {}}, {"guidance_scale": 1.5}, {"is_assistant": True},
+    {"num_beams": 2}, {"output_attentions": True}, {"output_hidden_states": True}, {"prefill_chunk_size": 4},
+    {"token_healing": True}, {"use_cache": False},
+]  # fmt: skip
 MODES: list[dict[str, Any]] = [
     {"constraints": [1]}, {"force_words_ids": [[1]]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"},
     {"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 2}, {"use_mtp": True},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_option_is_refused(name: str) -> None:
-    config = GenerationConfig()
-    for accepted in REFUSED[name][0]:
+@pytest.mark.parametrize("options", [*OTHER, *MODES], ids=str)
+def test_option_is_refused(options: dict[str, Any]) -> None:
+    config, (name, *_) = GenerationConfig(), options
+    for accepted in REFUSED.get(name, [()])[0]:
         setattr(config, name, accepted)
         check_options(config)
-    setattr(config, name, OTHER[name])
-    with pytest.raises(ValueError, match=f"{name}=.*is not supported with a pruning method: "):
+    for key, value in options.items():
+        setattr(config, key, value)
+    named = "generation mode .*" if options in MODES else f"{name}=.*"
+    with pytest.raises(ValueError, match=f"{named} is not supported with a pruning method: "):
         check_options(config)
-
-
-@pytest.mark.parametrize("options", MODES, ids=str)
-def test_generation_mode_is_refused(options: dict[str, Any]) -> None:
-    config = GenerationConfig()
-    for name, value in options.items():
-        assert name in INERT | {"top_k"}
-        setattr(config, name, value)
-    with pytest.raises(ValueError, match=r"generation mode .* is not supported with a pruning method"):
-        check_options(config)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2},
-        {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True},
-        {"prompt_lookup_num_tokens": 3},
-        {"output_attentions": True, "return_dict_in_generate": True},
-        {"cache_implementation": "static"},
-    ],
-    ids=str,
-)
-def test_generate_refuses_option(options: dict[str, Any]) -> None:
-    for way in ways(PRUNE):
-        with pytest.raises(ValueError, match="pruning method"):
-            way(input_ids=ids_of(LONG), max_new_tokens=3, **options)
-
-
-def test_unknown_options_are_refused_unless_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = GenerationConfig()
-    config.of_the_checkpoint = 3  # transformers also passes on additions of a checkpoint
-    check_options(config)
-    monkeypatch.setattr("lazyllm.integrations.transformers_generate.INERT", INERT - {"length_penalty"})
-    check_options(GenerationConfig())
-    with pytest.raises(ValueError, match=r"length_penalty=2.0 is an option of a newer transformers"):
-        check_options(GenerationConfig(length_penalty=2.0))
 
 
 def filled_cache() -> DynamicCache:
@@ -501,32 +456,37 @@ def filled_cache() -> DynamicCache:
     ("given", "message"),
     [
         ({"inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size, dtype=torch.float64)}, "give input_ids"),
-        ({"input_ids": ids_of(LONG), "past_key_values": filled_cache()}, "past_key_values are not supported"),
-        ({"input_ids": ids_of(LONG), "position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
-        ({"input_ids": ids_of(LONG), "labels": ids_of(LONG)}, "labels: not passed"),
+        ({"past_key_values": filled_cache()}, "past_key_values are not supported"),
+        ({"position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
+        ({"labels": ids_of(LONG)}, "labels: not passed"),
         ({"input_ids": ids_of([1, 97])}, "the model knows 0 to 96"),
         ({"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"].flip(1)}, "padded on the right"),
         ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])}, "padded between its tokens"),
         ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 0, 0])}, "row 0 has no token"),
         ({**BATCH, "pad_token_id": None, "max_time": 9.0}, "give pad_token_id"),
+        ({"num_beams": 2}, "pruning method"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "pruning method"),
+        ({"prompt_lookup_num_tokens": 3}, "pruning method"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "pruning method"),
+        ({"cache_implementation": "static"}, "pruning method"),
     ],
 )
-def test_generate_refuses_inputs(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_refuses_inputs_and_options(
+    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if "pad_token_id" in given:
         monkeypatch.setattr(MODEL.generation_config, "pad_token_id", None)
     for way in ways(PRUNE):
         with pytest.raises(ValueError, match=message):
-            way(**given, max_new_tokens=3)
+            way(**{**given} if "inputs_embeds" in given else {"input_ids": ids_of(LONG), **given}, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"past_key_values": DynamicCache()}, "past_key_values are not supported"),
         ({"cache_implementation": "paged"}, "continuous batching"),
-        ({"assistant_model": MODEL}, "assistant_model is not supported"),
+        ({"assistant_model": MODEL}, "generation mode assisted_generation is not supported"),
         ({"synced_gpus": True}, "synced_gpus"),
-        ({"inputs": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
     ],
 )
 def test_using_refuses_arguments_that_transformers_passes_on(given: dict[str, Any], message: str) -> None:
@@ -543,18 +503,12 @@ def test_using_refuses_a_wrapper_whose_own_model_would_generate() -> None:
 def test_generate_with_refuses_bad_methods_and_seeds() -> None:
     with pytest.raises(TypeError, match="expected a method such as"):
         lazyllm.generate_with(Lazy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="seed=-1: give a whole number"):
+    with pytest.raises(ValueError, match="seed is a whole number of 0 or more, got -1"):
         lazyllm.generate_with(PRUNE, seed=-1)
     with pytest.raises(ValueError, match="only 4 layers"):
         ours(Lazy({5: 0.5}))
     with pytest.raises(FloatingPointError, match="every token is forbidden"):
         ours(PRUNE, logits_processor=LogitsProcessorList([lambda ids, scores: scores * float("nan")]))
-
-
-@pytest.mark.parametrize("method", KEEPING.values(), ids=KEEPING.keys())
-def test_method_that_keeps_everything_is_transformers(method: Method) -> None:
-    options = {**SAMPLED, "top_p": 0.8, "repetition_penalty": 1.3}
-    assert torch.equal(ours(method, **options), theirs(**options))
 
 
 def test_example_of_the_package_runs_unchanged(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,23 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 import lazyllm
 from lazyllm.methods import SpecPrefill
 from lazyllm.models.tokenizers import load_tokenizer
+from tests.helpers import byte_tokenizer
 from tests.reference import random_variant
 
 TINY = Path(lazyllm.__file__).parent / "models" / "tiny"
-
-
-def letters() -> PreTrainedTokenizerBase:
-    """One token per byte, without special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    own = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
-    own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=own)
 
 
 def draft_in(folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> SpecPrefill:
@@ -38,8 +30,8 @@ def test_draft_with_other_tokens_is_refused(tmp_path: Path) -> None:
     spans = tuple(map(tuple, read["offset_mapping"]))
     prompt = lazyllm.Prompt(torch.tensor(read["input_ids"]), text, spans)
     with pytest.raises(ValueError, match=r"has 256 tokens in its vocabulary.* give a draft with the model's tokenizer"):
-        draft_in(tmp_path / "fewer", letters(), 256).check(model.config)
-    as_many = draft_in(tmp_path / "others", letters(), len(own))
+        draft_in(tmp_path / "fewer", byte_tokenizer(), 256).check(model.config)
+    as_many = draft_in(tmp_path / "others", byte_tokenizer(), len(own))
     as_many.check(model.config)
     with pytest.raises(ValueError, match="tokenises the prompt differently than the model: give a draft with"):
         as_many.check_prompt(prompt)

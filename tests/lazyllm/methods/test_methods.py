@@ -12,9 +12,7 @@ import torch
 import lazyllm
 from lazyllm.check import invariants
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods import METHODS, Method, RandomDrop, StaticPruning
-from tests.field_oracles import static_pruning
-from tests.lazyllm.engine.architecture_matrix import answer_of
+from lazyllm.methods import METHODS, Method, RandomDrop
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS, Row
 from tests.reference import random_model
 
@@ -88,17 +86,3 @@ def test_random_drop_draws_by_seed_and_evenly() -> None:
     assert counts[39] == 400
     expected = 400 * 11 / 39  # 11 more of 39; six standard deviations of a binomial
     assert np.abs(counts[:39] - expected).max() < 6 * np.sqrt(expected * (1 - 11 / 39))
-
-
-@pytest.mark.parametrize(("layer", "keep", "left"), [(1, 0.5, 11), (2, 0.4, 9), (3, 0.01, 1), (4, 0.4, 9)])
-def test_static_pruning_by_hand(layer: int, keep: float, left: int) -> None:
-    """The late layers see the kept tokens only; the early ones lose the others after the prefill."""
-    method, expected = StaticPruning(layer, keep), static_pruning(MODEL, PROMPT, layer, keep, 5)
-    out, logits = answer_of(MODEL, method, PROMPT, 5)
-    row = 2 * MODEL.config.num_key_value_heads * MODEL.config.head_dim * 8  # K and V of one token in one layer, float64
-    assert out.selected[0] == expected.selected
-    assert len(out.selected[0][layer]) == left
-    assert method.stored_per_layer(LAYERS, len(PROMPT)) == [left] * LAYERS
-    assert out.kv_bytes == (left + 4) * LAYERS * row  # the last generated token is never run
-    assert out.token_ids == expected.token_ids
-    np.testing.assert_allclose(logits, expected.logits, rtol=0, atol=1e-9)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
 from lazyllm.errors import UserError
+from lazyllm.models import quantisation
 from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
@@ -150,22 +151,37 @@ def test_repository_without_access_is_refused_with_the_remedy(monkeypatch, error
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("settings", "absent", "message"),
     [
-        ("nosuch", {}, "not one of the presets llama2, llama2-base, xgen, llama3.1-8b"),
-        ("./nosuch", {}, "no such folder"),
-        ("a/b/c", {}, "no such folder"),
-        ("tiny", {"dtype": "int8"}, "unknown dtype 'int8'"),
-        ("tiny", {"device": "cuda:0"}, r"torch .* sees none: give device=cpu \(in a run model\.device=cpu"),
-        ("tiny", {"device": "gpu"}, "unknown device"),
-        ("tiny", {"load_format": "pickle"}, "unknown load_format"),
+        ({"name": "nosuch"}, None, "not one of the presets llama2, llama2-base, xgen, llama3.1-8b"),
+        ({"name": "./nosuch"}, None, "no such folder"),
+        ({"name": "a/b/c"}, None, "no such folder"),
+        ({"dtype": "int8"}, None, "unknown dtype 'int8'"),
+        ({"device": "xpu:0"}, None, r"torch .* sees none: give device=cpu \(in a run model\.device=cpu"),
+        ({"device": "gpu"}, None, "unknown device"),
+        ({"load_format": "pickle"}, None, "unknown load_format"),
+        ({"attn_implementation": "flash"}, None, "attn_implementation"),
+        ({"quantise": "int8"}, "torchao", r"pip install 'lazyllm-bench\["),
+        ({"quantise": "int8"}, "accelerate", "accelerate"),
+        ({"quantise": "bnb_int8"}, "bitsandbytes", "pip install bitsandbytes"),
+        ({"device_map": "auto"}, "accelerate", "accelerate"),
+        ({"quantise": "int3"}, None, "give one of int8, int4, bnb_int8, bnb_nf4"),
+        ({"quantise": "int8", "dtype": "float64"}, None, "float64"),
+        ({"quantise": "int4", "dtype": "bfloat16", "device": "cpu"}, None, "bfloat16 on CUDA .*bfloat16 on cpu"),
+        ({"quantise": "int8", "load_format": "dummy"}, None, "load_format=dummy"),
+        ({"device_map": "auto", "load_format": "dummy"}, None, "load_format=dummy"),
+        ({"device_map": "auto", "device": "cpu"}, None, "leave out device=cpu"),
+        ({"device_map": "balanced"}, None, "give 'auto', or a mapping"),
+        ({"device_map": {}}, None, "device_map"),
+        ({"device_map": {"model": 63}}, None, "device_map names 63"),
     ],
 )
-def test_load_model_refuses_bad_arguments(name: str, settings: dict, message: str) -> None:
-    if "cuda" in str(settings) and torch.cuda.is_available():
-        pytest.skip("this machine has the device that the test expects to be absent")
+def test_settings_are_refused_before_anything_is_read(settings: dict, absent: str | None, message: str, monkeypatch):
+    monkeypatch.setattr("lazyllm.models.load.AutoConfig", None)
+    for package in ("accelerate", "torchao", "bitsandbytes"):
+        monkeypatch.setattr(quantisation, f"is_{package}_available", lambda package=package: package != absent)
     with pytest.raises(UserError, match=message):
-        lazyllm.load_model(name, **settings)
+        lazyllm.load_model(**{"name": "tiny", **settings})
 
 
 class Code:

@@ -158,36 +158,6 @@ def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(sa
             load_weights(ModelSpec(str(folder), device="cpu"))
 
 
-@pytest.mark.quantised
-@pytest.mark.parametrize(
-    ("settings", "absent", "message"),
-    [
-        ({"quantise": "int8"}, "torchao", r"pip install 'lazyllm-bench\["),
-        ({"quantise": "int8"}, "accelerate", "accelerate"),
-        ({"quantise": "bnb_int8"}, "bitsandbytes", "pip install bitsandbytes"),
-        ({"device_map": "auto"}, "accelerate", "accelerate"),
-        ({"quantise": "int3"}, None, "give one of int8, int4, bnb_int8, bnb_nf4"),
-        ({"quantise": "int8", "dtype": "float64"}, None, "float64"),
-        ({"quantise": "int4", "dtype": "bfloat16", "device": "cpu"}, None, "bfloat16 on CUDA .*bfloat16 on cpu"),
-        ({"quantise": "int8", "load_format": "dummy"}, None, "load_format=dummy"),
-        ({"device_map": "auto", "load_format": "dummy"}, None, "load_format=dummy"),
-        ({"device_map": "auto", "device": "cpu"}, None, "leave out device=cpu"),
-        ({"device_map": "balanced"}, None, "give 'auto', or a mapping"),
-        ({"device_map": {}}, None, "device_map"),
-        ({"device_map": {"model": 63}}, None, "device_map names 63"),
-        ({"attn_implementation": "flash"}, None, "attn_implementation"),
-    ],
-)
-def test_load_model_refuses_settings_before_it_reads_anything(
-    monkeypatch, settings: dict, absent: str | None, message: str
-) -> None:
-    if absent is not None:
-        monkeypatch.setattr(quantisation, f"is_{absent}_available", lambda: False)
-    monkeypatch.setattr(load, "load_config", lambda *_: pytest.fail("the config was read"))
-    with pytest.raises(UserError, match=message):
-        lazyllm.load_model("tiny", **settings)
-
-
 @pytest.mark.parametrize("quantise", ["bnb_int8", "bnb_nf4"])
 def test_bitsandbytes_gets_its_config_and_the_device(saved: str, monkeypatch, quantise: str) -> None:
     told = {}

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lazyllm
 from lazyllm.engine.decoder import open_decoder
@@ -24,6 +23,7 @@ from lazyllm.methods.prompt_compression import by_sentence
 from lazyllm.methods.prompt_compression.by_sentence import sentences_in
 from lazyllm.methods.prompt_compression.segments import phrase_starts
 from lazyllm.methods.support import other_models
+from tests.helpers import byte_tokenizer
 from tests.lazyllm.methods.prompt_compression.test_scoring import slow
 from tests.reference import random_model
 
@@ -130,21 +130,17 @@ def released(
 @pytest.fixture(scope="module", params=["bytes", "GPT-2's merges"])
 def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
     """A stand-in of GPT-2 in a folder: its tokenizer, and random weights. Without merges, each byte is a token."""
-    merges, end = list[tuple[str, str]](), "<|endoftext|>"
+    merges = list[tuple[str, str]]()
     if request.param != "bytes":
         if not MERGES.is_file():
             pytest.skip("no merges of GPT-2 beside this repository")
         pairs = [line.split() for line in MERGES.read_text(encoding="utf-8").splitlines()[1:]]
         merges = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2]
-    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(one + other for one, other in merges), end]
-    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    folder, bos = tmp_path_factory.mktemp("gpt2"), len(names) - 1
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end)
+    folder, tokenizer = tmp_path_factory.mktemp("gpt2"), byte_tokenizer(merges, "<|endoftext|>")
+    bos = tokenizer.bos_token_id
     tokenizer.save_pretrained(folder)
     torch.manual_seed(3)
-    sizes = dict(n_layer=2, n_embd=32, n_head=2, n_positions=256, vocab_size=len(names), initializer_range=0.3)
+    sizes = dict(n_layer=2, n_embd=32, n_head=2, n_positions=256, vocab_size=len(tokenizer), initializer_range=0.3)
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=bos, eos_token_id=bos)).save_pretrained(folder)
     return str(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), tokenizer
 

@@ -72,12 +72,6 @@ def test_half_precision_is_compared_in_float32() -> None:
     assert not torch.equal(torch.tensor(info).bfloat16().double(), torch.tensor(info))
 
 
-def test_window_beyond_the_model_is_refused() -> None:
-    model = random_model("mistral", 0, num_layers=2)
-    with pytest.raises(ValueError, match="window=513: the scoring model sees at most 512 tokens"):
-        found(model, [1, 2, 3], 513)
-
-
 def test_flops_by_hand() -> None:
     """width 48, 4 query and 2 key heads of 12, MLP 80, vocabulary 97, 2 layers."""
     config = random_model("llama", 0, num_layers=2, head_dim=12, bos_token_id=BOS).config

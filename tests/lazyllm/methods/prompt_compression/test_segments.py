@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from lazyllm.methods import PromptCompression
 from lazyllm.methods.prompt_compression import segments
 from lazyllm.methods.prompt_compression.segments import (
     check_spacy,
     load_splitter,
     phrase_starts,
     sentence_starts,
-    starts_in,
 )
 
 
@@ -47,12 +47,6 @@ def test_sentences(sentences: list[str]) -> None:
     assert found == sentences
 
 
-def test_each_range_is_split_by_itself() -> None:
-    text = "Q: One. Two. A: x\nOne. Two"
-    assert starts_in(text, [(3, 12), (18, 26)], sentence_starts) == [3, 8, 18, 23]
-    assert load_splitter("sentence") is sentence_starts
-
-
 def test_phrases_are_noun_phrases_and_single_words() -> None:
     text = "The old man saw a dog."
 
@@ -80,10 +74,10 @@ def test_phrases_by_spacys_english_model() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("there", "message"), [((), "spaCy, which is not"), (("spacy",), "model en_core_web_sm")])
+@pytest.mark.parametrize(("there", "message"), [((), "spacy and en_core"), (("spacy",), "needs en_core")])
 def test_missing_spacy_or_its_model_is_named(there: tuple[str, ...], message: str, monkeypatch) -> None:
     monkeypatch.setattr(segments, "find_spec", lambda name: name if name in there else None)
-    for ask in (check_spacy, lambda: load_splitter("phrase")):
+    for ask in (check_spacy, lambda: load_splitter("phrase"), lambda: PromptCompression(0.5, "phrase").check(None)):
         with pytest.raises(ValueError, match=rf"{message}.* python -m spacy download en_core_web_sm$"):
             ask()
     monkeypatch.setattr(segments, "find_spec", lambda name: name)

@@ -246,13 +246,6 @@ def test_importing_lazyllm_looks_for_no_package() -> None:
     subprocess.run([sys.executable, "-c", looked], check=True, cwd=CONF.parent)
 
 
-@pytest.mark.parametrize(("old", "new"), [("Look", "ScoreSpec"), ("Layerwise", "Prune")])
-def test_name_of_version_0_3_is_refused_with_the_line_to_change(old: str, new: str) -> None:
-    with pytest.raises(ImportError, match=f"from lazyllm.methods import {new}"):
-        exec(f"from lazyllm.methods import {old}")
-    assert not hasattr(lazyllm.methods, "NoSuchName")
-
-
 _IN_A_FILE = """
 from dataclasses import dataclass
 
