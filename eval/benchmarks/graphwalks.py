@@ -18,8 +18,8 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, sha256_of
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.rows import WHOLE, check_fields, is_filled, is_texts, loaded, sha256_of
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
 VERSION = 2
@@ -86,7 +86,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         return loaded(dataset, mine, partial(_example, dataset), settings.on_error, expected, tokens)
     examples = tuple(_made(dataset, settings, tokens))
     hashed = [VERSION, options.lengths, options.seed, repr(settings.chat), examples[0].official]
-    about = sha256_of(hashed), sha256_of([TEMPLATE, tokens]), f"made graphs, seed {options.seed}"
+    about = sha256_of(hashed), sha256_of([WHOLE, tokens]), f"made graphs, seed {options.seed}"
     return LoadedDataset(dataset, examples, tokens, *about, total=options.repeats * len(options.lengths))
 
 
@@ -122,7 +122,7 @@ def _made(dataset: Dataset, settings: DataSettings, answer_tokens: int) -> Itera
     tokenizer, options = tokenizer_for_rows(settings.model, "graphwalks"), settings.options
 
     def excess(example: Example) -> int:
-        prompt = build_prompt(example, TEMPLATE, tokenizer, chat=settings.chat)
+        prompt = build_prompt(example, dataset, tokenizer, chat=settings.chat)
         return len(prompt.token_ids) + answer_tokens - example.length
 
     for repeat, length in islice(product(range(options.repeats), options.lengths), settings.limit):

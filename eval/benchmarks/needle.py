@@ -24,10 +24,10 @@ from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
-from eval.benchmarks.rows import sha256_of
+from eval.benchmarks.rows import WHOLE, sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE, Row
 from eval.benchmarks.ruler.sources import check_haystack, read_text
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
 VERSION = 1
@@ -99,7 +99,7 @@ class _English:
             }
             row = Row(official, (len(instruction), len(text)), (spot,))
             example = row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
-            return example, len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
+            return example, len(build_prompt(example, dataset, self.tokenizer, chat=self.chat).token_ids)
 
         limit = length - self.max_new_tokens
         room = limit - made([], 0)[1]
@@ -167,7 +167,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         examples,
         form.max_new_tokens,
         sha256_of(hashed),
-        sha256_of([TEMPLATE, form.max_new_tokens]),
+        sha256_of([WHOLE, form.max_new_tokens]),
         f"needles, seed {options.seed}",
         total=options.repeats * len(options.lengths) * len(options.depths),
     )

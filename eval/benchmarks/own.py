@@ -26,7 +26,7 @@ import yaml
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.metrics import METRICS, check_gold, score_example
-from eval.benchmarks.rows import Rows, is_answers, loaded, sha256_of
+from eval.benchmarks.rows import Rows, is_answers, loaded, prompt_parts, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of, require
 
@@ -172,8 +172,8 @@ def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
         value = field(name)
         return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
 
-    before, after = own.template.split("{" + own.context + "}")
-    values = {place: field(place) for place in _places(before + after)}
+    values = {place: field(place) for place in _places(own.template)}
+    before, behind = prompt_parts(own.template, values, own.context)
     context = str(field(own.context))
     answers = [
         text for name in ([own.answers] if isinstance(own.answers, str) else own.answers) for text in texts(name)
@@ -187,9 +187,9 @@ def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
     return Example(
         dataset=own.name,
         id=str(field(own.id)) if own.id else sha256_of([number, row])[:48],
-        instruction=before.format(**values),
+        instruction=before,
         context=context,
-        input=after.format(**values),
+        input=behind,
         answers=tuple(answers),
         all_classes=own.classes,
         length=len(context.split()),

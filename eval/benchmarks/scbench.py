@@ -21,7 +21,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, given_file, literals, official_file
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, lines_of, loaded, prompt_parts, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
@@ -164,17 +164,16 @@ def _example(dataset: Dataset, prompts: tuple[str, str, str], row: Any, number: 
     evidence = [()] * len(asked)
     if dataset.metric == "substring":
         evidence = [tuple(found.span() for found in re.finditer(re.escape(golds[0]), context)) for _, golds in asked]
-    before, _, behind = first.partition("{context}")
     fields, answers = asked[0]
+    before, behind = prompt_parts(first, fields)
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{number}",  # as officially
-        input=behind.format(**fields),
+        instruction=before,
         context=context,
+        input=behind,
         answers=answers,
         length=len(context),
-        language="zh" if dataset.name == "scbench_qa_chn" else "en",
-        instruction=before.format(**fields),
         evidence=evidence[0],
         turns=tuple(
             Turn(later.format(**fields, pre_ans=""), golds, prefix, spans)

@@ -18,9 +18,6 @@ from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
 
-TEMPLATE = "{instruction}{context}{input}"
-"""The template of rows that hold their whole prompt."""
-
 
 def setting(default: Any, text: str) -> Any:
     """A field of a config's dataclass. text: its meaning, for `--help` and docs/settings.md, in Markdown."""
@@ -77,13 +74,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Example:
-    """One row. Field names are LongBench's, except `id` (its `_id`).
+    """One row. Its prompt is instruction, context and input, one after the other.
 
     id: the row's own, or a hash of the row if it has none; unique in its dataset.
     answers: the gold answers, at least one.
     all_classes: the class names; empty unless the dataset is a classification.
     length: the row's length in the suite's unit: words, characters or tokens.
-    instruction: the text before the context, if it differs between rows.
     answer_prefix: the text after the chat template that the answer continues; a part of the prompt.
     evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if unknown.
     groups: its groups of rows, for which scores are shown, such as "length=8k+".
@@ -99,7 +95,6 @@ class Example:
     answers: tuple[str, ...]
     all_classes: tuple[str, ...] = ()
     length: int = 0
-    language: str = "en"
     instruction: str = ""
     answer_prefix: str = ""
     evidence: tuple[tuple[int, int], ...] = ()
@@ -143,7 +138,6 @@ class LoadedDataset:
     data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
     config_sha256: of the official prompts and max_new_tokens.
     source: the origin of the rows, as shown.
-    template: the official prompt, with placeholders such as `{context}` and `{input}`.
     skipped: rows left out, with `on_error="skip"` only.
     total: the number of the dataset's rows if `examples` holds only the first; None if it holds all.
     """
@@ -154,7 +148,6 @@ class LoadedDataset:
     data_sha256: str
     config_sha256: str
     source: str
-    template: str = TEMPLATE
     skipped: tuple[Skipped, ...] = ()
     total: int | None = None
 

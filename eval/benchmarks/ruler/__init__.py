@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
-from eval.benchmarks.rows import sha256_of
+from eval.benchmarks.rows import WHOLE, sha256_of
 from eval.benchmarks.ruler.generator import rows
 from eval.benchmarks.ruler.sources import (
     INSTALL,
@@ -24,7 +24,7 @@ from eval.benchmarks.ruler.sources import (
     read_tasks,
     words,
 )
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
 ROWS = 500
@@ -92,7 +92,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         ),
         task.max_new_tokens,
         sha256_of(hashed),
-        sha256_of([TEMPLATE, task.max_new_tokens]),
+        sha256_of([WHOLE, task.max_new_tokens]),
         f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
         total=max(ROWS, len(made)),
     )

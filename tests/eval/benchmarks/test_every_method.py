@@ -49,11 +49,11 @@ def bench() -> Bench:
     return Bench(LlamaForCausalLM(config).eval(), tokenizer, CHAT_FORMATS["none"], (), "baseline")
 
 
-def examples() -> Iterator[tuple[Dataset, str, Example]]:
+def examples() -> Iterator[tuple[Dataset, Example]]:
     """The first real row of each dataset of LongBench, and the official rows of RULER's tasks without a corpus."""
     for dataset in SUITES["longbench"].datasets:
         loaded = load_rows(dataset, official.LONGBENCH)
-        yield dataset, loaded.template, loaded.examples[0]
+        yield dataset, loaded.examples[0]
     for file in OFFICIAL_ROWS:
         if file.parent.name == "2048":
             dataset = DATASETS[file.stem]
@@ -62,15 +62,15 @@ def examples() -> Iterator[tuple[Dataset, str, Example]]:
             (example,), row = loaded.examples, json.loads(file.read_text().split("\n")[0])
             assert example.instruction + example.context + example.input == row["input"]
             assert (example.answer_prefix, list(example.answers)) == (row["answer_prefix"], row["outputs"])
-            yield dataset, loaded.template, example
+            yield dataset, example
 
 
 @cache
 def prompts() -> list[tuple[Dataset, Example, BuiltPrompt]]:
     pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
     return [
-        (dataset, example, build_prompt(example, template, bench().tokenizer, PROMPT_TOKENS))
-        for dataset, template, example in examples()
+        (dataset, example, build_prompt(example, dataset, bench().tokenizer, PROMPT_TOKENS))
+        for dataset, example in examples()
     ]
 
 

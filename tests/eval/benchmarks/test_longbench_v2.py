@@ -18,7 +18,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
-from eval.benchmarks.suite import TEMPLATE, DataSettings
+from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import Characters
@@ -76,7 +76,7 @@ def test_prompts_are_official(tmp_path):
     assert loaded.max_new_tokens == 128
     tokenizer: Any = Characters()
     for example, values in zip(loaded.examples, rows, strict=True):
-        prompt = build_prompt(example, loaded.template, tokenizer, decode_halves=False)
+        prompt = build_prompt(example, DATASET, tokenizer)
         assert prompt.text == official_prompt(values)
         assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
         assert example.answers == (values["answer"],)
@@ -95,7 +95,7 @@ def test_prompts_lose_their_middle_as_officially(context, limit):
     ids: Any = tokenizer(text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
     if len(ids) > limit:
         ids = ids[: limit // 2] + ids[-limit // 2 :]
-    prompt = build_prompt(example, TEMPLATE, tokenizer, limit, decode_halves=False)
+    prompt = build_prompt(example, DATASET, tokenizer, limit)
     assert prompt.text == tokenizer.decode(ids, skip_special_tokens=True)
     assert all(0 <= start < end <= len(prompt.text) for start, end in prompt.context)
 
@@ -105,7 +105,8 @@ def test_halves_decoded_together_keep_the_space_between_them():
     """Sentencepiece drops the space in front of a text: decoded alone, the second half would lose it."""
     tokenizer: Any = llama2()
     example = load_one(row(0, context="alpha beta gamma delta " * 20))
-    texts = [build_prompt(example, TEMPLATE, tokenizer, 41, decode_halves=apart).text for apart in (True, False)]
+    datasets = (replace(DATASET, decode_halves=apart) for apart in (True, False))
+    texts = [build_prompt(example, dataset, tokenizer, 41).text for dataset in datasets]
     ids: Any = tokenizer(official_prompt(row(0, context="alpha beta gamma delta " * 20)))["input_ids"]
     assert texts[1] == tokenizer.decode(ids[:20] + ids[-21:], skip_special_tokens=True)
     assert texts[0] == "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:20], ids[-20:]))

@@ -79,7 +79,7 @@ def test_rows_of_any_file_are_the_same_examples(tmp_path: Path, kind: str) -> No
         )
         ((start, end),) = example.evidence
         assert example.context[start:end] == row["where"]
-    prompt = build_prompt(data.examples[0], data.template, tiny()[1])
+    prompt = build_prompt(data.examples[0], data.dataset, tiny()[1])
     assert prompt.text.endswith("Notes: aq copper. bq river.\nQuestion: Entry bq?")
     assert [prompt.text[start:end] for start, end in prompt.context] == [ROWS[0]["report"]]
 

@@ -103,7 +103,7 @@ def test_prompts_are_official(task, chat, tmp_path):
     tokenizer: Any = Characters()
     for example, value in zip(loaded.examples, values, strict=True):
         first, *later = official_prompts(task, value, PLAIN if chat == "none" else CHAT)
-        prompt = build_prompt(example, loaded.template, tokenizer, decode_halves=False)
+        prompt = build_prompt(example, loaded.dataset, tokenizer)
         assert prompt.text == first
         assert [prompt.text[start:end] for start, end in prompt.context] == [str(value["context"])]
         assert [turn.text for turn in example.turns] == later
