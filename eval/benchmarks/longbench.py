@@ -157,7 +157,6 @@ SUITE_E = Suite(
     load=load_e,
     score=score_example,
     rows_in_dir=True,
-    cached=is_cached,
 )
 
 

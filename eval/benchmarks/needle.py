@@ -24,7 +24,7 @@ from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
-from eval.benchmarks.rows import WHOLE, sha256_of
+from eval.benchmarks.rows import made_here, sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE, Row
 from eval.benchmarks.ruler.sources import check_haystack, read_text
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
@@ -162,15 +162,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
     text = sha256_of(own) if own is not None else None
     hashed = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
-    return LoadedDataset(
-        dataset,
-        examples,
-        form.max_new_tokens,
-        sha256_of(hashed),
-        sha256_of([WHOLE, form.max_new_tokens]),
-        f"needles, seed {options.seed}",
-        total=options.repeats * len(options.lengths) * len(options.depths),
-    )
+    total = options.repeats * len(options.lengths) * len(options.depths)
+    return made_here(dataset, examples, form.max_new_tokens, hashed, f"needles, seed {options.seed}", total)
 
 
 SUITE = Suite(

@@ -138,10 +138,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     own = dataset.configuration, dataset.split
     rows = _file_rows(dataset) if dataset.file else _hub(dataset).rows(settings, "", *own)
     meaning = {key: value for key, value in asdict(dataset).items() if key not in _NO_PROMPT}
-    return loaded(
-        dataset, rows, partial(_example, dataset), settings.on_error, "rows with the template's fields",
-        dataset.max_new_tokens, prompts=[meaning],
-    )  # fmt: skip
+    parse = partial(_example, dataset)
+    return loaded(dataset, rows, parse, settings.on_error, dataset.max_new_tokens, [meaning])
 
 
 def _file_rows(own: OwnDataset) -> Rows:

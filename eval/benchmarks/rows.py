@@ -103,8 +103,8 @@ def load_lines(
     dataset: Dataset, data: bytes, source: str, template: str, max_new_tokens: int, on_error: OnError
 ) -> LoadedDataset:
     """A dataset from lines in LongBench's format. source: the lines' origin. Raises UserError as `loaded`."""
-    expected, parse = "one JSON object a line in LongBench's format", partial(parse_example, dataset, template)
-    return loaded(dataset, lines_of(data, source), parse, on_error, expected, max_new_tokens, [template])
+    parse = partial(parse_example, dataset, template)
+    return loaded(dataset, lines_of(data, source), parse, on_error, max_new_tokens, [template])
 
 
 def lines_of(data: bytes, source: str) -> Rows:
@@ -117,15 +117,14 @@ def loaded(
     rows: Rows,
     parse: Callable[[Any, int], Example | None],
     on_error: OnError,
-    expected: str,
     max_new_tokens: int,
     prompts: Sequence[Any] = (WHOLE,),
+    instead: str = "other rows",
 ) -> LoadedDataset:
     """A dataset from its rows.
 
-    parse: from a row and its number, from 0; None leaves it out; raises UserError. expected: the right content of the
-    source.
-    prompts: the official ones, if rows do not hold theirs.
+    parse: from a row and its number, from 0; None leaves it out; raises UserError.
+    prompts: the official ones, if rows do not hold theirs. instead: what to give if there is no usable row.
     Raises UserError for an unusable row (unless skipped), which names the first ten, for a repeated `_id`, and for no
     usable row.
     """
@@ -152,9 +151,19 @@ def loaded(
         raise UserError(f"{named}{more}. Fix {them} by data.on_error=skip")
     if not examples:
         first = f": {len(skipped)} skipped, the first, {skipped[0].where}, for: {skipped[0].reason}" if skipped else ""
-        raise UserError(f"{source}: no usable row{first}; expected {expected}")
+        raise UserError(f"{source}: no usable row{first}; give {instead}")
     config_sha256 = sha256_of([*prompts, max_new_tokens])
     return LoadedDataset(dataset, tuple(examples), max_new_tokens, data_sha256, config_sha256, source, tuple(skipped))
+
+
+def made_here(
+    dataset: Dataset, examples: Iterable[Example], max_new_tokens: int, made_of: Any, source: str, total: int
+) -> LoadedDataset:
+    """A dataset of the first rows that a suite has made. made_of: all that determines them, to be hashed, as JSON."""
+    config_sha256 = sha256_of([WHOLE, max_new_tokens])
+    return LoadedDataset(
+        dataset, tuple(examples), max_new_tokens, sha256_of(made_of), config_sha256, source, total=total
+    )
 
 
 def prompt_parts(template: str, values: Mapping[str, Any], context: str = "context") -> tuple[str, str]:

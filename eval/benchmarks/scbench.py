@@ -83,9 +83,10 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     else:
         file = given_file(settings.dir, f"{dataset.name}.jsonl", _HUB.give)
         rows = lines_of(file.read_bytes(), str(file))
-    prompts, expected = (first, later, prefix), "one JSON object a line, as in SCBench"
-    parse, max_new_tokens = partial(_example, dataset, prompts), TASKS[dataset.name][2]
-    return loaded(dataset, rows, parse, settings.on_error, expected, max_new_tokens, prompts=prompts)
+    prompts = first, later, prefix
+    return loaded(
+        dataset, rows, partial(_example, dataset, prompts), settings.on_error, TASKS[dataset.name][2], prompts
+    )
 
 
 def prompts_sha256(content: bytes) -> str:
@@ -107,7 +108,6 @@ SUITE = Suite(
     score=score_example,
     rows_in_dir=True,
     missing=missing,
-    cached=_HUB.is_cached,
 )
 
 

@@ -201,7 +201,7 @@ class Suite:
     rows_here: whether its rows need no other file, network or tokenizer, so that they are checked as early.
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
-    cached: whether all its files are in the caches; None if it needs no download.
+    cached: whether all its files are in the caches, for a suite of models or of published sizes; None if it needs none.
     published: sizes by the name of the dataset, if they are published.
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
     shorter: advice if a prompt is longer than the model's positions.

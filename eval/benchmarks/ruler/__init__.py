@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
-from eval.benchmarks.rows import WHOLE, sha256_of
+from eval.benchmarks.rows import made_here
 from eval.benchmarks.ruler.generator import rows
 from eval.benchmarks.ruler.sources import (
     INSTALL,
@@ -84,18 +84,10 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "corpus": corpus_sha256(task, sources),
         "first row": made[0].official,
     }
-    return LoadedDataset(
-        dataset,
-        tuple(
-            row.as_example(dataset.name, f"{dataset.name}-{options.length}-{options.seed}-{number:04d}")
-            for number, row in enumerate(made)
-        ),
-        task.max_new_tokens,
-        sha256_of(hashed),
-        sha256_of([WHOLE, task.max_new_tokens]),
-        f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
-        total=max(ROWS, len(made)),
-    )
+    identity = f"{dataset.name}-{options.length}-{options.seed}"
+    examples = (row.as_example(dataset.name, f"{identity}-{number:04d}") for number, row in enumerate(made))
+    source = f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}"
+    return made_here(dataset, examples, task.max_new_tokens, hashed, source, max(ROWS, len(made)))
 
 
 _METRICS = {name: "string_match_part" if name.startswith("qa_") else "string_match_all" for name in TASKS}

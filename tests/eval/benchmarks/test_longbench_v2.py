@@ -167,7 +167,7 @@ def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
         (b"[\xff]", r"data\.json: not a table of rows .*utf-8"),
         (b"{}", r"data\.json: not a table of rows \(expected an array, got dict\)"),
         (b"3", r"data\.json: not a table of rows \(expected an array, got int\)"),
-        (b"[]", r"no usable row; expected an array of rows"),
+        (b"[]", r"no usable row; give other rows"),
     ],
 )
 def test_malformed_file_is_refused(content, message, tmp_path):

@@ -103,9 +103,7 @@ def test_unusable_row_is_named(settings, changes: dict[str, Any], named: str) ->
 
 
 def test_bins_without_rows_or_unknown_are_refused(settings) -> None:
-    with pytest.raises(
-        UserError, match=r"tokens by words: no usable row; .* \[16384\] tokens: give other mrcr\.lengths"
-    ):
+    with pytest.raises(UserError, match=r"tokens by words: no usable row; give other mrcr\.lengths than \[16384\]"):
         load(SUITE.datasets[0], settings(long(5000), lengths=(16_384,)))
     with pytest.raises(UserError, match=r"mrcr\.lengths=\[5000\]: expected a list of 8192"):
         SUITE.check(SUITE.datasets[0], settings(long(5000), lengths=(5000,)))
