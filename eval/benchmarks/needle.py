@@ -25,7 +25,7 @@ from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import made_here, sha256_of
-from eval.benchmarks.ruler.generator import NEEDLE, NOISE, Row
+from eval.benchmarks.ruler.generator import NEEDLE, NOISE, as_example
 from eval.benchmarks.ruler.sources import check_haystack, read_text
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
@@ -97,8 +97,8 @@ class _English:
                 "depth": depth,
                 "evidence": [[*spot]],
             }
-            row = Row(official, (len(instruction), len(text)), (spot,))
-            example = row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
+            context, groups = (len(instruction), len(text)), (f"length={length}", f"depth={depth}")
+            example = as_example(dataset.name, identity, official, context, [spot], groups)
             return example, len(build_prompt(example, dataset, self.tokenizer, chat=self.chat).token_ids)
 
         limit = length - self.max_new_tokens

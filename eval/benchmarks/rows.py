@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from eval.benchmarks.metrics import check_gold
-from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Skipped, Turn
+from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Turn
 from lazyllm.errors import UserError
 
 Field = tuple[str, Callable[[Any], Any], str]
@@ -130,7 +130,7 @@ def loaded(
     """
     values, source, data_sha256 = rows
     examples: list[Example] = []
-    skipped: list[Skipped] = []
+    skipped: list[tuple[str, str]] = []
     places: dict[str, str] = {}
     for number, (where, row) in enumerate(values):
         try:
@@ -143,14 +143,14 @@ def loaded(
                 raise UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
             examples.append(example)
         except (UserError, RecursionError) as error:  # nested too deeply to be shown
-            skipped.append(Skipped(where, str(error)))
+            skipped.append((where, str(error)))
     if skipped and on_error == "raise":
-        named = "\n".join(f"{row.where}: {row.reason}" for row in skipped[:_NAMED])
+        named = "\n".join(f"{where}: {reason}" for where, reason in skipped[:_NAMED])
         more = f"\n{len(skipped) - _NAMED} more unusable rows" if len(skipped) > _NAMED else ""
         them = "this row, or skip such rows" if len(skipped) == 1 else "these rows, or skip them"
         raise UserError(f"{named}{more}. Fix {them} by data.on_error=skip")
     if not examples:
-        first = f": {len(skipped)} skipped, the first, {skipped[0].where}, for: {skipped[0].reason}" if skipped else ""
+        first = ": {} skipped, the first, {}, for: {}".format(len(skipped), *skipped[0]) if skipped else ""
         raise UserError(f"{source}: no usable row{first}; give {instead}")
     config_sha256 = sha256_of([*prompts, max_new_tokens])
     return LoadedDataset(dataset, tuple(examples), max_new_tokens, data_sha256, config_sha256, source, tuple(skipped))

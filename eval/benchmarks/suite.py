@@ -123,14 +123,6 @@ class DoesNotFitError(UserError):
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A row that was left out: its place (file:line) and the reason."""
-
-    where: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class LoadedDataset:
     """A dataset's rows, and what its prompts and answers need.
 
@@ -138,7 +130,7 @@ class LoadedDataset:
     data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
     config_sha256: of the official prompts and max_new_tokens.
     source: the origin of the rows, as shown.
-    skipped: rows left out, with `on_error="skip"` only.
+    skipped: (place, reason) of rows left out, with `on_error="skip"` only.
     total: the number of the dataset's rows if `examples` holds only the first; None if it holds all.
     """
 
@@ -148,7 +140,7 @@ class LoadedDataset:
     data_sha256: str
     config_sha256: str
     source: str
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
     total: int | None = None
 
 

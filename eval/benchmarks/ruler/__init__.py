@@ -73,7 +73,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     task, options = read_tasks(settings.dir)[dataset.name], settings.options
     sources, tokenizer = Sources(settings.dir, options.haystack), tokenizer_for_rows(settings.model, "ruler")
     reserved, count = wrap_tokens(tokenizer, settings.chat), ROWS if settings.limit is None else settings.limit
-    made = list(rows(task, tokenizer, options.length, count, options.seed, sources, reserved))
+    made = rows(task, tokenizer, options.length, count, options.seed, sources, reserved)
     hashed = {
         "suite": VERSION,
         "task": task.name,
@@ -84,10 +84,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "corpus": corpus_sha256(task, sources),
         "first row": made[0].official,
     }
-    identity = f"{dataset.name}-{options.length}-{options.seed}"
-    examples = (row.as_example(dataset.name, f"{identity}-{number:04d}") for number, row in enumerate(made))
     source = f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}"
-    return made_here(dataset, examples, task.max_new_tokens, hashed, source, max(ROWS, len(made)))
+    return made_here(dataset, made, task.max_new_tokens, hashed, source, max(ROWS, len(made)))
 
 
 _METRICS = {name: "string_match_part" if name.startswith("qa_") else "string_match_all" for name in TASKS}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from eval import cli
 from eval.analysis.registry import TABLES
 from eval.benchmarks import downloads, longbench
-from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
+from eval.benchmarks.datasets import DATASETS, datasets_asked_for, load_rows
 from eval.benchmarks.metrics import dataset_score
 from eval.benchmarks.rows import parse_example, read_lines
 from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
@@ -153,7 +153,7 @@ def test_bad_row_is_named_or_skipped(folder, row, named):
         load(folder)
     loaded = load(folder, "skip")
     assert [example.id for example in loaded.examples] == ["one", "three"]
-    assert [skipped.where for skipped in loaded.skipped] == [f"{file}:2"]
+    assert [where for where, _ in loaded.skipped] == [f"{file}:2"]
 
 
 @settings(max_examples=30, deadline=None)
@@ -226,32 +226,24 @@ def test_template_that_a_row_cannot_fill_is_refused(folder, text):
         load(folder)
 
 
-def test_names_are_resolved_to_datasets():
-    def names(of):
-        return [dataset.name for dataset in resolve_datasets(of)]
-
-    assert names("all") == LONGBENCH_NAMES
-    assert len(LONGBENCH_NAMES) == 16
-    assert names("hotpotqa") == ["hotpotqa"]
-    assert names("code") == ["lcc", "repobench-p"]
-    assert names("few_shot") == ["trec", "triviaqa", "samsum"]
-    assert {dataset.suite for dataset in resolve_datasets("embedded")} == {"embedded"}
-    assert names(["lcc", "code", "qasper"]) == ["lcc", "repobench-p", "qasper"]
-    assert names(("qasper", "lcc")) == ["qasper", "lcc"]
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["lcc", "code", "qasper"], ["lcc", "repobench-p", "qasper"]),
+        (["qasper", "lcc"], ["qasper", "lcc"]),
+        (["few_shot"], ["trec", "triviaqa", "samsum"]),
+    ],
+)
+def test_names_mean_datasets_each_once_in_order(names, expected):
+    assert [dataset.name for dataset in datasets_asked_for(dict.fromkeys(names, True), "llama2")] == expected
 
 
 @pytest.mark.parametrize(
-    ("names", "reason"),
-    [
-        ("hotpot", "did you mean hotpotqa"),
-        ("xxxxxxxx", "expected one of all, "),
-        ([], "no dataset"),
-        ([["qasper"]], "a string"),
-    ],
+    ("name", "reason"), [("hotpot", "did you mean hotpotqa"), ("xxxxxxxx", "expected one of all, ")]
 )
-def test_unknown_names_are_refused(names, reason):
+def test_unknown_names_are_refused(name, reason):
     with pytest.raises(UserError, match=reason):
-        resolve_datasets(names)
+        datasets_asked_for({name: True}, "llama2")
 
 
 REPOSITORY = "THUDM/LongBench"

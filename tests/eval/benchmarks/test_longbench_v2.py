@@ -157,7 +157,7 @@ def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
             load(tmp_path)
         skipped = load(tmp_path, on_error="skip")
         assert [example.id for example in skipped.examples] == ["id-0"]
-        assert [row.where for row in skipped.skipped] == [f"{tmp_path / 'data.json'}, row 2"]
+        assert [where for where, _ in skipped.skipped] == [f"{tmp_path / 'data.json'}, row 2"]
 
 
 @pytest.mark.parametrize(

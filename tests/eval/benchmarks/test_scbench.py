@@ -194,7 +194,7 @@ def test_malformed_row_is_named_by_file_line_and_field(name, bad, named, tmp_pat
         load(tmp_path, task)
     skipped = load(tmp_path, task, on_error="skip")
     assert [example.id for example in skipped.examples] == [f"{task}-0"]
-    assert [left.where for left in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
+    assert [where for where, _ in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
 
 
 def test_other_prompts_warn_and_malformed_ones_are_refused(tmp_path, caplog):
