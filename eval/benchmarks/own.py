@@ -100,11 +100,10 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
         raise UserError(f"{where}.template={own.template!r}: {error}; a brace itself is written twice") from error
     expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
     require(places.count(own.context) == 1, f"{where}.context", own.context, expected)
-    number = own.max_new_tokens
-    require(type(number) is int and number > 0, f"{where}.max_new_tokens", number, "1 or more")
+    for key, least in (("max_new_tokens", 1), ("prompt_tokens", 0)):
+        number = getattr(own, key)
+        require(type(number) is int and number >= least, f"{where}.{key}", number, f"{least} or more")
     require(bool(own.file) != bool(own.hub), f"{where}.file", own.file, "a file, or hub: OWNER/NAME instead")
-    tokens = own.prompt_tokens
-    require(type(tokens) is int and tokens >= 0, f"{where}.prompt_tokens", tokens, "a number of tokens")
     readable = not own.file or _kind(own) is not None
     require(readable, f"{where}.file", own.file, f"{', '.join(_READERS)}, also with .gz")
     return own

@@ -64,7 +64,7 @@ def test_rows_and_templates_equal_those_of_the_stored_runs():
 
 @EVERY
 def test_rows_differ(name):
-    assert len({json.dumps(row) for row in rows_of(name)}) == 120
+    assert len({row["context"] for row in rows_of(name)}) == 120
 
 
 def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):

@@ -163,20 +163,6 @@ def test_later_turn_has_xgens_format_and_is_refused_without_tokens():
         prompt_of(replace(QUESTION, turns=(Turn("", ()),)))
 
 
-def test_real_tokenizers_chat_template_gives_one_bos():
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "Who", "?", "user", ":"])}
-    backend: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-    assert prompt_of(QUESTION, tokenizer, chat=CHAT_FORMATS["auto"]).token_ids == (1, 5, 6, 3, 4)
-    assert prompt_of(QUESTION, tokenizer, chat=CHAT_FORMATS["none"]).token_ids == (1, 3, 4)
-
-
 def test_newline_ends_samsums_answers_only():
     newline_ends = {name for name in LONGBENCH_NAMES if DATASETS[name].newline_ends}
     assert newline_ends == {"samsum"}
