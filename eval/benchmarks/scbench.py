@@ -21,6 +21,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, given_file, literals, official_file
 from eval.benchmarks.metrics import score_example
+from eval.benchmarks.prompts import tokenizer_for_rows
 from eval.benchmarks.rows import check_fields, is_filled, is_texts, lines_of, loaded, prompt_parts, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
@@ -113,12 +114,9 @@ SUITE = Suite(
 
 def _is_wrapped(settings: DataSettings) -> bool:
     """Whether messages are put into a chat template."""
-    from lazyllm.models.load import load_tokenizer_of
-
     chat = settings.chat
-    tokenizer = load_tokenizer_of(settings.model) if chat.or_none and settings.model is not None else None
-    if tokenizer is not None:
-        return chat.uses_template(tokenizer)
+    if chat.or_none:
+        return chat.uses_template(tokenizer_for_rows(settings.model, "scbench"))
     return chat.from_tokenizer or bool(chat.before + chat.after)
 
 

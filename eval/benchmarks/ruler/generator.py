@@ -17,7 +17,6 @@ from itertools import cycle, islice, pairwise
 from typing import Any
 
 from eval.benchmarks.ruler.sources import (
-    INSTALL,
     Essay,
     Pairs,
     QaQuestion,
@@ -399,11 +398,8 @@ class _FrequentWords(_Sampler):
         if self.step < 1 or self.vocabulary_size < 4:
             raise self.too_short()
         import numpy as np
+        from scipy.special import zeta  # `check` has seen that it is installed
 
-        try:
-            from scipy.special import zeta
-        except ModuleNotFoundError as error:
-            raise UserError(f"fwe needs the package scipy; {INSTALL}") from error
         alpha = self.task.settings["alpha"]  # a word's share: rank^-alpha, over the sum for all ranks
         self.weights, self.total = np.arange(1, self.vocabulary_size + 1) ** -alpha, float(zeta(alpha))
 
