@@ -48,7 +48,7 @@ def small_run(out: Path | str | None, **changes: Any) -> Run:
 def case_of(dataset: str, tokenizer: Any, max_new_tokens: int) -> Case:
     """A dataset's first example, ready to be measured."""
     loaded = load_rows(DATASETS[dataset])
-    prompt = build_prompt(loaded.examples[0], loaded.template, tokenizer)
+    prompt = build_prompt(loaded.examples[0], loaded.dataset, tokenizer)
     return Case(DATASETS[dataset], loaded.examples[0], prompt, max_new_tokens, (2,))
 
 

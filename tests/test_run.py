@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.benchmarks.datasets import resolve_datasets
+from eval.benchmarks.datasets import CHOICES
 from eval.cli import main
 from eval.run.loop import measure
 from eval.store.folder import read_about, read_visits
@@ -39,7 +39,7 @@ def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: py
     measure(run_of("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short))
     assert [path.name for path in Path().iterdir()] == ["run"]  # nothing is written elsewhere
     visits = visits_of()
-    names = [dataset.name for dataset in resolve_datasets("all")]
+    names = [dataset.name for dataset in CHOICES["all"]]
     assert [visit.dataset for visit in visits] == names
     for visit in visits:
         ((turn,), (method,), (baseline,)) = visit.turns, visit.answers["lazy"], visit.answers["baseline"]

@@ -61,10 +61,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     files = {length: _HUB.rows(settings, f"data/{task}/{length}.json", length, task) for length in lengths}
     rows = [(where, (length, n, row)) for length, (rows, _, _) in files.items() for n, (where, row) in enumerate(rows)]
     source, sha256 = files[lengths[0]][1], sha256_of([sha256 for _, _, sha256 in files.values()])
-    parse, expected = partial(_example, dataset, prompts), "rows with input, question and target"
-    return loaded(
-        dataset, (rows, source, sha256), parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[prompts]
-    )
+    parse = partial(_example, dataset, prompts)
+    return loaded(dataset, (rows, source, sha256), parse, settings.on_error, MAX_NEW_TOKENS, [prompts])
 
 
 def read_prompts(content: bytes) -> dict[str, dict[str, str]]:
@@ -87,7 +85,6 @@ SUITE = Suite(
     options=BabilongConfig,
     check=partial(check_lengths, LENGTHS),
     missing=_HUB.missing,
-    cached=_HUB.is_cached,
 )
 
 

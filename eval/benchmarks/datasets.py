@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -48,24 +48,6 @@ else:
     )
 
 
-def resolve_datasets(names: str | Iterable[str]) -> tuple[Dataset, ...]:
-    """The datasets of one or several names of `CHOICES`, each once, in the order of the names.
-
-    Raises UserError for an unknown name (with the closest known ones), or for no name.
-    """
-    wanted = [names] if isinstance(names, str) else list(names)
-    if not wanted:
-        raise UserError(f"no dataset: give a dataset, a task, {', '.join(map(repr, _WHOLE))}, or a list of these")
-    for name in wanted:
-        if not isinstance(name, str):
-            raise UserError(f"a dataset is named by a string, got {name!r}")
-        if name not in CHOICES:
-            close = difflib.get_close_matches(name, CHOICES)
-            meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(CHOICES)}"
-            raise UserError(f"unknown dataset {name!r}: {meant}")
-    return tuple(dict.fromkeys(dataset for name in wanted for dataset in CHOICES[name]))
-
-
 def default_suite(model: str) -> Suite:
     """The suite of a run without `dataset`: the one that the model was made for, else the first, LongBench."""
     return next((suite for suite in SUITES.values() if model in suite.models), next(iter(SUITES.values())))
@@ -87,12 +69,12 @@ def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
 
 
 def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset, ...]:
-    """The datasets of a run, all of one suite; also those that lack rows.
+    """The datasets of a run, all of one suite, each once, in the order of their names; also those that lack rows.
 
     dataset: the config's {name of `CHOICES`: whether it is wanted, or name: description of a user's own dataset}; empty
         for the model's default suite.
     model: its name. The name of a task means the datasets of its default suite.
-    Raises UserError for an unknown name, no dataset, or several suites.
+    Raises UserError for an unknown name (with the closest known ones), no dataset, or several suites.
     """
     if own := add_own(dataset):
         require(len(own) == len(dataset), "dataset", ", ".join(dataset), "own datasets alone")
@@ -103,7 +85,12 @@ def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset,
         others = {each.name for task in tasks for each in _TASK.get(task, ())}  # come with the task's name
         of_task = {task: [each.name for each in suite.datasets if each.task == task] for task in tasks}
         names = [each for name in names if name not in others for each in of_task.get(name, [name])]
-    named = resolve_datasets(names) if names else ()
+    for name in names:
+        if name not in CHOICES:
+            close = difflib.get_close_matches(name, CHOICES)
+            meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(CHOICES)}"
+            raise UserError(f"unknown dataset {name!r}: {meant}")
+    named = dict.fromkeys(each for name in names for each in CHOICES[name])
     datasets = tuple(each for each in named if dataset.get(each.name, True))
     if not datasets:
         raise UserError("no dataset is left: give dataset=hotpotqa, a task's name, or dataset=all")

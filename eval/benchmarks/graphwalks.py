@@ -18,8 +18,8 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, sha256_of
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, made_here
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
 VERSION = 2
@@ -82,12 +82,11 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         rows, source, sha256 = _HUB.rows(settings, "*.parquet")
         others = _QUESTIONS.keys() - {dataset.name.removeprefix("graphwalks_")}
         mine = [(where, row) for where, row in rows if row.get("problem_type") not in others], source, sha256
-        expected = "prompt, answer_nodes and problem_type"
-        return loaded(dataset, mine, partial(_example, dataset), settings.on_error, expected, tokens)
+        return loaded(dataset, mine, partial(_example, dataset), settings.on_error, tokens)
     examples = tuple(_made(dataset, settings, tokens))
     hashed = [VERSION, options.lengths, options.seed, repr(settings.chat), examples[0].official]
-    about = sha256_of(hashed), sha256_of([TEMPLATE, tokens]), f"made graphs, seed {options.seed}"
-    return LoadedDataset(dataset, examples, tokens, *about, total=options.repeats * len(options.lengths))
+    source, total = f"made graphs, seed {options.seed}", options.repeats * len(options.lengths)
+    return made_here(dataset, examples, tokens, hashed, source, total)
 
 
 SUITE = Suite(
@@ -102,7 +101,6 @@ SUITE = Suite(
     options=GraphWalksConfig,
     check=check,
     missing=lambda dataset, settings: _HUB.missing(dataset, settings) if settings.options.lengths is None else None,
-    cached=_HUB.is_cached,
     length=lambda settings: max(settings.options.lengths or [0]) or None,
     shorter="give smaller graphwalks.lengths",
 )
@@ -122,7 +120,7 @@ def _made(dataset: Dataset, settings: DataSettings, answer_tokens: int) -> Itera
     tokenizer, options = tokenizer_for_rows(settings.model, "graphwalks"), settings.options
 
     def excess(example: Example) -> int:
-        prompt = build_prompt(example, TEMPLATE, tokenizer, chat=settings.chat)
+        prompt = build_prompt(example, dataset, tokenizer, chat=settings.chat)
         return len(prompt.token_ids) + answer_tokens - example.length
 
     for repeat, length in islice(product(range(options.repeats), options.lengths), settings.limit):

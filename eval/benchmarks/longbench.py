@@ -24,7 +24,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import given_file, official_cache, official_file, require_network, ways_out_of
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, check_fields, load_lines, parsed_json
+from eval.benchmarks.rows import Field, check_fields, is_text, load_lines, parsed_json
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Published, Suite
 from lazyllm.errors import UserError, reason_of
 
@@ -110,7 +110,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         archive, member = _archive(), f"data/{dataset.name}.jsonl"
         with zipfile.ZipFile(archive) as opened:
             data, source = opened.read(member), f"{archive}:{member}"
-    text = (name, lambda value: isinstance(value, str) and bool(value), "a prompt that is not empty")
+    text = (name, lambda value: is_text(value) and value.count("{context}") == 1, "a prompt with {context}, once")
     number = (name, lambda value: type(value) is int and value > 0, "a number of tokens of at least 1")
     template, max_new_tokens = _entry(PROMPTS, text, folder), _entry(MAX_LENGTHS, number, folder)
     return load_lines(dataset, data, source, template, max_new_tokens, settings.on_error)
@@ -157,7 +157,6 @@ SUITE_E = Suite(
     load=load_e,
     score=score_example,
     rows_in_dir=True,
-    cached=is_cached,
 )
 
 

@@ -62,8 +62,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     if absent:
         raise UserError(f"{PROMPT}: expected LongBench v2's prompt, with the place {absent[0]}")
     rows, parse = _HUB.rows(settings, ROWS), partial(_example, dataset, template)
-    expected = "an array of rows, as LongBench v2 has them"
-    return loaded(dataset, rows, parse, settings.on_error, expected, MAX_NEW_TOKENS, prompts=[template])
+    return loaded(dataset, rows, parse, settings.on_error, MAX_NEW_TOKENS, [template])
 
 
 SUITE = Suite(
@@ -75,7 +74,6 @@ SUITE = Suite(
     score=score_example,
     rows_in_dir=True,
     missing=_HUB.missing,
-    cached=_HUB.is_cached,
 )
 
 

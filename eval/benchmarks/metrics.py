@@ -2,8 +2,8 @@
 
 LongBench (`metrics.py` and `eval.py`, commit 2e00731): a metric takes one gold answer, and the best of a row's gold
 answers counts. ROUGE-L is that of the package `rouge` 1.0.1: summary-level, over unique words. Google's `rouge-score`
-differs from it by several points and is reported in addition. Code is compared by `fuzzywuzzy` without
-python-Levenshtein, the official environment.
+differs from it by several points and is reported in addition. Code is compared as `fuzzywuzzy.fuzz.ratio` does by
+difflib: python-Levenshtein, which it uses where it is installed, gives other numbers.
 
 LongBench v2 (`pred.py`, same commit): whether the answer names the right letter.
 
@@ -16,15 +16,13 @@ shares a letter with the gold one is right.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import string
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from functools import cache, reduce
-from importlib.util import find_spec, module_from_spec
 from operator import add
 from typing import Any
 
@@ -139,24 +137,7 @@ def code_similarity(prediction: str, gold: str) -> float:
     """Similarity (in hundredths) of the gold line and the answer's first line without backtick, `#` and `//`."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return fuzz_ratio(line, gold) / 100
-
-
-def fuzz_ratio(left: str, right: str) -> int:
-    """`fuzzywuzzy.fuzz.ratio`, 0 to 100, by difflib, even if python-Levenshtein is installed: its numbers differ."""
-    return _fuzz().ratio(left, right)
-
-
-@cache
-def _fuzz() -> Any:
-    """A private copy of the module `fuzzywuzzy.fuzz` that uses difflib's matcher."""
-    spec: Any = find_spec("fuzzywuzzy.fuzz")
-    module: Any = module_from_spec(spec)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using slow pure-python SequenceMatcher")  # our copy is meant to use difflib
-        spec.loader.exec_module(module)
-    module.SequenceMatcher = difflib.SequenceMatcher
-    return module
+    return round(100 * SequenceMatcher(None, line, gold).ratio()) / 100
 
 
 def chosen_letter(answer: str) -> str | None:

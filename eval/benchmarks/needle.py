@@ -24,10 +24,10 @@ from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
-from eval.benchmarks.rows import sha256_of
-from eval.benchmarks.ruler.generator import NEEDLE, NOISE, Row
+from eval.benchmarks.rows import made_here, sha256_of
+from eval.benchmarks.ruler.generator import NEEDLE, NOISE, as_example
 from eval.benchmarks.ruler.sources import check_haystack, read_text
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
 VERSION = 1
@@ -97,9 +97,9 @@ class _English:
                 "depth": depth,
                 "evidence": [[*spot]],
             }
-            row = Row(official, (len(instruction), len(text)), (spot,))
-            example = row.as_example(dataset.name, identity, (f"length={length}", f"depth={depth}"))
-            return example, len(build_prompt(example, TEMPLATE, self.tokenizer, chat=self.chat).token_ids)
+            context, groups = (len(instruction), len(text)), (f"length={length}", f"depth={depth}")
+            example = as_example(dataset.name, identity, official, context, [spot], groups)
+            return example, len(build_prompt(example, dataset, self.tokenizer, chat=self.chat).token_ids)
 
         limit = length - self.max_new_tokens
         room = limit - made([], 0)[1]
@@ -162,15 +162,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
     text = sha256_of(own) if own is not None else None
     hashed = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
-    return LoadedDataset(
-        dataset,
-        examples,
-        form.max_new_tokens,
-        sha256_of(hashed),
-        sha256_of([TEMPLATE, form.max_new_tokens]),
-        f"needles, seed {options.seed}",
-        total=options.repeats * len(options.lengths) * len(options.depths),
-    )
+    total = options.repeats * len(options.lengths) * len(options.depths)
+    return made_here(dataset, examples, form.max_new_tokens, hashed, f"needles, seed {options.seed}", total)
 
 
 SUITE = Suite(

@@ -26,7 +26,7 @@ import yaml
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.metrics import METRICS, check_gold, score_example
-from eval.benchmarks.rows import Rows, is_answers, loaded, sha256_of
+from eval.benchmarks.rows import Rows, is_answers, loaded, prompt_parts, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of, require
 
@@ -100,11 +100,10 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
         raise UserError(f"{where}.template={own.template!r}: {error}; a brace itself is written twice") from error
     expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
     require(places.count(own.context) == 1, f"{where}.context", own.context, expected)
-    number = own.max_new_tokens
-    require(type(number) is int and number > 0, f"{where}.max_new_tokens", number, "1 or more")
+    for key, least in (("max_new_tokens", 1), ("prompt_tokens", 0)):
+        number = getattr(own, key)
+        require(type(number) is int and number >= least, f"{where}.{key}", number, f"{least} or more")
     require(bool(own.file) != bool(own.hub), f"{where}.file", own.file, "a file, or hub: OWNER/NAME instead")
-    tokens = own.prompt_tokens
-    require(type(tokens) is int and tokens >= 0, f"{where}.prompt_tokens", tokens, "a number of tokens")
     readable = not own.file or _kind(own) is not None
     require(readable, f"{where}.file", own.file, f"{', '.join(_READERS)}, also with .gz")
     return own
@@ -138,10 +137,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     own = dataset.configuration, dataset.split
     rows = _file_rows(dataset) if dataset.file else _hub(dataset).rows(settings, "", *own)
     meaning = {key: value for key, value in asdict(dataset).items() if key not in _NO_PROMPT}
-    return loaded(
-        dataset, rows, partial(_example, dataset), settings.on_error, "rows with the template's fields",
-        dataset.max_new_tokens, prompts=[meaning],
-    )  # fmt: skip
+    parse = partial(_example, dataset)
+    return loaded(dataset, rows, parse, settings.on_error, dataset.max_new_tokens, [meaning])
 
 
 def _file_rows(own: OwnDataset) -> Rows:
@@ -172,8 +169,8 @@ def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
         value = field(name)
         return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
 
-    before, after = own.template.split("{" + own.context + "}")
-    values = {place: field(place) for place in _places(before + after)}
+    values = {place: field(place) for place in _places(own.template)}
+    before, behind = prompt_parts(own.template, values, own.context)
     context = str(field(own.context))
     answers = [
         text for name in ([own.answers] if isinstance(own.answers, str) else own.answers) for text in texts(name)
@@ -187,9 +184,9 @@ def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
     return Example(
         dataset=own.name,
         id=str(field(own.id)) if own.id else sha256_of([number, row])[:48],
-        instruction=before.format(**values),
+        instruction=before,
         context=context,
-        input=after.format(**values),
+        input=behind,
         answers=tuple(answers),
         all_classes=own.classes,
         length=len(context.split()),

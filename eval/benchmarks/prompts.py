@@ -1,6 +1,6 @@
 """Prompts as LongBench's `pred.py` builds them for each model (commit 2e00731).
 
-The steps are in the official order: render the template; count its tokens, special ones included; if they exceed the
+The steps are in the official order: fill the template; count its tokens, special ones included; if they exceed the
 limit, keep `int(limit / 2)` tokens of each end, decode the halves without special tokens and join the *texts*; wrap the
 text for chat models, except for exempt datasets; append the row's answer prefix; tokenise again. So a truncated
 prompt's number of tokens may be a little above or below the limit.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -58,7 +57,7 @@ class BuiltPrompt:
 
     text: the prompt, truncated and wrapped.
     token_ids: its tokens, special ones included.
-    tokens_before_truncation: tokens of the rendered template, special ones included, before truncation and chat format.
+    tokens_before_truncation: tokens of the filled template, special ones included, before truncation and chat format.
     truncated: whether the middle was cut out.
     sha256: of the token ids: equal hashes are equal prompts.
     context: ranges of `text` that a method may shorten: the row's context after truncation, without the answers of its
@@ -93,40 +92,31 @@ class BuiltPrompt:
 
 def build_prompt(
     example: Example,
-    template: str,
+    dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int | None = None,
     chat: ChatFormat = CHAT_FORMATS["none"],
-    chat_wrap: bool = True,
-    protected: str = "",
-    decode_halves: bool = True,
 ) -> BuiltPrompt:
-    """The prompt of one example, in the official order (see the top of this file).
+    """The prompt of one example of a dataset, in the official order (see the top of this file).
 
-    template: its placeholders are names of the row's fields, usually `{context}` and `{input}`.
     max_prompt_tokens: the limit for middle truncation (Llama 2 chat 3500, XGen 7500); None for none.
-    chat: the format of the prompt.
-    chat_wrap: False for datasets without chat format (`Dataset.chat_wrap`).
-    protected: the text in the context that no method may shorten (`Dataset.protected`). It changes no token.
-    decode_halves: False decodes the ends of a truncated prompt together, as LongBench v2 does: for an odd limit, the
-        second one is a token longer (`Dataset.decode_halves`).
-    Raises UserError for a placeholder that is not a field, a tokenizer without chat template for "auto", a template
-        that refuses the messages, a limit that leaves no tokens, or a prompt or later turn without tokens.
+    chat: the format of the prompt, unless the dataset has none (`Dataset.chat_wrap`).
+    Raises UserError for a tokenizer without chat template for "auto", a chat template that refuses the messages, a
+        limit that leaves no tokens, or a prompt or later turn without tokens.
     """
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
-    text, contexts = render(template, example)
-    context = _without(contexts, text, protected)
-    asked = [example, *example.turns]
-    evidence = [[span for start, _ in contexts for span in _moved(list(turn.evidence), start)] for turn in asked]
+    text, start = example.instruction + example.context + example.input, len(example.instruction)
+    context = _moved(_unprotected(example.context, dataset.protected), start)
+    evidence = [_moved(list(turn.evidence), start) for turn in (example, *example.turns)]
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
     if max_prompt_tokens is not None and truncated:
-        left, right = _ends(tokenizer, ids, max_prompt_tokens, decode_halves)
+        left, right = _ends(tokenizer, ids, max_prompt_tokens, dataset.decode_halves)
         context, *evidence = (_after_cut(ranges, text, left, right) for ranges in (context, *evidence))
         text = left + right
-    chat = chat if chat_wrap else CHAT_FORMATS["none"]
+    chat = chat if dataset.chat_wrap else CHAT_FORMATS["none"]
     # its own template writes the special tokens out, BOS among them if the model wants one: none is added
     special = not chat.uses_template(tokenizer)
     if special:
@@ -182,46 +172,11 @@ def tokenizer_for_rows(model: ModelSpec | None, suite: str) -> PreTrainedTokeniz
     return tokenizer
 
 
-def render(template: str, example: Example) -> tuple[str, Ranges]:
-    """The template with the row's fields, and the ranges of the row's context in it.
-
-    Raises UserError for a placeholder that is not a field, or a stray brace.
-    """
-    fields = vars(example) | {"answers": list(example.answers), "all_classes": list(example.all_classes) or None}
-    fields["_id"] = fields.pop("id")
-    try:
-        pieces = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise UserError(f"template of {example.dataset}: {error}; literal braces are written {{{{ and }}}}") from error
-    text, contexts = "", []
-    for literal, name, spec, conversion in pieces:
-        text += literal
-        if name is None:
-            continue
-        if name not in fields or spec or conversion:
-            raise UserError(
-                f"template of {example.dataset}: placeholder {{{name}}} is not a plain field of a row; expected one of "
-                f"{', '.join(fields)} (literal braces are written {{{{ and }}}})"
-            )
-        value = str(fields[name])
-        if name == "context":
-            contexts.append((len(text), len(text) + len(value)))
-        text += value
-    return text, contexts
-
-
-def _without(ranges: Ranges, text: str, protected: str) -> Ranges:
-    """The ranges without matches of the pattern (`Dataset.protected`), which is applied to each range separately."""
-    if not protected:
-        return ranges
-    left = []
-    for start, stop in ranges:
-        free = start
-        for match in re.finditer(protected, text[start:stop], re.MULTILINE):
-            left.append((free, start + match.start()))
-            free = start + match.end()
-        left.append((free, stop))
-    return [(start, stop) for start, stop in left if start < stop]
+def _unprotected(context: str, protected: str) -> Ranges:
+    """The ranges of the context without matches of the pattern (`Dataset.protected`)."""
+    matches = re.finditer(protected, context, re.MULTILINE) if protected else ()
+    edges = [0, *(edge for match in matches for edge in match.span()), len(context)]
+    return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], limit: int, decode_halves: bool) -> tuple[str, str]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from eval.benchmarks.metrics import check_gold
-from eval.benchmarks.suite import TEMPLATE, Dataset, Example, LoadedDataset, OnError, Skipped, Turn
+from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Turn
 from lazyllm.errors import UserError
 
 Field = tuple[str, Callable[[Any], Any], str]
 """A required field: its name, a check of its value, and a description of allowed values."""
+
+WHOLE = "{instruction}{context}{input}"
+"""Stands in hashes for the official prompt of rows that hold their whole prompt."""
 
 Rows = tuple[Iterable[tuple[str, Any]], str, str]
 """(place, JSON value, or UserError with the reason why it is none) of each row; their source, and their hash."""
@@ -100,8 +103,8 @@ def load_lines(
     dataset: Dataset, data: bytes, source: str, template: str, max_new_tokens: int, on_error: OnError
 ) -> LoadedDataset:
     """A dataset from lines in LongBench's format. source: the lines' origin. Raises UserError as `loaded`."""
-    expected, parse = "one JSON object a line in LongBench's format", partial(parse_example, dataset)
-    return loaded(dataset, lines_of(data, source), parse, on_error, expected, max_new_tokens, template)
+    parse = partial(parse_example, dataset, template)
+    return loaded(dataset, lines_of(data, source), parse, on_error, max_new_tokens, [template])
 
 
 def lines_of(data: bytes, source: str) -> Rows:
@@ -114,22 +117,20 @@ def loaded(
     rows: Rows,
     parse: Callable[[Any, int], Example | None],
     on_error: OnError,
-    expected: str,
     max_new_tokens: int,
-    template: str = TEMPLATE,
-    prompts: Sequence[Any] = (),
+    prompts: Sequence[Any] = (WHOLE,),
+    instead: str = "other rows",
 ) -> LoadedDataset:
     """A dataset from its rows.
 
-    parse: from a row and its number, from 0; None leaves it out; raises UserError. expected: the right content of the
-    source.
-    prompts: the official ones, if not the template alone.
+    parse: from a row and its number, from 0; None leaves it out; raises UserError.
+    prompts: the official ones, if rows do not hold theirs. instead: what to give if there is no usable row.
     Raises UserError for an unusable row (unless skipped), which names the first ten, for a repeated `_id`, and for no
     usable row.
     """
     values, source, data_sha256 = rows
     examples: list[Example] = []
-    skipped: list[Skipped] = []
+    skipped: list[tuple[str, str]] = []
     places: dict[str, str] = {}
     for number, (where, row) in enumerate(values):
         try:
@@ -142,23 +143,47 @@ def loaded(
                 raise UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
             examples.append(example)
         except (UserError, RecursionError) as error:  # nested too deeply to be shown
-            skipped.append(Skipped(where, str(error)))
+            skipped.append((where, str(error)))
     if skipped and on_error == "raise":
-        named = "\n".join(f"{row.where}: {row.reason}" for row in skipped[:_NAMED])
+        named = "\n".join(f"{where}: {reason}" for where, reason in skipped[:_NAMED])
         more = f"\n{len(skipped) - _NAMED} more unusable rows" if len(skipped) > _NAMED else ""
         them = "this row, or skip such rows" if len(skipped) == 1 else "these rows, or skip them"
         raise UserError(f"{named}{more}. Fix {them} by data.on_error=skip")
     if not examples:
-        first = f": {len(skipped)} skipped, the first, {skipped[0].where}, for: {skipped[0].reason}" if skipped else ""
-        raise UserError(f"{source}: no usable row{first}; expected {expected}")
-    config_sha256 = sha256_of([*(prompts or [template]), max_new_tokens])
+        first = ": {} skipped, the first, {}, for: {}".format(len(skipped), *skipped[0]) if skipped else ""
+        raise UserError(f"{source}: no usable row{first}; give {instead}")
+    config_sha256 = sha256_of([*prompts, max_new_tokens])
+    return LoadedDataset(dataset, tuple(examples), max_new_tokens, data_sha256, config_sha256, source, tuple(skipped))
+
+
+def made_here(
+    dataset: Dataset, examples: Iterable[Example], max_new_tokens: int, made_of: Any, source: str, total: int
+) -> LoadedDataset:
+    """A dataset of the first rows that a suite has made. made_of: all that determines them, to be hashed, as JSON."""
+    config_sha256 = sha256_of([WHOLE, max_new_tokens])
     return LoadedDataset(
-        dataset, tuple(examples), max_new_tokens, data_sha256, config_sha256, source, template, tuple(skipped)
+        dataset, tuple(examples), max_new_tokens, sha256_of(made_of), config_sha256, source, total=total
     )
 
 
-def parse_example(dataset: Dataset, row: Any, number: int = 0) -> Example:
-    """A row in LongBench's format as an example. Raises UserError with the reason if it cannot be used."""
+def prompt_parts(template: str, values: Mapping[str, Any], context: str = "context") -> tuple[str, str]:
+    """The texts before and behind the template's place for the context, the other places filled in.
+
+    Raises UserError for a place that has no value, or braces that are none of a place.
+    """
+    before, _, behind = template.partition("{" + context + "}")
+    try:
+        return before.format_map(values), behind.format_map(values)
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        named = f"{type(error).__name__}: {error}"
+        raise UserError(f"the template cannot be filled ({named}); literal braces are written {{{{ and }}}}") from error
+
+
+def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) -> Example:
+    """A row in LongBench's format as an example. Raises UserError with the reason if it cannot be used.
+
+    template: the prompt, with the row's fields in braces, `{context}` once.
+    """
     check_fields(row, _FIELDS)
     if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
         raise UserError(f"field 'dataset' must be {dataset.name!r}, the file's name, got {shortened(row['dataset'])}")
@@ -168,15 +193,16 @@ def parse_example(dataset: Dataset, row: Any, number: int = 0) -> Example:
         identity = sha256_of(row)[:48]
     elif not is_text(identity) or not identity:
         raise UserError(f"field '_id' must be a string that is not empty, got {shortened(identity)}")
+    before, behind = prompt_parts(template, row)
     return Example(
         dataset=dataset.name,
         id=identity,
-        input=row["input"],
+        instruction=before,
         context=row["context"],
+        input=behind,
         answers=tuple(row["answers"]),
         all_classes=tuple(row["all_classes"] or ()),
         length=row["length"],
-        language=row["language"],
         turns=_parse_turns(dataset, row),
         official=row,
     )

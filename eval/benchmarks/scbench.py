@@ -21,7 +21,8 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, given_file, literals, official_file
 from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, lines_of, loaded, sha256_of
+from eval.benchmarks.prompts import tokenizer_for_rows
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, lines_of, loaded, prompt_parts, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
@@ -83,9 +84,10 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     else:
         file = given_file(settings.dir, f"{dataset.name}.jsonl", _HUB.give)
         rows = lines_of(file.read_bytes(), str(file))
-    prompts, expected = (first, later, prefix), "one JSON object a line, as in SCBench"
-    parse, max_new_tokens = partial(_example, dataset, prompts), TASKS[dataset.name][2]
-    return loaded(dataset, rows, parse, settings.on_error, expected, max_new_tokens, prompts=prompts)
+    prompts = first, later, prefix
+    return loaded(
+        dataset, rows, partial(_example, dataset, prompts), settings.on_error, TASKS[dataset.name][2], prompts
+    )
 
 
 def prompts_sha256(content: bytes) -> str:
@@ -107,18 +109,14 @@ SUITE = Suite(
     score=score_example,
     rows_in_dir=True,
     missing=missing,
-    cached=_HUB.is_cached,
 )
 
 
 def _is_wrapped(settings: DataSettings) -> bool:
     """Whether messages are put into a chat template."""
-    from lazyllm.models.load import load_tokenizer_of
-
     chat = settings.chat
-    tokenizer = load_tokenizer_of(settings.model) if chat.or_none and settings.model is not None else None
-    if tokenizer is not None:
-        return chat.uses_template(tokenizer)
+    if chat.or_none:
+        return chat.uses_template(tokenizer_for_rows(settings.model, "scbench"))
     return chat.from_tokenizer or bool(chat.before + chat.after)
 
 
@@ -164,17 +162,16 @@ def _example(dataset: Dataset, prompts: tuple[str, str, str], row: Any, number: 
     evidence = [()] * len(asked)
     if dataset.metric == "substring":
         evidence = [tuple(found.span() for found in re.finditer(re.escape(golds[0]), context)) for _, golds in asked]
-    before, _, behind = first.partition("{context}")
     fields, answers = asked[0]
+    before, behind = prompt_parts(first, fields)
     return Example(
         dataset=dataset.name,
         id=f"{dataset.name}-{number}",  # as officially
-        input=behind.format(**fields),
+        instruction=before,
         context=context,
+        input=behind,
         answers=answers,
         length=len(context),
-        language="zh" if dataset.name == "scbench_qa_chn" else "en",
-        instruction=before.format(**fields),
         evidence=evidence[0],
         turns=tuple(
             Turn(later.format(**fields, pre_ans=""), golds, prefix, spans)

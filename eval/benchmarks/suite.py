@@ -18,9 +18,6 @@ from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
 
-TEMPLATE = "{instruction}{context}{input}"
-"""The template of rows that hold their whole prompt."""
-
 
 def setting(default: Any, text: str) -> Any:
     """A field of a config's dataclass. text: its meaning, for `--help` and docs/settings.md, in Markdown."""
@@ -77,13 +74,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Example:
-    """One row. Field names are LongBench's, except `id` (its `_id`).
+    """One row. Its prompt is instruction, context and input, one after the other.
 
     id: the row's own, or a hash of the row if it has none; unique in its dataset.
     answers: the gold answers, at least one.
     all_classes: the class names; empty unless the dataset is a classification.
     length: the row's length in the suite's unit: words, characters or tokens.
-    instruction: the text before the context, if it differs between rows.
     answer_prefix: the text after the chat template that the answer continues; a part of the prompt.
     evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if unknown.
     groups: its groups of rows, for which scores are shown, such as "length=8k+".
@@ -99,7 +95,6 @@ class Example:
     answers: tuple[str, ...]
     all_classes: tuple[str, ...] = ()
     length: int = 0
-    language: str = "en"
     instruction: str = ""
     answer_prefix: str = ""
     evidence: tuple[tuple[int, int], ...] = ()
@@ -128,14 +123,6 @@ class DoesNotFitError(UserError):
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A row that was left out: its place (file:line) and the reason."""
-
-    where: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class LoadedDataset:
     """A dataset's rows, and what its prompts and answers need.
 
@@ -143,8 +130,7 @@ class LoadedDataset:
     data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
     config_sha256: of the official prompts and max_new_tokens.
     source: the origin of the rows, as shown.
-    template: the official prompt, with placeholders such as `{context}` and `{input}`.
-    skipped: rows left out, with `on_error="skip"` only.
+    skipped: (place, reason) of rows left out, with `on_error="skip"` only.
     total: the number of the dataset's rows if `examples` holds only the first; None if it holds all.
     """
 
@@ -154,8 +140,7 @@ class LoadedDataset:
     data_sha256: str
     config_sha256: str
     source: str
-    template: str = TEMPLATE
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
     total: int | None = None
 
 
@@ -208,7 +193,7 @@ class Suite:
     rows_here: whether its rows need no other file, network or tokenizer, so that they are checked as early.
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
-    cached: whether all its files are in the caches; None if it needs no download.
+    cached: whether all its files are in the caches, for a suite of models or of published sizes; None if it needs none.
     published: sizes by the name of the dataset, if they are published.
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
     shorter: advice if a prompt is longer than the model's positions.

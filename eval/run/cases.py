@@ -73,16 +73,7 @@ def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
     thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
     max_new_tokens = min(data.max_new_tokens, run.config.max_new_tokens or data.max_new_tokens) + thinking
     for example in run.examples[dataset.name]:
-        prompt = build_prompt(
-            example,
-            data.template,
-            run.tokenizer,
-            limit if dataset.truncate else None,
-            run.chat,
-            dataset.chat_wrap,
-            dataset.protected,
-            dataset.decode_halves,
-        )
+        prompt = build_prompt(example, dataset, run.tokenizer, limit if dataset.truncate else None, run.chat)
         where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))
         for method in methods:
             try:

@@ -83,7 +83,7 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
             lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
         screen.print("\n".join(lines), highlight=False)
     if bad := [row for data in run.loaded for row in data.skipped]:
-        where, reason = bad[0].where, bad[0].reason
+        where, reason = bad[0]
         log.warning("skipped %s (data.on_error=skip), the first: %s: %s", counted(len(bad), "row"), where, reason)
     return result
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eval import cli
-from eval.benchmarks.datasets import load_rows, resolve_datasets
+from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.board import board_page, read_board
 from eval.store.folder import PLANNED, planned_text
 from eval.store.visit import Visit
@@ -138,7 +138,7 @@ def test_board_refuses_removed_records_and_edited_runs(tmp_path, capsys) -> None
 
 def test_class_names_come_from_the_rows_of_the_run(tmp_path, capsys) -> None:
     """Half a point for an answer that names two classes, as the official metric gives it."""
-    (dataset,) = resolve_datasets("shots")
+    dataset = DATASETS["shots"]
     rows = load_rows(dataset)
     row = rows.examples[0]
     gold = row.answers[0]

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
-from eval.benchmarks.rows import sha256_of
+from eval.benchmarks.rows import made_here
 from eval.benchmarks.ruler.generator import rows
 from eval.benchmarks.ruler.sources import (
     INSTALL,
@@ -24,7 +24,7 @@ from eval.benchmarks.ruler.sources import (
     read_tasks,
     words,
 )
-from eval.benchmarks.suite import TEMPLATE, Dataset, DataSettings, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
 ROWS = 500
@@ -73,7 +73,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     task, options = read_tasks(settings.dir)[dataset.name], settings.options
     sources, tokenizer = Sources(settings.dir, options.haystack), tokenizer_for_rows(settings.model, "ruler")
     reserved, count = wrap_tokens(tokenizer, settings.chat), ROWS if settings.limit is None else settings.limit
-    made = list(rows(task, tokenizer, options.length, count, options.seed, sources, reserved))
+    made = rows(task, tokenizer, options.length, count, options.seed, sources, reserved)
     hashed = {
         "suite": VERSION,
         "task": task.name,
@@ -84,18 +84,8 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "corpus": corpus_sha256(task, sources),
         "first row": made[0].official,
     }
-    return LoadedDataset(
-        dataset,
-        tuple(
-            row.as_example(dataset.name, f"{dataset.name}-{options.length}-{options.seed}-{number:04d}")
-            for number, row in enumerate(made)
-        ),
-        task.max_new_tokens,
-        sha256_of(hashed),
-        sha256_of([TEMPLATE, task.max_new_tokens]),
-        f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}",
-        total=max(ROWS, len(made)),
-    )
+    source = f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}"
+    return made_here(dataset, made, task.max_new_tokens, hashed, source, max(ROWS, len(made)))
 
 
 _METRICS = {name: "string_match_part" if name.startswith("qa_") else "string_match_all" for name in TASKS}

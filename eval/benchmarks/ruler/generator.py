@@ -11,13 +11,12 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
 from typing import Any
 
 from eval.benchmarks.ruler.sources import (
-    INSTALL,
     Essay,
     Pairs,
     QaQuestion,
@@ -42,43 +41,43 @@ NO_FILES = Sources()
 _TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially there is no limit
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row.
+def as_example(
+    dataset: str,
+    identity: str,
+    official: dict[str, Any],
+    context: tuple[int, int],
+    evidence: Iterable[tuple[int, int]],
+    groups: tuple[str, ...] = (),
+) -> Example:
+    """A row as an example.
 
     official: the fields of a line of the official `validation.jsonl`, in order. index: for niah, the first gold
         answer's position in `input`, in characters; for other tasks, the row's number. length: tokens of input, answer
         prefix and answer; length_w_model_temp: and those reserved for a chat template. token_position_answer, for niah
         only: number of tokens of `input` before the first gold answer.
-    context: Ours: [start, end) of the context in `input`, in characters: the text that the question is about.
-    evidence: Ours: [start, end) ranges in `input`, in characters, of the text that holds the answer: needles,
-        assignments, every occurrence of a common word, documents.
+    context: [start, end) of the context in `input`, in characters: the text that the question is about.
+    evidence: such ranges of the text that holds the answer: needles, assignments, every occurrence of a common word,
+        documents.
     """
-
-    official: dict[str, Any]
-    context: tuple[int, int]
-    evidence: tuple[tuple[int, int], ...]
-
-    def as_example(self, dataset: str, identity: str, groups: tuple[str, ...] = ()) -> Example:
-        (start, end), text = self.context, self.official["input"]
-        return Example(
-            dataset=dataset,
-            id=identity,
-            input=text[end:],
-            context=text[start:end],
-            answers=tuple(self.official["outputs"]),
-            length=self.official["length"],
-            instruction=text[:start],
-            answer_prefix=self.official["answer_prefix"],
-            evidence=tuple((first - start, last - start) for first, last in self.evidence),
-            groups=groups,
-            official=self.official,
-        )
+    (start, end), text = context, official["input"]
+    return Example(
+        dataset=dataset,
+        id=identity,
+        instruction=text[:start],
+        context=text[start:end],
+        input=text[end:],
+        answers=tuple(official["outputs"]),
+        length=official["length"],
+        answer_prefix=official["answer_prefix"],
+        evidence=tuple((first - start, last - start) for first, last in evidence),
+        groups=groups,
+        official=official,
+    )
 
 
 def rows(
     task: Task, tokenizer: Any, length: int, count: int, seed: int = 42, sources: Sources = NO_FILES, reserved: int = 0
-) -> list[Row]:
+) -> list[Example]:
     """The first `count` rows of a task.
 
     tokenizer: of transformers; counts tokens, special tokens not added.
@@ -91,7 +90,7 @@ def rows(
     sampler = _SAMPLERS[task.kind](task, tokenizer, seed, length, length - reserved, sources)
     if isinstance(sampler, _Questions) and count > (there := len(sampler.questions)):
         raise UserError(f"{task.name} has {there} questions, but {count} rows were requested")
-    size, made = sampler.size(), list[Row]()
+    size, made = sampler.size(), list[Example]()
     for number in range(count):
         draft, tokens = sampler.fitted(size, number)
         used = tokens + task.max_new_tokens
@@ -108,8 +107,9 @@ def rows(
             official |= {"index": index, "token_position_answer": sampler.count(draft.input[:index])}
         longest_first = sorted(draft.evidence, key=len, reverse=True)  # each stands between whitespace
         pattern = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, longest_first))})(?!\S)")
-        evidence = tuple(match.span() for match in pattern.finditer(draft.input, *draft.context))
-        made.append(Row(official, draft.context, evidence))
+        evidence = (match.span() for match in pattern.finditer(draft.input, *draft.context))
+        identity = f"{task.name}-{length}-{seed}-{number:04d}"
+        made.append(as_example(task.name, identity, official, draft.context, evidence))
     return made
 
 
@@ -398,11 +398,8 @@ class _FrequentWords(_Sampler):
         if self.step < 1 or self.vocabulary_size < 4:
             raise self.too_short()
         import numpy as np
+        from scipy.special import zeta  # `check` has seen that it is installed
 
-        try:
-            from scipy.special import zeta
-        except ModuleNotFoundError as error:
-            raise UserError(f"fwe needs the package scipy; {INSTALL}") from error
         alpha = self.task.settings["alpha"]  # a word's share: rank^-alpha, over the sum for all ranks
         self.weights, self.total = np.arange(1, self.vocabulary_size + 1) ** -alpha, float(zeta(alpha))
 

@@ -14,12 +14,12 @@ import pytest
 from jinja2 import Environment
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
-from eval.benchmarks.prompts import Message, build_prompt, wrap_tokens
+from eval.benchmarks.prompts import Message, wrap_tokens
 from eval.benchmarks.suite import Turn
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
-from tests.eval.benchmarks.test_prompts import ROW
+from tests.eval.benchmarks.test_prompts import QUESTION, prompt_of
 from tests.runs import run_of
 
 TURNS = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}<|end|>{% endfor %}"
@@ -67,7 +67,7 @@ def tokenizer_with(template: str | None) -> Any:
 
 def text_of(template: str, **settings: Any) -> str:
     chat = chat_format("auto", **settings)
-    return build_prompt(ROW, "{input}", tokenizer_with(template), chat=chat).text
+    return prompt_of(QUESTION, tokenizer_with(template), chat=chat).text
 
 
 def test_prompt_is_the_same_on_another_day(template: str, monkeypatch) -> None:
@@ -97,9 +97,9 @@ def test_prompt_is_the_templates_own_text_without_thoughts_and_with_its_date(tem
 def test_later_turn_is_the_templates_text_after_the_answer(template: str) -> None:
     tokenizer, row = (
         tokenizer_with(template),
-        replace(ROW, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ()))),
+        replace(QUESTION, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ()))),
     )
-    prompt = build_prompt(row, "{input}", tokenizer, chat=chat_format("auto"))
+    prompt = prompt_of(row, tokenizer, chat=chat_format("auto"))
     messages = [{"role": role, "content": said} for role, said in (("user", "Who?"), ("assistant", "Me."))]
     messages += [{"role": "user", "content": " Why? "}, {"role": "assistant", "content": "So."}]
     messages += [{"role": "user", "content": "How?"}]
@@ -113,7 +113,7 @@ def test_later_turn_is_the_templates_text_after_the_answer(template: str) -> Non
 
 def test_template_without_earlier_answers_is_refused_for_turns() -> None:
     with pytest.raises(UserError, match="leaves earlier answers out"):
-        build_prompt(replace(ROW, turns=(Turn("Why?", ()),)), "", tokenizer_with(FORGETS), chat=chat_format("auto"))
+        prompt_of(replace(QUESTION, turns=(Turn("Why?", ()),)), tokenizer_with(FORGETS), chat=chat_format("auto"))
 
 
 def test_repr_of_a_format_is_the_one_in_hashes_of_rows() -> None:
@@ -154,16 +154,16 @@ def test_system_prompt_comes_first() -> None:
 
 def test_wrap_tokens_counts_the_tokens_around_the_prompt(template: str) -> None:
     tokenizer, chat = tokenizer_with(template), chat_format("auto")
-    whole = len(build_prompt(ROW, "{input}", tokenizer, chat=chat).token_ids)
+    whole = len(prompt_of(QUESTION, tokenizer, chat=chat).token_ids)
     assert whole == wrap_tokens(tokenizer, chat) + len(tokenizer("Who?", add_special_tokens=False).input_ids)
 
 
 def test_null_format_is_the_tokenizers_template_or_none() -> None:
     chat, bare = chat_format(None), tokenizer_with(None)
-    assert build_prompt(ROW, "{input}", bare, chat=chat) == build_prompt(ROW, "{input}", bare)
+    assert prompt_of(QUESTION, bare, chat=chat) == prompt_of(QUESTION, bare)
     assert wrap_tokens(bare, chat) == 0
     own = tokenizer_with("qwen3")
-    assert build_prompt(ROW, "{input}", own, chat=chat) == build_prompt(ROW, "{input}", own, chat=chat_format("auto"))
+    assert prompt_of(QUESTION, own, chat=chat) == prompt_of(QUESTION, own, chat=chat_format("auto"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.embedded import TEMPLATES, _row
+from eval.benchmarks.embedded import TEMPLATES
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import Example
 from lazyllm.methods import PromptCompression
@@ -19,7 +19,7 @@ from lazyllm.methods.prompt_compression import droppable
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
-from tests.eval.benchmarks.test_prompts import Characters
+from tests.eval.benchmarks.test_prompts import QASPER, Characters, prompt_of
 from tests.eval.official import LLAMA2, llama2
 
 
@@ -48,8 +48,9 @@ def letters_of_examples_answers(name: str, context: str) -> set[int]:
 @pytest.mark.parametrize(("name", "label"), [("trec", "Question:"), ("triviaqa", "Passage:"), ("samsum", "Dialogue:")])
 def test_context_of_a_real_few_shot_row_holds_no_answer(name: str, label: str) -> None:
     """One answer per `Question:`, `Passage:` or `Dialogue:` line; contexts are whole, so no line is cut."""
+    tokenizer: Any = Characters()
     for row in load_rows(DATASETS[name], official.LONGBENCH).examples:
-        prompt = build_prompt(row, "{context}", Characters(), protected=DATASETS[name].protected)  # type: ignore[arg-type]
+        prompt = build_prompt(replace(row, instruction="", input=""), DATASETS[name], tokenizer)
         context = {place for span in prompt.context for place in range(*span)}
         answers = letters_of_examples_answers(name, row.context)
         assert {place for place in context & answers if prompt.text[place] != "\n"} == set() != answers
@@ -61,19 +62,18 @@ def test_context_of_a_real_few_shot_row_holds_no_answer(name: str, label: str) -
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_only_words_of_an_embedded_rows_context_may_go(name: str) -> None:
     tokenizer: Any = load_tokenizer_of(ModelSpec("tiny"))
-    for row in (_row(name, index, 1)[0] for index in range(6)):
-        example = Example(name, row["_id"], row["input"], row["context"], ("",), (), 5, "en")
-        prompt = build_prompt(example, TEMPLATES[name], tokenizer, protected=DATASETS[name].protected)
+    for example in load_rows(DATASETS[name]).examples[:6]:
+        prompt = build_prompt(example, DATASETS[name], tokenizer)
         assert prompt.spans is not None
         gone = droppable(prompt.as_input()).tolist()
         left = "".join(prompt.text[slice(*span)] for i, span in enumerate(prompt.spans.tolist()) if i not in gone)
-        head, tail = TEMPLATES[name].format(context="\0", input=row["input"]).split("\0")
+        head, tail = TEMPLATES[name].format(context="\0", input=example.official["input"]).split("\0")
         assert left.startswith(head)
         assert left.endswith(tail)
         assert left.count("\n") == prompt.text.count("\n")
         assert len(gone) > len(prompt.token_ids) / 2
         if name == "shots":
-            examples = row["context"].split("\n")
+            examples = example.context.split("\n")
             assert left == head + "\n".join(f"Example {line.split(' ')[-1]}" for line in examples) + tail
         if name == "complete":  # the first word of an indented line holds part of its indentation
             first_words = re.compile(r"^  \w*", re.MULTILINE)
@@ -81,12 +81,11 @@ def test_only_words_of_an_embedded_rows_context_may_go(name: str) -> None:
             assert max(len(line.split()) for line in left.split("\n")[1:-1]) == 1
 
 
-ROW = Example("qasper", "one", "Who?", "0123456789", ("cat",), (), 3, "en")
-TEMPLATE = "Q: {context}|{input}"  # 3 + 10 + 1 + 4 characters
+ROW = Example("qasper", "one", "|Who?", "0123456789", ("cat",), instruction="Q: ")  # 3 + 10 + 5 characters
 
 
-def context_of(template: str = TEMPLATE, row: Example = ROW, tokenizer: Any = None, **settings: Any) -> list[str]:
-    prompt = build_prompt(row, template, tokenizer or Characters(), **settings)
+def context_of(row: Example = ROW, tokenizer: Any = None, **settings: Any) -> list[str]:
+    prompt = prompt_of(row, tokenizer, **settings)
     return [prompt.text[slice(*span)] for span in prompt.context]
 
 
@@ -109,32 +108,22 @@ def test_context_after_the_cut(limit: int | None, context: list[str]) -> None:
 
 
 def test_long_question_leaves_no_context_in_the_right_half() -> None:
-    row = replace(ROW, context="0123", input="a very long question")
-    prompt = build_prompt(row, TEMPLATE, Characters(), 20)  # type: ignore[arg-type]
-    assert prompt.text == "Q: 0123|a" + "g question"
-    assert context_of(row=row, max_prompt_tokens=20) == ["0123"]
-    row = replace(ROW, context="0123", input="Q")
-    assert context_of("a very long instruction {context}|{input}", row, max_prompt_tokens=10) == ["123"]
-
-
-def test_context_is_every_place_of_its_field_and_no_other() -> None:
-    assert context_of("{context}-{input}-{context}") == ["0123456789"] * 2
-    assert context_of("{input}{{context}}") == []
-    assert context_of("{input}", replace(ROW, input="0123456789")) == []
+    row = replace(ROW, context="0123", input="|a very long question")
+    assert prompt_of(row, max_prompt_tokens=20).text == "Q: 0123|a" + "g question"
+    assert context_of(row, max_prompt_tokens=20) == ["0123"]
+    row = replace(row, instruction="a very long instruction ", input="|Q")
+    assert context_of(row, max_prompt_tokens=10) == ["123"]
 
 
 def test_protected_text_splits_the_context_also_at_the_cut() -> None:
     row = replace(ROW, context="q: aa\nA: bb\nq: cc\nA: dd")
-    settings: dict[str, Any] = dict(row=row, protected="^A:.*")
+    settings: dict[str, Any] = dict(row=row, dataset=replace(QASPER, protected="^A:.*"))
     assert context_of(**settings) == ["q: aa\n", "\nq: cc\n"]
     # "Q: q: aa\nA: " is cut off "bb\n" - the pattern has seen the whole context before
     assert context_of(**settings, max_prompt_tokens=26) == ["q: aa\n", "cc\n"]
-    prompt = build_prompt(row, TEMPLATE, Characters(), 26, protected="^A:.*")  # type: ignore[arg-type]
-    assert prompt.text == "Q: q: aa\nA: " + "cc\nA: dd|Who?"[-13:]
+    assert prompt_of(**settings, max_prompt_tokens=26).text == "Q: q: aa\nA: " + "cc\nA: dd|Who?"[-13:]
     assert context_of(**settings, max_prompt_tokens=38) == ["q: aa\n", "\nq: cc\n"]  # cut in "bb"
-    tokenizer: Any = Characters()
-    whole, protected = (build_prompt(row, TEMPLATE, tokenizer, protected=pattern) for pattern in ("", "^A:.*"))
-    assert whole.token_ids == protected.token_ids
+    assert prompt_of(row).token_ids == prompt_of(**settings).token_ids
 
 
 def test_context_is_found_in_the_tokenizers_chat_template() -> None:
@@ -142,10 +131,12 @@ def test_context_is_found_in_the_tokenizers_chat_template() -> None:
     tokenizer.chat_template = "given"
     settings: dict[str, Any] = dict(tokenizer=tokenizer, chat=CHAT_FORMATS["auto"])
     assert context_of(**settings) == ["0123456789"]
-    assert context_of("{context} ", replace(ROW, context=" 123 "), **settings) == ["123"]  # the template strips
-    assert context_of(**settings, chat_wrap=False) == ["0123456789"]
+    assert context_of(replace(ROW, instruction="", context=" 123 ", input=""), **settings) == [
+        "123"
+    ]  # the template strips
+    assert context_of(**settings, dataset=DATASETS["lcc"]) == ["0123456789"]
     tokenizer.around = ("Q: 0123456789|Who? ", "")  # if it occurs twice, its place is unknown
-    prompt = build_prompt(ROW, TEMPLATE, tokenizer, chat=CHAT_FORMATS["auto"])  # type: ignore[arg-type]
+    prompt = prompt_of(**settings)
     assert prompt.context == ()
     with pytest.raises(ValueError, match="chat template changes the prompt's text"):
         PromptCompression(0.5).check_prompt(prompt.as_input())
@@ -154,7 +145,7 @@ def test_context_is_found_in_the_tokenizers_chat_template() -> None:
 def test_slow_tokenizer_is_refused_by_methods_that_need_offsets() -> None:
     tokenizer: Any = Characters()
     tokenizer.is_fast = False
-    prompt = build_prompt(ROW, TEMPLATE, tokenizer)
+    prompt = prompt_of(tokenizer=tokenizer)
     assert prompt.spans is None
     lazyllm.methods.Lazy().check_prompt(prompt.as_input())
     with pytest.raises(ValueError, match="gives no offsets"):
@@ -163,10 +154,10 @@ def test_slow_tokenizer_is_refused_by_methods_that_need_offsets() -> None:
 
 @official.needs(LLAMA2)
 def test_character_at_the_cut_belongs_to_no_context() -> None:
-    row = replace(ROW, context="ha \U0001f602" * 30, input="\nWho?")  # four byte tokens each
+    row = replace(ROW, instruction="Say: ", context="ha \U0001f602" * 30, input="\nWho?")  # four byte tokens each
     broken = 0
     for limit in range(60, 76):
-        prompt = build_prompt(row, "Say: {context}{input}", llama2(), limit)
+        prompt = prompt_of(row, llama2(), max_prompt_tokens=limit)
         found = [prompt.text[slice(*span)] for span in prompt.context]
         assert "".join(found) == prompt.text[len("Say: ") : -len("\nWho?")].replace("\ufffd", "")
         broken += "\ufffd" in prompt.text
@@ -181,7 +172,7 @@ def test_character_at_the_cut_belongs_to_no_context() -> None:
 @official.needs(LLAMA2)
 def test_llama2_spans_are_the_tokens_texts() -> None:
     text = "  Hi  there \U0001f602\r\n    return x\n\tfoo(\u30d0) of a[0]"
-    prompt = build_prompt(replace(ROW, context=text), "{context}", llama2())
+    prompt = prompt_of(replace(ROW, instruction="", context=text, input=""), llama2())
     assert prompt.spans is not None
     covered = set()
     for token_id, (start, stop) in zip(prompt.token_ids, prompt.spans.tolist(), strict=True):

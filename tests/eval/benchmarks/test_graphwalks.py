@@ -75,7 +75,7 @@ def test_made_rows_fill_the_length_and_no_more() -> None:
     assert loaded.total == 4
     assert [example.length for example in loaded.examples] == [2000, 4000, 2000, 4000]
     for example in loaded.examples:
-        prompt = build_prompt(example, loaded.template, tokenizer)
+        prompt = build_prompt(example, loaded.dataset, tokenizer)
         assert 0.95 * example.length < len(prompt.token_ids) + loaded.max_new_tokens <= example.length
     again = SUITE.load(BFS, settings)
     assert again.examples == loaded.examples

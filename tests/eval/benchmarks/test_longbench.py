@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from eval import cli
 from eval.analysis.registry import TABLES
 from eval.benchmarks import downloads, longbench
-from eval.benchmarks.datasets import DATASETS, load_rows, resolve_datasets
+from eval.benchmarks.datasets import DATASETS, datasets_asked_for, load_rows
 from eval.benchmarks.metrics import dataset_score
 from eval.benchmarks.rows import parse_example, read_lines
 from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
@@ -74,13 +74,12 @@ def load(folder: Path, on_error: OnError = "raise") -> LoadedDataset:
 def test_real_rows_are_loaded_unchanged(name, caplog):
     loaded = load_rows(DATASETS[name], official.LONGBENCH)
     assert caplog.messages == []  # the templates there are LongBench's own
-    facts = [(example.id, example.input, example.context, [*example.answers]) for example in loaded.examples]
-    assert facts == [
-        tuple(row[key] for key in ("_id", "input", "context", "answers")) for row in official.shared_rows()[name]
-    ]
-    assert loaded.skipped == ()
     files = (official.LONGBENCH / "config" / file for file in (longbench.PROMPTS, longbench.MAX_LENGTHS))
-    assert [loaded.template, loaded.max_new_tokens] == [json.loads(file.read_bytes())[name] for file in files]
+    template, max_new_tokens = (json.loads(file.read_bytes())[name] for file in files)
+    assert [
+        (row.id, row.instruction + row.context + row.input, row.context, [*row.answers]) for row in loaded.examples
+    ] == [(row["_id"], template.format(**row), row["context"], row["answers"]) for row in official.shared_rows()[name]]
+    assert (loaded.skipped, loaded.max_new_tokens) == ((), max_new_tokens)
     file = official.LONGBENCH / f"{name}.jsonl"
     assert loaded.data_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
@@ -88,8 +87,10 @@ def test_real_rows_are_loaded_unchanged(name, caplog):
 def test_row_becomes_an_example(folder):
     write_rows(folder, ROW)
     loaded = load(folder)
-    assert loaded.examples == (Example("qasper", "one", "Who?", "A cat\r\nsat.\u2028", ("cat", "a cat"), (), 3, "en"),)
-    assert (loaded.template, loaded.max_new_tokens) == ("Read: {context}\nAsk: {input} ", 9)
+    assert loaded.examples == (
+        Example("qasper", "one", "\nAsk: Who? ", "A cat\r\nsat.\u2028", ("cat", "a cat"), (), 3, "Read: "),
+    )
+    assert loaded.max_new_tokens == 9
     assert loaded.dataset is QASPER
 
 
@@ -152,7 +153,7 @@ def test_bad_row_is_named_or_skipped(folder, row, named):
         load(folder)
     loaded = load(folder, "skip")
     assert [example.id for example in loaded.examples] == ["one", "three"]
-    assert [skipped.where for skipped in loaded.skipped] == [f"{file}:2"]
+    assert [where for where, _ in loaded.skipped] == [f"{file}:2"]
 
 
 @settings(max_examples=30, deadline=None)
@@ -163,7 +164,7 @@ def test_arbitrary_lines_are_refused_one_by_one(content: bytes) -> None:
     for where, row in read_lines(content, "file"):
         assert content.split(b"\n")[int(where.removeprefix("file:")) - 1].strip()
         with pytest.raises(UserError):
-            parse_example(QASPER, row)
+            parse_example(QASPER, "{context}", row)
 
 
 def test_first_ten_bad_rows_are_named_at_once(folder):
@@ -205,7 +206,7 @@ def test_other_templates_are_told_once(folder, caplog):
         (longbench.PROMPTS, "{", "JSON"),
         (longbench.PROMPTS, "[]", "JSON object"),
         (longbench.PROMPTS, '{"lcc": ""}', "qasper"),
-        (longbench.PROMPTS, '{"qasper": ""}', "qasper"),
+        *((longbench.PROMPTS, json.dumps({"qasper": text}), "qasper") for text in ("", "{context}{context}")),
         (longbench.MAX_LENGTHS, '{"qasper": 0}', "at least 1"),
         (longbench.MAX_LENGTHS, '{"qasper": true}', "at least 1"),
     ],
@@ -217,32 +218,32 @@ def test_bad_config_file_is_refused(folder, name, text, reason):
         load(folder)
 
 
-def test_names_are_resolved_to_datasets():
-    def names(of):
-        return [dataset.name for dataset in resolve_datasets(of)]
-
-    assert names("all") == LONGBENCH_NAMES
-    assert len(LONGBENCH_NAMES) == 16
-    assert names("hotpotqa") == ["hotpotqa"]
-    assert names("code") == ["lcc", "repobench-p"]
-    assert names("few_shot") == ["trec", "triviaqa", "samsum"]
-    assert {dataset.suite for dataset in resolve_datasets("embedded")} == {"embedded"}
-    assert names(["lcc", "code", "qasper"]) == ["lcc", "repobench-p", "qasper"]
-    assert names(("qasper", "lcc")) == ["qasper", "lcc"]
+@pytest.mark.parametrize("text", ["{question}", "{}", "{input.x}", "{all_classes[0]}", "{", "}"])
+def test_template_that_a_row_cannot_fill_is_refused(folder, text):
+    write_rows(folder, ROW)
+    (folder / "config" / longbench.PROMPTS).write_text(json.dumps({"qasper": "{context}" + text}))
+    with pytest.raises(UserError, match=r"qasper\.jsonl:1: the template cannot be filled .* literal braces"):
+        load(folder)
 
 
 @pytest.mark.parametrize(
-    ("names", "reason"),
+    ("names", "expected"),
     [
-        ("hotpot", "did you mean hotpotqa"),
-        ("xxxxxxxx", "expected one of all, "),
-        ([], "no dataset"),
-        ([["qasper"]], "a string"),
+        (["lcc", "code", "qasper"], ["lcc", "repobench-p", "qasper"]),
+        (["qasper", "lcc"], ["qasper", "lcc"]),
+        (["few_shot"], ["trec", "triviaqa", "samsum"]),
     ],
 )
-def test_unknown_names_are_refused(names, reason):
+def test_names_mean_datasets_each_once_in_order(names, expected):
+    assert [dataset.name for dataset in datasets_asked_for(dict.fromkeys(names, True), "llama2")] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("hotpot", "did you mean hotpotqa"), ("xxxxxxxx", "expected one of all, ")]
+)
+def test_unknown_names_are_refused(name, reason):
     with pytest.raises(UserError, match=reason):
-        resolve_datasets(names)
+        datasets_asked_for({name: True}, "llama2")
 
 
 REPOSITORY = "THUDM/LongBench"
@@ -274,7 +275,7 @@ def server(tmp_path, monkeypatch):
 def test_rows_and_templates_are_fetched_once_then_read_offline(server, monkeypatch):
     loaded = load_rows(QASPER)
     assert [example.id for example in loaded.examples] == ["one"]
-    assert loaded.template == json.loads(CONFIG[longbench.PROMPTS])["qasper"]
+    assert loaded.examples[0].instruction == "Read: "
     assert loaded.data_sha256 == hashlib.sha256(as_line(ROW).encode()).hexdigest()
     assert loaded.source.endswith("data.zip:data/qasper.jsonl")
     files = [f"/datasets/{REPOSITORY}/resolve/{longbench.HUB_REVISION}/data.zip", *server.others]
@@ -330,7 +331,7 @@ def test_longbench_e_groups_rows_by_length(folder):
     assert [example.groups for example in loaded.examples] == [
         ("length=0-4k",), ("length=0-4k",), ("length=4-8k",), ("length=4-8k",), ("length=8k+",), ("length=8k+",)
     ]  # fmt: skip
-    assert (loaded.template, loaded.max_new_tokens) == ("Read: {context}\nAsk: {input} ", 9)
+    assert (loaded.examples[0].instruction, loaded.max_new_tokens) == ("Read: ", 9)
     write_rows(folder, ROW | {"dataset": "qasper_e"}, name="qasper_e")
     assert len(load_rows(DATASETS["qasper_e"], folder).examples) == 1
 

@@ -18,7 +18,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
-from eval.benchmarks.suite import TEMPLATE, DataSettings
+from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import Characters
@@ -76,7 +76,7 @@ def test_prompts_are_official(tmp_path):
     assert loaded.max_new_tokens == 128
     tokenizer: Any = Characters()
     for example, values in zip(loaded.examples, rows, strict=True):
-        prompt = build_prompt(example, loaded.template, tokenizer, decode_halves=False)
+        prompt = build_prompt(example, DATASET, tokenizer)
         assert prompt.text == official_prompt(values)
         assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
         assert example.answers == (values["answer"],)
@@ -95,7 +95,7 @@ def test_prompts_lose_their_middle_as_officially(context, limit):
     ids: Any = tokenizer(text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
     if len(ids) > limit:
         ids = ids[: limit // 2] + ids[-limit // 2 :]
-    prompt = build_prompt(example, TEMPLATE, tokenizer, limit, decode_halves=False)
+    prompt = build_prompt(example, DATASET, tokenizer, limit)
     assert prompt.text == tokenizer.decode(ids, skip_special_tokens=True)
     assert all(0 <= start < end <= len(prompt.text) for start, end in prompt.context)
 
@@ -105,7 +105,8 @@ def test_halves_decoded_together_keep_the_space_between_them():
     """Sentencepiece drops the space in front of a text: decoded alone, the second half would lose it."""
     tokenizer: Any = llama2()
     example = load_one(row(0, context="alpha beta gamma delta " * 20))
-    texts = [build_prompt(example, TEMPLATE, tokenizer, 41, decode_halves=apart).text for apart in (True, False)]
+    datasets = (replace(DATASET, decode_halves=apart) for apart in (True, False))
+    texts = [build_prompt(example, dataset, tokenizer, 41).text for dataset in datasets]
     ids: Any = tokenizer(official_prompt(row(0, context="alpha beta gamma delta " * 20)))["input_ids"]
     assert texts[1] == tokenizer.decode(ids[:20] + ids[-21:], skip_special_tokens=True)
     assert texts[0] == "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:20], ids[-20:]))
@@ -156,7 +157,7 @@ def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
             load(tmp_path)
         skipped = load(tmp_path, on_error="skip")
         assert [example.id for example in skipped.examples] == ["id-0"]
-        assert [row.where for row in skipped.skipped] == [f"{tmp_path / 'data.json'}, row 2"]
+        assert [where for where, _ in skipped.skipped] == [f"{tmp_path / 'data.json'}, row 2"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
         (b"[\xff]", r"data\.json: not a table of rows .*utf-8"),
         (b"{}", r"data\.json: not a table of rows \(expected an array, got dict\)"),
         (b"3", r"data\.json: not a table of rows \(expected an array, got int\)"),
-        (b"[]", r"no usable row; expected an array of rows"),
+        (b"[]", r"no usable row; give other rows"),
     ],
 )
 def test_malformed_file_is_refused(content, message, tmp_path):

@@ -14,7 +14,7 @@ from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.needle import SUITE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
-from eval.benchmarks.suite import TEMPLATE, DataSettings
+from eval.benchmarks.suite import DataSettings
 from eval.run.loop import measure
 from eval.store.folder import read_visits
 from eval.store.results import Results
@@ -56,7 +56,7 @@ def test_rows_have_every_length_at_every_depth(model, chat):
     for example in loaded.examples:
         length, depth = (int(group.partition("=")[2]) for group in example.groups)
         # the longest sentences of both haystacks have 10 tokens
-        prompt = build_prompt(example, TEMPLATE, tokenizer, chat=CHAT_FORMATS[chat])
+        prompt = build_prompt(example, DATASET, tokenizer, chat=CHAT_FORMATS[chat])
         assert length - 12 < len(prompt.token_ids) + loaded.max_new_tokens <= length
         needle = needle_of(example)
         assert example.answers[0] in needle
@@ -90,7 +90,7 @@ def test_haystack_without_sentences_is_filled(tmp_path):
     tokenizer = load_tokenizer_of(LLAMA2)
     assert tokenizer is not None
     for example in loaded.examples:
-        tokens = len(build_prompt(example, TEMPLATE, tokenizer).token_ids) + loaded.max_new_tokens
+        tokens = len(build_prompt(example, DATASET, tokenizer).token_ids) + loaded.max_new_tokens
         assert 1000 - 42 < tokens <= 1000
 
 

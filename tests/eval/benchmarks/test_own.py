@@ -79,7 +79,7 @@ def test_rows_of_any_file_are_the_same_examples(tmp_path: Path, kind: str) -> No
         )
         ((start, end),) = example.evidence
         assert example.context[start:end] == row["where"]
-    prompt = build_prompt(data.examples[0], data.template, tiny()[1])
+    prompt = build_prompt(data.examples[0], data.dataset, tiny()[1])
     assert prompt.text.endswith("Notes: aq copper. bq river.\nQuestion: Entry bq?")
     assert [prompt.text[start:end] for start, end in prompt.context] == [ROWS[0]["report"]]
 
@@ -175,19 +175,6 @@ def test_the_example_in_conf_is_a_whole_description() -> None:
     assert Path(own_dataset(name, description).file).is_absolute()
 
 
-def test_two_own_datasets_are_two_suites_with_means_of_their_own(tmp_path: Path, capsys: Any) -> None:
-    for name in ("mine", "other"):
-        description = ABOUT | {"file": str(written(tmp_path, ".jsonl"))}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({name: description}))
-        run = ["run", "model=tiny", "method=lazy", f"dataset={tmp_path / name}.yaml", f"out={tmp_path / 'runs' / name}"]
-        assert main([*run, "warmup=0", "threads=1", "limit=1"]) == 0
-    capsys.readouterr()
-    assert main(["results", str(tmp_path / "runs"), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert {row["suite"] for row in rows} == {"mine", "other"}
-    assert {row["examples"] for row in rows} == {1}
-
-
 def test_a_target_speedup_is_solved_for_the_rows_own_length_or_refused() -> None:
     def solved(prompt_tokens: int) -> dict[str, Any]:
         (own,) = add_own({"mine": ABOUT | {"file": "rows.csv", "prompt_tokens": prompt_tokens}})
@@ -198,23 +185,26 @@ def test_a_target_speedup_is_solved_for_the_rows_own_length_or_refused() -> None
     assert solved(3376)["schedule"] != solved(20_000)["schedule"]
 
 
-@pytest.mark.parametrize("kind", [".csv", ".parquet", ".jsonl.gz"])
-def test_own_rows_come_to_scores_and_to_the_report_of_another_process(tmp_path: Path, kind: str, capsys: Any) -> None:
-    file, runs = written(tmp_path, kind), tmp_path / "runs"
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"mine": ABOUT | {"file": file.name}}))
-    options = ["model=tiny", "method=lazy", "warmup=0", "threads=1", f"out={runs / 'run'}"]
-    assert main(["run", f"dataset={tmp_path / 'mine.yaml'}", *options]) == 0
-    visits = [json.loads(line) for line in (runs / "run" / "visits.jsonl").read_text().splitlines()]
-    assert [(visit["dataset"], visit["id"]) for visit in visits] == [("mine", "a"), ("mine", "b")]
-    assert {*visits[0]["answers"]} == {"baseline", "lazy"}
+def test_two_own_datasets_come_to_scores_of_their_own_and_to_the_report_of_another_process(
+    tmp_path: Path, capsys: Any
+) -> None:
+    runs, options = tmp_path / "runs", ["model=tiny", "method=lazy", "warmup=0", "threads=1"]
+    for name, kind in (("mine", ".csv"), ("other", ".parquet")):
+        about = {name: ABOUT | {"file": written(tmp_path, kind).name}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(about))
+        assert main(["run", f"dataset={tmp_path / name}.yaml", *options, f"out={runs / name}"]) == 0
+        visits = [json.loads(line) for line in (runs / name / "visits.jsonl").read_text().splitlines()]
+        assert [(visit["dataset"], visit["id"]) for visit in visits] == [(name, "a"), (name, "b")]
+        assert {*visits[0]["answers"]} == {"baseline", "lazy"}
     capsys.readouterr()
-    assert main(["rows", f"dataset={tmp_path / 'mine.yaml'}", *options[:1]]) == 0
+    assert main(["rows", f"dataset={tmp_path / 'mine.yaml'}", options[0]]) == 0
     shown = capsys.readouterr().out
     assert "Notes: aq copper. bq river.\nQuestion: Entry bq?" in shown
     assert "gold: river" in shown
     code = "import sys; from eval.cli import main; sys.exit(main(sys.argv[1:]))"
-    for command in (["results", str(runs), "--json"], ["report", str(runs)]):
-        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
-        if "--json" in command:
-            assert {row["examples"] for row in json.loads(done.stdout)} == {2}
+    listed, _ = (
+        subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True).stdout
+        for command in (["results", str(runs), "--json"], ["report", str(runs)])
+    )
+    assert {(row["suite"], row["examples"]) for row in json.loads(listed)} == {("mine", 2), ("other", 2)}
     assert "mine" in (runs / "report.html").read_text()

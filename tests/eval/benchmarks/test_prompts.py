@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt, end_token_ids, token_ids_sha256, wrap_tokens
-from eval.benchmarks.suite import Example, Turn
+from eval.benchmarks.suite import Dataset, Example, Turn
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.official import LLAMA2, llama2, sentencepiece
@@ -24,7 +24,9 @@ from tests.helpers import slow, tiny
 
 EXEMPT = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
-ROW = Example("qasper", "one", "Who?", "A cat\r\nsat.", ("cat",), (), 3, "en")
+QASPER = DATASETS["qasper"]
+ROW = Example("qasper", "one", "|Who?", "A cat\r\nsat.", ("cat",), instruction="Q: ")
+QUESTION = replace(ROW, instruction="", context="", input="Who?")
 
 
 class Characters:
@@ -64,8 +66,8 @@ class Characters:
         return messages[0]["content"].strip().join(self.around)
 
 
-def prompt_of(template: str = "Q: {context}|{input}", tokenizer: Any = None, **kwargs: Any):
-    return build_prompt(ROW, template, tokenizer or Characters(), **kwargs)
+def prompt_of(row: Example = ROW, tokenizer: Any = None, dataset: Dataset = QASPER, **kwargs: Any):
+    return build_prompt(row, dataset, tokenizer or Characters(), **kwargs)
 
 
 def official_llama2_prompt(name: str, row: dict[str, Any], template: str, limit: int) -> tuple[list[int], int]:
@@ -90,7 +92,7 @@ def test_llama2_prompts_equal_the_sentencepiece_pipelines(name):
     loaded = load_rows(dataset, official.LONGBENCH)
     templates = json.loads((official.LONGBENCH / "config" / "dataset2prompt.json").read_bytes())
     for example, row in zip(loaded.examples, official.shared_rows()[name], strict=True):
-        prompt = build_prompt(example, loaded.template, llama2(), 3500, CHAT_FORMATS["llama2"], dataset.chat_wrap)
+        prompt = build_prompt(example, dataset, llama2(), 3500, CHAT_FORMATS["llama2"])
         expected, before = official_llama2_prompt(name, row, templates[name], 3500)
         assert list(prompt.token_ids) == expected
         assert prompt.tokens_before_truncation == before
@@ -99,9 +101,9 @@ def test_llama2_prompts_equal_the_sentencepiece_pipelines(name):
 
 @official.needs(LLAMA2)
 def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
-    row = replace(ROW, turns=(Turn("Why, you?", ()), Turn("\nAsk: why", (), " Because")))
-    wrapped, bare = (build_prompt(row, "{input}", llama2(), chat=CHAT_FORMATS["llama2"], chat_wrap=is_wrapped)
-                     for is_wrapped in (True, False))  # fmt: skip
+    row = replace(QUESTION, turns=(Turn("Why, you?", ()), Turn("\nAsk: why", (), " Because")))
+    datasets = QASPER, DATASETS["trec"]
+    wrapped, bare = (build_prompt(row, dataset, llama2(), chat=CHAT_FORMATS["llama2"]) for dataset in datasets)
     encode = sentencepiece().encode
     assert wrap_tokens(llama2(), CHAT_FORMATS["llama2"]) == len(wrapped.token_ids) - len(encode("Who?")) == 8
     assert list(wrapped.turns[0].token_ids) == [2, 1, *encode("[INST]Why, you?[/INST]")]
@@ -141,7 +143,7 @@ def test_long_prompt_loses_its_middle(limit, text):
 
 def test_exempt_datasets_are_cut_but_not_wrapped():
     for chat in CHAT_FORMATS.values():
-        assert prompt_of(max_prompt_tokens=7, chat=chat, chat_wrap=False).text == "Q:ho?"
+        assert prompt_of(max_prompt_tokens=7, dataset=DATASETS["lcc"], chat=chat).text == "Q:ho?"
     exempt = {name for name in LONGBENCH_NAMES if not DATASETS[name].chat_wrap}
     assert exempt == EXEMPT
 
@@ -149,31 +151,16 @@ def test_exempt_datasets_are_cut_but_not_wrapped():
 @official.needs(official.LONGBENCH)
 def test_xgen_format_is_the_published_one():
     header = (official.LONGBENCH / "config" / "xgen_header.txt").read_bytes().decode()
-    assert prompt_of("{input}", chat=CHAT_FORMATS["xgen"]).text == header + " ### Human: Who?\n###"
+    assert prompt_of(QUESTION, chat=CHAT_FORMATS["xgen"]).text == header + " ### Human: Who?\n###"
 
 
 def test_later_turn_has_xgens_format_and_is_refused_without_tokens():
-    row = replace(ROW, turns=(Turn("Why?", ()),))
-    [turn] = build_prompt(row, "{input}", Characters(), chat=CHAT_FORMATS["xgen"]).turns
+    [turn] = prompt_of(replace(QUESTION, turns=(Turn("Why?", ()),)), chat=CHAT_FORMATS["xgen"]).turns
     assert turn.text == "\n### Human: Why?\n###"
     assert list(turn.token_ids) == [ord(letter) for letter in turn.text]
     assert turn.sha256 == token_ids_sha256(turn.token_ids)
     with pytest.raises(UserError, match="a later turn has no tokens"):
-        build_prompt(replace(ROW, turns=(Turn("", ()),)), "{input}", Characters())
-
-
-def test_real_tokenizers_chat_template_gives_one_bos():
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "Who", "?", "user", ":"])}
-    backend: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
-    assert prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["auto"]).token_ids == (1, 5, 6, 3, 4)
-    assert prompt_of("{input}", tokenizer, chat=CHAT_FORMATS["none"]).token_ids == (1, 3, 4)
+        prompt_of(replace(QUESTION, turns=(Turn("", ()),)))
 
 
 def test_newline_ends_samsums_answers_only():
@@ -193,32 +180,6 @@ def test_llama2_newline_is_its_byte_token():
     # sentencepiece puts a space token in front of the newline; the official pipeline takes the last one.
     assert sentencepiece().encode("\n")[-1] == sentencepiece().piece_to_id("<0x0A>") == 13
     assert end_token_ids(llama2(), 2, DATASETS["samsum"]) == (2, 13)
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{context} {question}", "placeholder {question} is not a plain field"),
-        ("{}", "placeholder {} is not a plain field"),
-        ("{0}", "placeholder {0} is not a plain field"),
-        ("{context.upper}", "placeholder {context.upper} is not a plain field"),
-        ("{input[0]}", "is not a plain field"),
-        ("{input!r}", "is not a plain field"),
-        ("{input:{width}}", "is not a plain field"),
-        ("{context", "literal braces"),
-        ("context}", "literal braces"),
-    ],
-)
-def test_template_refuses_other_placeholders(template, reason):
-    with pytest.raises(UserError) as error:
-        prompt_of(template)
-    assert reason in str(error.value)
-    assert "qasper" in str(error.value)
-
-
-def test_template_accepts_every_field_of_a_row():
-    template = "{input}{context}{answers}{length}{dataset}{language}{all_classes}{_id}{{}}"
-    assert prompt_of(template).text == "Who?A cat\r\nsat.['cat']3qasperenNoneone{}"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +203,7 @@ def test_prompt_without_tokens_is_refused():
             return {"input_ids": [ord(character) for character in text]}
 
     with pytest.raises(UserError, match="qasper, row 'one': the prompt has no tokens"):
-        build_prompt(replace(ROW, input=""), "{input}", NoBos())  # type: ignore[arg-type]
+        prompt_of(replace(QUESTION, input=""), NoBos())
 
 
 def test_samsum_refuses_a_tokenizer_without_newline():
@@ -260,21 +221,16 @@ SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
 # with texts of special tokens, letters of several tokens, and white space that tokenizers may drop
 BITS = [*SPECIAL, "  \n ", "é", "👩\u200d👧", "\ufffd", "\u2028"]
 REAL_TEXT = st.lists(st.text(max_size=20) | st.sampled_from(BITS)).map("".join)
-REAL_TEMPLATES = st.sampled_from(["{context}", "Read: {context}\nAsk: {input} ", "{input}{context}"])
+INSTRUCTIONS = st.sampled_from(["", "Read: "])
 CHATS = st.sampled_from(["none", "llama2", "xgen"])
 
 
-def row_of(context: str, question: str = "") -> Example:
-    return Example("qasper", "one", question, context, ("cat",), (), 3, "en")
-
-
-@given(REAL_TEXT, REAL_TEXT, REAL_TEMPLATES, CHATS)
-@hypothesis.example("\x00", "", "{context}", "none")
-def test_spans_of_a_real_tokenizer_are_its_tokens_texts(context: str, question: str, template: str, chat: str) -> None:
-    row = row_of(context, question)
-    prompt = build_prompt(row, template, tiny()[1], None, CHAT_FORMATS[chat])
-    form = CHAT_FORMATS[chat]
-    assert prompt.text == f"{form.before}{template.format(context=context, input=question)}{form.after}"
+@given(REAL_TEXT, REAL_TEXT, INSTRUCTIONS, CHATS)
+@hypothesis.example("\x00", "", "", "none")
+def test_spans_of_a_real_tokenizer_are_its_tokens_texts(context: str, asked: str, instruction: str, chat: str) -> None:
+    row, form = replace(ROW, instruction=instruction, context=context, input=asked), CHAT_FORMATS[chat]
+    prompt = prompt_of(row, tiny()[1], chat=form)
+    assert prompt.text == f"{form.before}{instruction}{context}{asked}{form.after}"
     assert "".join(prompt.text[start:stop] for start, stop in prompt.context) == context
     assert prompt.spans is not None
     assert prompt.spans.shape == (len(prompt.token_ids), 2)
@@ -297,7 +253,7 @@ def test_spans_of_a_real_tokenizer_are_its_tokens_texts(context: str, question: 
 def test_special_tokens_text_becomes_that_token(text: str) -> None:
     """As in the official pipeline: rows are text, and the tokenizer decides which parts are special tokens."""
     assume(not any(special[:2] in text for special in SPECIAL))
-    prompt = build_prompt(row_of(f"{text}<|end|>{text}"), "{context}", tiny()[1])
+    prompt = prompt_of(replace(QUESTION, input=f"{text}<|end|>{text}"), tiny()[1])
     end = tiny()[1].convert_tokens_to_ids("<|end|>")
     place = prompt.token_ids.index(end)
     assert prompt.token_ids.count(end) == 1

@@ -156,7 +156,7 @@ def test_row_fits_and_holds_its_answers(task, make, tasks):
         counted = len(tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
         assert row.official["length"] == counted + tasks[task].max_new_tokens
         assert length * 0.5 < row.official["length_w_model_temp"] == row.official["length"] + reserved <= length
-        evidence = [row.official["input"][start:end] for start, end in row.evidence]
+        evidence = [row.context[start:end] for start, end in row.evidence]
         assert evidence
         assert all(any(output in text for text in evidence) for output in row.official["outputs"])
         assert all(any(output in text for output in row.official["outputs"]) for text in evidence)
@@ -171,7 +171,7 @@ def test_needles_stand_between_sentences(make, folder):
     row = make("niah_multiquery", 3000, count=1)[0]
     assert len(row.official["outputs"]) == len(set(row.official["outputs"])) == len(row.evidence) == 4
     text = row.official["input"].split("\n")[1]
-    for needle in [row.official["input"][start:end] for start, end in row.evidence]:
+    for needle in [row.context[start:end] for start, end in row.evidence]:
         assert re.search(rf"(^|ran\. |\d\. ){re.escape(needle)}( The| One|$)", text)
         text = text.replace(needle, "")
     words = text.split()
@@ -196,7 +196,7 @@ def test_qa_question_has_its_own_documents_first(make):
     texts = [text for _, text in documents]
     assert sum(" of 0:" in text for text in texts) == 15  # all of its article, before any other
     assert len(set(texts)) == len(texts) > 15
-    assert [row.official["input"][start:end] for start, end in row.evidence] == [
+    assert [row.context[start:end] for start, end in row.evidence] == [
         text for text in texts if text.startswith("Paragraph 2 of 0")
     ]
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.resources
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +20,7 @@ from eval.run.loop import measure
 from eval.store.folder import read_visits
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
-from tests.eval.benchmarks.test_prompts import Characters
+from tests.eval.benchmarks.test_prompts import Characters, prompt_of
 from tests.eval.benchmarks.test_ruler import NEEDS_SHARED, OFFICIAL_ROWS, SHARED, SQUAD, write_templates
 from tests.runs import run_of
 
@@ -103,12 +104,12 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows(folder
 
 
 def test_examples_equal_their_rows_and_their_contexts_can_be_shortened(folder):
-    settings = settings_of(folder, RulerConfig(3000), limit=2)
+    settings, tokenizer = settings_of(folder, RulerConfig(3000), limit=2), cast(Any, Characters())
     for dataset in (NIAH, DATASETS["niah_multikey_2"], DATASETS["cwe"], FWE):
         loaded = SUITE.load(dataset, settings)
         for example in loaded.examples:
             row = example.official
-            prompt = build_prompt(example, loaded.template, Characters())
+            prompt = build_prompt(example, dataset, tokenizer)
             assert prompt.text == row["input"] + row["answer_prefix"]
             assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
             assert list(example.answers) == row["outputs"]
@@ -130,7 +131,7 @@ def test_chat_template_takes_its_tokens_from_the_length(folder):
     assert wrapped["length_w_model_temp"] == wrapped["length"] + reserved <= 1024
 
 
-ROW = Example("vt", "one", " Who?", "0123456789", ("1",), (), 3, "en", "In: ", " Answer: it is")
+ROW = Example("vt", "one", " Who?", "0123456789", ("1",), instruction="In: ", answer_prefix=" Answer: it is")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ ROW = Example("vt", "one", " Who?", "0123456789", ("1",), (), 3, "en", "In: ", "
 def test_answer_prefix_follows_the_chat_template(chat, text):
     tokenizer = Characters()
     tokenizer.chat_template = "given"
-    prompt = build_prompt(ROW, "{instruction}{context}{input}", tokenizer, chat=CHAT_FORMATS[chat])  # type: ignore[arg-type]
+    prompt = prompt_of(ROW, tokenizer, chat=CHAT_FORMATS[chat])
     assert prompt.text == text
     characters = list(prompt.token_ids[chat != "auto" :])  # the template has written BOS out
     assert characters == [ord(letter) for letter in text]

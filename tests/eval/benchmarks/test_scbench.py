@@ -103,7 +103,7 @@ def test_prompts_are_official(task, chat, tmp_path):
     tokenizer: Any = Characters()
     for example, value in zip(loaded.examples, values, strict=True):
         first, *later = official_prompts(task, value, PLAIN if chat == "none" else CHAT)
-        prompt = build_prompt(example, loaded.template, tokenizer, decode_halves=False)
+        prompt = build_prompt(example, loaded.dataset, tokenizer)
         assert prompt.text == first
         assert [prompt.text[start:end] for start, end in prompt.context] == [str(value["context"])]
         assert [turn.text for turn in example.turns] == later
@@ -194,7 +194,7 @@ def test_malformed_row_is_named_by_file_line_and_field(name, bad, named, tmp_pat
         load(tmp_path, task)
     skipped = load(tmp_path, task, on_error="skip")
     assert [example.id for example in skipped.examples] == [f"{task}-0"]
-    assert [left.where for left in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
+    assert [where for where, _ in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
 
 
 def test_other_prompts_warn_and_malformed_ones_are_refused(tmp_path, caplog):

@@ -24,7 +24,7 @@ IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
 
 
 def examples_of(ids: list[str]) -> list[Example]:
-    return [Example("lookup", row_id, "", "", ("answer",), (), 1, "en") for row_id in ids]
+    return [Example("lookup", row_id, "", "", ("answer",), (), 1) for row_id in ids]
 
 
 def ids_of(dataset: str, examples: list[Example], split: str | None) -> list[str]:

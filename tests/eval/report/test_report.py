@@ -155,7 +155,7 @@ def tiny_and_a_prompt() -> tuple[Any, list[int]]:
     """The tiny model and an example of the embedded suite whose answers are long."""
     model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
     loaded = load_rows(DATASETS["digest"], None, "raise")
-    return model, list(build_prompt(loaded.examples[0], loaded.template, tokenizer).token_ids)
+    return model, list(build_prompt(loaded.examples[0], loaded.dataset, tokenizer).token_ids)
 
 
 @pytest.mark.parametrize(

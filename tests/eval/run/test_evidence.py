@@ -10,6 +10,7 @@ import torch
 
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
+from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
 from eval.run.evidence import evidence_computed, evidence_positions
@@ -90,8 +91,9 @@ def test_tokens_that_hold_some_of_the_evidence() -> None:
     assert evidence_positions(replace(prompt, spans=None)).tolist() == []
 
 
-EXAMPLE = Example("qasper", "1", "why?", "abc NEEDLE def GOLD ghi", (), (), 5, "en", evidence=((4, 10), (15, 19)))
-TEMPLATE = "Read: {context}\nAnswer: {input}"
+EXAMPLE = Example(
+    "qasper", "1", "\nAnswer: why?", "abc NEEDLE def GOLD ghi", (), instruction="Read: ", evidence=((4, 10), (15, 19))
+)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,7 @@ def test_evidence_is_followed_through_template_truncation_and_wrap(
     tokenizer = Characters()
     tokenizer.chat_template = "given"
     example = replace(EXAMPLE, answer_prefix=" It is")
-    prompt = build_prompt(example, TEMPLATE, tokenizer, limit, CHAT_FORMATS[chat])  # type: ignore[arg-type]
+    prompt = build_prompt(example, DATASETS["qasper"], tokenizer, limit, CHAT_FORMATS[chat])  # type: ignore[arg-type]
     assert [prompt.text[start:end] for start, end in prompt.evidence] == expected
 
 

@@ -69,7 +69,7 @@ def bench(*arms: Arm, baseline: str | None = "baseline", chat: str = "none") -> 
 
 
 def case(name: str, text: str = "text") -> Case:
-    example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5, "en")
+    example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5)
     return Case(DATASETS[name], example, BuiltPrompt(text, (1, 2, 3, 4), 9, True, "abc"), 40, (2,))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
     assert tokenizer is not None
     loaded = load_rows(DATASETS["multifieldqa_en"], str(shared / "longbench"))
     example = loaded.examples[0]
-    prompt = build_prompt(example, "{context} 你好 \U0001f600 {input}", tokenizer)
+    example = replace(example, input=f" 你好 \U0001f600 {example.input}")
+    prompt = build_prompt(example, loaded.dataset, tokenizer)
     texts = _texts_of_prompt(tokenizer, prompt)
     assert texts[0] == "<s>"
     assert "".join(texts[1:]) == prompt.text

@@ -75,7 +75,7 @@ def token_ids(measured: list[Measurement]) -> list[list[int]]:
 def read(number: int, answers: list[list[int]]) -> list[int]:
     """The tokens that a turn (from 0) has read, assembled by hand: prompt, answers, messages."""
     encode, example = plan().tokenizer.encode, case().example
-    ids = encode(f"Ledger: {example.context}\nQuestion: entry {example.input}")
+    ids = encode(f"Ledger: {example.context}\nQuestion: entry {example.input.split()[-1]}")
     for answer, turn in zip(answers[:number], example.turns, strict=False):
         key = turn.text.split()[-1]
         end = encode("<|end|>", add_special_tokens=False)
