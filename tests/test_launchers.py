@@ -47,12 +47,8 @@ def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
     """Run `python run.py ... -m ...` in `folder`, offline, with a separate home folder."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    basic = {
-        "PATH": "/usr/bin:/bin",
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(home),
-        "LAZYLLM_BENCH_CACHE": str(folder / "cache"),
-    }
+    basic = {"PATH": "/usr/bin:/bin", "HOME": str(home)}
+    basic |= {"HF_HUB_OFFLINE": "1", "LAZYLLM_BENCH_CACHE": str(folder / "cache")}
     command = [sys.executable, str(ROOT / "run.py"), overrides[0], "-m", *overrides[1:]]
     return subprocess.run(command, cwd=folder, env=basic | environment, capture_output=True, text=True, timeout=400)
 
@@ -120,17 +116,11 @@ def test_joblib_shards_make_one_run_whatever_job_fails(
 
 
 def test_sweep_in_one_process_continues_after_a_failed_job(tmp_path: Path) -> None:
-    quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "warmup=0")
-    done = sweep(tmp_path, "method=static_pruning", "method.keep=0.5", "method.layer=9,2", *quick)
+    done = sweep(tmp_path, "method=static_pruning", "method.keep=0.5", "method.layer=9,2", *QUICK)
     assert done.returncode == 2, said(tmp_path, done)
     assert "job failed (method=static_pruning " in done.stderr
     assert "only 8 layers" in done.stderr.splitlines()[-1]
-    assert [folder.name.rsplit("-", 1)[0] for folder in (tmp_path / "runs").glob("tiny-*")] == [
-        "tiny-static_pruning-lookup"
-    ]
-    wrong = sweep(tmp_path, "modl=tiny,llama2")
-    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
-    assert "Could not override 'modl'" in wrong.stderr
+    assert len(list((tmp_path / "runs").glob("tiny-static_pruning-*/summary.json"))) == 1
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
