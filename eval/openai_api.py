@@ -120,27 +120,17 @@ class RefusedError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-    @property
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status)
+        self.response = JSONResponse(self.body, status)
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of an answer. tokens: of the prompt and of the answer, its end token included."""
+    """The end of an answer. usage: numbers of tokens, the end token included."""
 
     reason: Literal["stop", "length"]
-    prompt_tokens: int
-    tokens: int
-
-    @property
-    def usage(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.tokens, "total_tokens": total}
+    usage: Mapping[str, int]
 
 
 class TextSampler(Greedy):
@@ -291,7 +281,8 @@ class Endpoint:
                         tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
                     if not self.is_ending.is_set():
                         sampler.finish()
-                        put(End(sampler.reason, len(ids), tokens))
+                        usage = {"prompt_tokens": len(ids), "completion_tokens": tokens}
+                        put(End(sampler.reason, usage | {"total_tokens": len(ids) + tokens}))
                         return
                 put(RefusedError(503, "the server is ending"))
             except ValueError as error:  # of a method that cannot take this prompt
@@ -302,13 +293,12 @@ class Endpoint:
 
         self._one_at_a_time.submit(work)
         try:
-            while True:
+            item = ""
+            while not isinstance(item, End):
                 item = await told.get()
                 if isinstance(item, Exception):
                     raise item
                 yield item
-                if isinstance(item, End):
-                    return
         finally:
             is_left.set()
 
@@ -357,9 +347,10 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
 async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
     is_chat = isinstance(asked, ChatRequest)
+    kind = ("chat.completion.chunk" if asked.stream else "chat.completion") if is_chat else "text_completion"
     about = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
-        "object": "chat.completion" if is_chat else "text_completion",
+        "object": kind,
         "created": int(time.time()),
         "model": endpoint.name_of(asked),
     }
@@ -375,8 +366,7 @@ async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, r
                 return Response(status_code=499)
             text, first = text + first, await anext(answer)
     said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    choice = {"index": 0, **said, "logprobs": None, "finish_reason": first.reason}
-    return JSONResponse({**about, "choices": [choice], "usage": first.usage})
+    return JSONResponse({**about, **_choice(said, first.reason), "usage": first.usage})
 
 
 async def _events(
@@ -384,17 +374,15 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """The lines of a stream. Its last choice has the usage too, unless `stream_options` says where to tell it."""
     is_chat = isinstance(asked, ChatRequest)
-    about = {**about, "object": "chat.completion.chunk"} if is_chat else about
 
     def event(text: str, reason: str | None = None, **more: Any) -> str:
         said = {"delta": {"content": text} if text else {}} if is_chat else {"text": text}
-        return _line({**about, "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": reason}], **more})
+        return _line({**about, **_choice(said, reason), **more})
 
     try:
         async with aclosing(answer):
             if is_chat:
-                choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                yield _line({**about, "choices": [choice]})
+                yield _line({**about, **_choice({"delta": {"role": "assistant", "content": ""}})})
             while not isinstance(first, End):
                 yield event(first)
                 first = await anext(answer)
@@ -404,6 +392,10 @@ async def _events(
         yield "data: [DONE]\n\n"
     except RefusedError as error:  # the status has been sent
         yield _line(error.body)
+
+
+def _choice(said: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]}
 
 
 def _line(event: Mapping[str, Any]) -> str:

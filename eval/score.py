@@ -27,10 +27,9 @@ _SCORED = {name: each for name, each in DATASETS.items() if each.metric in {one.
 
 @dataclass(frozen=True)
 class DatasetScore:
-    """One dataset's result.
+    """One dataset's result: the official score, and rouge-score's ROUGE-L F, None if the metric is not ROUGE.
 
-    score: the official score, 0 to 100, rounded to 2 digits.
-    rouge_score: rouge-score's ROUGE-L F, 0 to 100, rounded to 2 digits; None if the metric is not ROUGE.
+    Both are 0 to 100, rounded to 2 digits.
     """
 
     dataset: str
@@ -44,10 +43,8 @@ class DatasetScore:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One task's result: the mean of its datasets' scores, rounded to 2 digits.
-
-    missing: the task's datasets that the folder lacks; a score without them is not comparable with published ones.
-    """
+    """One task's result: the mean of its datasets' scores, rounded to 2 digits. missing: datasets of the task without a
+    file; a score without them is not comparable with published ones."""
 
     task: str
     suite: str
@@ -84,7 +81,14 @@ def score_folder(path: str | Path) -> FolderScores:
         beside = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""
         raise UserError(f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are {', '.join(_SCORED)}")
     datasets = tuple(_score(DATASETS[name], rows) for name, rows in predictions.items())
-    return FolderScores(str(folder), datasets, _task_scores(datasets), ignored)
+    scores, tasks = {one.dataset: one.score for one in datasets}, list[TaskScore]()
+    for suite in SUITES.values():
+        for task in suite.all_tasks:
+            names = [dataset.name for dataset in suite.datasets if dataset.task == task]
+            if here := tuple(name for name in names if name in scores):
+                mean = round(sum(scores[name] for name in here) / len(here), 2)
+                tasks.append(TaskScore(task, suite.name, mean, here, tuple(name for name in names if name not in here)))
+    return FolderScores(str(folder), datasets, tuple(tasks), ignored)
 
 
 # without `length`, which only LongBench-E's buckets need
@@ -119,19 +123,6 @@ def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> DatasetScore:
     seconds = [second_score(dataset, row["pred"], row["answers"]) for row in rows]
     rouge_score = dataset_score([second for second in seconds if second is not None]) if None not in seconds else None
     return DatasetScore(dataset.name, dataset.task, dataset.suite, dataset.metric, len(rows), score, rouge_score)
-
-
-def _task_scores(datasets: Sequence[DatasetScore]) -> tuple[TaskScore, ...]:
-    """The score of every task with a dataset in the folder: the mean over these datasets, in the order of tables."""
-    scores, found = {dataset.dataset: dataset.score for dataset in datasets}, []
-    for suite in SUITES.values():
-        for task in suite.all_tasks:
-            names = [dataset.name for dataset in suite.datasets if dataset.task == task]
-            if here := tuple(name for name in names if name in scores):
-                missing = tuple(name for name in names if name not in scores)
-                mean = round(sum(scores[name] for name in here) / len(here), 2)
-                found.append(TaskScore(task, suite.name, mean, here, missing))
-    return tuple(found)
 
 
 def as_text(scores: FolderScores) -> str:

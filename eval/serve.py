@@ -1,6 +1,6 @@
 """A server with OpenAI's API around a model of ours, with methods: lazyllm-bench serve model=tiny method=lazy port=8123
 
-    lazyllm-bench serve model=tiny 'methods=[lazy,fastkv]' port=8123
+    lazyllm-bench serve model=tiny 'compare=[lazy,fastkv]' port=8123
 
 /v1/models lists the model's name (the first method), NAME/METHOD of each method, and NAME/baseline; requests choose by
 name. Other arguments are those of lazyllm-bench run. It listens on this machine only unless host=ADDRESS is given. One
@@ -10,7 +10,6 @@ request runs at a time, and others wait. /docs lists the fields that it takes; i
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -30,21 +29,19 @@ GRACE_S = 2  # for answers in progress, after SIGTERM
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb `serve`; ends by SIGTERM or Ctrl-C. Returns the exit code. Raises UserError."""
     _, arguments = parser_of("serve", __doc__).parse_known_args(arguments)
-    own = {"port": "8000", "host": "127.0.0.1", "methods": ""}
+    own = {"port": "8000", "host": "127.0.0.1"}
     others = [word for word in arguments if word.partition("=")[0] not in own]
     own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
     require(own["port"].isdigit() and int(own["port"]) < 2**16, "port", own["port"], "a number below 65536")
-    names = re.findall(r"[^\s,\[\]]+", own["methods"])
-    methods = [[f"method={name}"] for name in names] or [[]]
     # the dataset, which none is needed for, is one that is made here
-    runs = [Run(run_config(["dataset=lookup", "baseline=false", *others, *method])) for method in methods]
-    if any(run.is_served or len(run.asked) > 1 for run in runs):
-        raise UserError("serve takes a model and methods of this process: model=NAME method=NAME, or methods=[...]")
+    run = Run(run_config(["dataset=lookup", "baseline=false", *others]))
+    if run.is_served:
+        raise UserError("serve takes a model of this process: model=NAME, with method=NAME or compare=[...]")
     missing = [package for package in ("fastapi", "uvicorn") if find_spec(package) is None]
     if missing:
         raise UserError(f"serve needs {missing[0]}: pip install --editable '.[serve]' in the repository's folder")
     with job():
-        endpoint = endpoint_of(runs)
+        endpoint = endpoint_of(run)
         host = f"[{own['host']}]" if ":" in own["host"] else own["host"]
         print(f"http://{host}:{own['port']}/v1: {', '.join(endpoint.methods)}", flush=True)
         with suppress(KeyboardInterrupt):
@@ -68,14 +65,13 @@ def serve(endpoint: Endpoint, host: str, port: int) -> None:
     Server(uvicorn.Config(app, host=host, port=port, **options)).run()
 
 
-def endpoint_of(runs: Sequence[Run]) -> Endpoint:
-    """The methods of the runs, by the names that requests give them, around their one model. Raises UserError."""
+def endpoint_of(run: Run) -> Endpoint:
+    """The methods of a run, by the names that requests give them, around its model. Raises UserError."""
     from eval.openai_api import Endpoint
     from lazyllm.methods import Baseline
     from lazyllm.models.load import load_tokenizer_of, load_weights
 
-    methods = {arm.settings["name"]: arm.method(run.datasets[0].name) for run in runs for arm in run.arms}
+    methods = {arm.label: arm.method(run.datasets[0].name) for arm in run.arms}
     methods = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
-    name = runs[0].config.model.name
-    model, tokenizer = load_weights(runs[0].spec), load_tokenizer_of(runs[0].spec)
+    name, model, tokenizer = run.config.model.name, load_weights(run.spec), load_tokenizer_of(run.spec)
     return Endpoint(model, tokenizer, {f"{name}/{key}".rstrip("/"): method for key, method in methods.items()})

@@ -63,25 +63,27 @@ def test_make_docs_changes_nothing(page: Path) -> None:
     assert docs.inserted(text) == text, "python -m scripts.dev.docs"
 
 
-def test_rows_and_columns_are_chosen() -> None:
+def table_of(source: str) -> list[str]:
+    """The lines of a table that is inserted into a page in the place of an old one."""
+    begin, end = f"<!-- insert: {source} -->\n", "<!-- end -->\n"
+    text = docs.inserted(f"{begin}\n| old |\n\n{end}")
+    assert text.startswith(begin)
+    assert text.endswith(end)
+    return text.splitlines()[2:-2]
+
+
+def test_tables_rows_and_columns_are_inserted() -> None:
     """The heading, the rule and a row of each arm of the demo; columns from 1."""
-    begin, end = "<!-- insert: results/demo/demo.md mean over tasks columns 2-4 -->\n", "<!-- end -->\n"
-    head, rule, *rows = [line for line in docs.inserted(f"{begin}\n{end}").splitlines() if line.startswith("|")]
+    page = (ROOT / "results/demo/demo.md").read_text(encoding="utf-8")
+    assert table_of("results/demo/demo.md") == [line for line in page.splitlines() if line.startswith("|")]
+    head, rule, *rows = table_of("results/demo/demo.md mean over tasks columns 2-4")
     assert (head, rule) == ("| method | n | score |", "|---|---:|---:|")
     assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy"]
-    begin = "<!-- insert: results/field/field.md tiny.*=1\\.5x columns 3-3 -->\n"
-    _, _, *rows = [line for line in docs.inserted(f"{begin}\n{end}").splitlines() if line.startswith("|")]
+    _, _, *rows = table_of(r"results/field/field.md tiny.*=1\.5x columns 3-3")
     assert len(rows) >= 10
     assert all("=1.5x" in row for row in rows)
-
-
-def test_an_old_number_is_seen() -> None:
-    source = "results/demo/demo.md"
-    page = f"<!-- insert: {source} -->\n\n| old |\n\n<!-- end -->\n"
-    table = [line for line in (ROOT / source).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    assert docs.inserted(page) == f"<!-- insert: {source} -->\n\n" + "\n".join(table) + "\n\n<!-- end -->\n"
     with pytest.raises(FileNotFoundError):
-        docs.inserted("<!-- insert: results/no_such.md -->\n<!-- end -->\n")
+        table_of("results/no_such.md")
 
 
 def test_pages_are_short_and_say_whom_they_are_for() -> None:

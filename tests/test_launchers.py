@@ -1,4 +1,4 @@
-"""Sweeps through real launchers: joblib, a Ray cluster and Slurm, the last two started here on loopback.
+"""Sweeps through real launchers: joblib, Ray and Slurm, the last two started here on loopback.
 
 If Ray or Slurm is not installed, its tests are skipped with the reason; with REQUIRE_LAUNCHERS="ray slurm" they fail.
 """
@@ -9,12 +9,8 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
@@ -51,12 +47,8 @@ def sweep(folder: Path, *overrides: str, **environment: str) -> subprocess.Compl
     """Run `python run.py ... -m ...` in `folder`, offline, with a separate home folder."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    basic = {
-        "PATH": "/usr/bin:/bin",
-        "HF_HUB_OFFLINE": "1",
-        "HOME": str(home),
-        "LAZYLLM_BENCH_CACHE": str(folder / "cache"),
-    }
+    basic = {"PATH": "/usr/bin:/bin", "HOME": str(home)}
+    basic |= {"HF_HUB_OFFLINE": "1", "LAZYLLM_BENCH_CACHE": str(folder / "cache")}
     command = [sys.executable, str(ROOT / "run.py"), overrides[0], "-m", *overrides[1:]]
     return subprocess.run(command, cwd=folder, env=basic | environment, capture_output=True, text=True, timeout=400)
 
@@ -124,17 +116,11 @@ def test_joblib_shards_make_one_run_whatever_job_fails(
 
 
 def test_sweep_in_one_process_continues_after_a_failed_job(tmp_path: Path) -> None:
-    quick = ("dataset=lookup", "limit=1", "max_new_tokens=2", "warmup=0")
-    done = sweep(tmp_path, "method=static_pruning", "method.keep=0.5", "method.layer=9,2", *quick)
+    done = sweep(tmp_path, "method=static_pruning", "method.keep=0.5", "method.layer=9,2", *QUICK)
     assert done.returncode == 2, said(tmp_path, done)
     assert "job failed (method=static_pruning " in done.stderr
     assert "only 8 layers" in done.stderr.splitlines()[-1]
-    assert [folder.name.rsplit("-", 1)[0] for folder in (tmp_path / "runs").glob("tiny-*")] == [
-        "tiny-static_pruning-lookup"
-    ]
-    wrong = sweep(tmp_path, "modl=tiny,llama2")
-    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
-    assert "Could not override 'modl'" in wrong.stderr
+    assert len(list((tmp_path / "runs").glob("tiny-static_pruning-*/summary.json"))) == 1
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -158,62 +144,23 @@ def test_launcher_without_a_sweep_is_refused(monkeypatch) -> None:
         check_arguments(fine)
 
 
-def ours(marker: str) -> list[int]:
-    """Other processes with the text in their command line or environment."""
+def processes_with(marker: str) -> list[str]:
+    """Ids of other processes with the text in their command line or environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended in between
             if marker.encode() in (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return [process for process in found if process != os.getpid()]
-
-
-@pytest.fixture(scope="module")
-def ray_address() -> Iterator[str]:
-    """A Ray cluster of two CPUs on loopback, ended by its process ids."""
-    require(
-        "ray",
-        installed("hydra_ray_launcher"),
-        "Ray is not installed: pip install --editable '.[ray]'",
-    )
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # short: sockets' paths have 107 bytes at most
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-    command += ["--node-ip-address=127.0.0.1", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
-    log = folder / "start.log"
-    with log.open("w") as opened:
-        head = subprocess.Popen(
-            [*command, f"--temp-dir={folder}"],
-            stdout=opened,
-            stderr=subprocess.STDOUT,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(folder), **RAY_ENVIRONMENT},
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while "Ray runtime started" not in log.read_text():
-            assert head.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        yield f"127.0.0.1:{port}"
-    finally:
-        head.terminate()  # ends the processes that it started
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            head.wait(30)
-        for process in ours(str(folder)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        head.wait(30)
-        shutil.rmtree(folder, ignore_errors=True)
+                found.append(folder.name)
+    return [process for process in found if process != str(os.getpid())]
 
 
 @pytest.mark.ray
-def test_ray_runs_four_jobs_of_a_sweep(tmp_path: Path, ray_address: str) -> None:
-    settings = ("hydra/launcher=ray", f"hydra.launcher.ray.init.address={ray_address}")
-    settings += ("hydra.launcher.ray.remote.num_gpus=0",)
-    done = sweep(tmp_path, *FOUR_JOBS, *settings, **RAY_ENVIRONMENT)
+def test_ray_runs_four_jobs_of_a_sweep(tmp_path: Path) -> None:
+    require("ray", installed("hydra_ray_launcher"), "Ray is not installed: pip install --editable '.[ray]'")
+    settings = ("hydra/launcher=ray", "hydra.launcher.ray.remote.num_gpus=0", "+hydra.launcher.ray.init.num_cpus=2")
+    done = sweep(tmp_path, *FOUR_JOBS, *settings, "+hydra.launcher.ray.init.include_dashboard=false", **RAY_ENVIRONMENT)
     check_the_three_good_jobs(tmp_path, done)
+    assert processes_with(str(tmp_path)) == []
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +169,7 @@ def slurm_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     slurm = shutil.which("slurmctld", path="/usr/sbin:/usr/bin") is not None
     require("slurm", slurm, f"Slurm is not installed: {SLURM.relative_to(ROOT)} install")
     require("slurm", os.geteuid() == 0, "Slurm's daemons are started by root only")
-    require(
-        "slurm",
-        installed("hydra_submitit_launcher"),
-        "no plugin for Slurm: pip install --editable '.[slurm]'",
-    )
+    require("slurm", installed("hydra_submitit_launcher"), "no plugin for Slurm: pip install --editable '.[slurm]'")
     folder = tmp_path_factory.mktemp("slurm")
     environment = {"PATH": f"{folder}/bin:/usr/sbin:/usr/bin:/sbin:/bin", "SLURM_CONF": str(folder / "slurm.conf")}
     hosts = Path("/etc/hosts").read_bytes()
@@ -238,7 +181,7 @@ def slurm_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         stopped = subprocess.run([SLURM, "stop", folder], capture_output=True, text=True, env=environment, check=False)
         assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert Path("/etc/hosts").read_bytes() == hosts
-    assert ours(str(folder)) == []
+    assert processes_with(str(folder)) == []
 
 
 @pytest.mark.slurm

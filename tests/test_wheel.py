@@ -84,8 +84,6 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     }
     there = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert there == here
-    assert "lazyllm/models/tiny/model.safetensors" in there
-    assert "eval/report/page.html.jinja" in there
     assert "eval/conf/config.yaml" in there
     distribution = wheel.name.removesuffix("-py3-none-any.whl")
     entry_points = zipfile.ZipFile(wheel).read(f"{distribution}.dist-info/entry_points.txt")

@@ -13,6 +13,7 @@ A page names its source in a pair of comments, and what stands between them is r
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from eval.run.settings import RunConfig, documented
@@ -61,12 +62,11 @@ def _settings(groups: list[str]) -> str:
 
 def _methods() -> str:
     """The hyperparameters of this repository's methods; installed packages' are left out."""
-    printed = list(lines())
-    rows = list[str]()
-    for summary, settings in zip(printed[::2], printed[1::2], strict=True):
-        name = summary.partition(":")[0]
-        if name in METHODS:
-            rows.append(f"| `{name}` | `{settings.strip()}` |")
+    rows = [
+        f"| `{name}` | `{settings.strip()}` |"
+        for summary, settings in pairwise(lines())
+        if (name := summary.partition(":")[0]) in METHODS
+    ]
     return "\n".join(["| `method=` | `method.*`, with defaults |", "|---|---|", *rows])
 
 

@@ -1,10 +1,11 @@
 """Train the two small models that are shipped, on the CPU: `lazyllm/models/tiny` and `lazyllm/models/coder`.
 
-    nice -n 10 python -m scripts.dev.train tiny --work FOLDER                    # train, or resume FOLDER's checkpoint
+    nice -n 10 python -m scripts.dev.train tiny --work FOLDER
     nice -n 10 python -m scripts.dev.train coder --work FOLDER --tokens 16_000_000
 
-At the end, the model is in FOLDER/model. Data and recipes: the MODEL_CARD.md of each. Shapes and tokenizers are the
-shipped models'. Their weights were made at commit 8716cf3: recipes and draws are the same since then, rounding is not.
+Each takes about 47 minutes; then the model is in FOLDER/model. Data and recipes: the MODEL_CARD.md of each. Shapes and
+tokenizers are the shipped models'. Their weights were made at commit 8716cf3: recipes and draws are the same since
+then, rounding is not.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import math
 import random
 import re
 import sysconfig
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +37,9 @@ _VOCABULARY = Tokenizer.from_file(f"{TINY}/tokenizer.json").get_vocab()
 IDS = {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in _VOCABULARY.items()}
 """{text of a token of tiny: id}, "\\n" for the newline, " amber" for a word."""
 
-TOKENS_PER_STEP, WARMUP, SAVE_EVERY = 4096, 100, 100  # the last two in steps
+TOKENS_PER_STEP, WARMUP, SHOW_EVERY = 4096, 100, 100  # the last two in steps
 
 Labelled = tuple[list[int], list[int]]  # token ids, and the label of each
-
-
-@dataclass
-class Progress:
-    """Counters of a training. loss, accuracy (tiny's, of each task): running means of some 30 steps."""
-
-    step: int = 0
-    tokens: int = 0
-    loss: float = 0.0
-    stage: int = 0
-    stage_tokens: int = 0
-    accuracy: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -61,21 +50,22 @@ class Batch:
     rate: float  # share of the peak learning rate
     sequences: list[Labelled]
     weights: list[float]  # of each sequence's tokens in the loss
-    tasks: list[int]  # of each sequence: the task whose accuracy counts the first tokens of its answers; -1 for none
+    tasks: list[int] = field(default_factory=list)
+    """Of each sequence: the task whose accuracy counts the first tokens of its answers; -1 for none."""
 
 
 class Trainer:
-    """Model, optimisers, random state and progress: the content of the checkpoint in the folder `work`.
+    """Model, optimisers, random state, counters, and running means of some 30 steps: the loss, tiny's accuracy by task.
 
-    shipped: the folder of the shipped model, whose tokenizer is used. draw: the next batch; None after the last.
+    shipped: the folder of the shipped model, whose tokenizer is used. batches: of the whole training.
     """
 
-    draw: Callable[[], Batch | None]
+    batches: Callable[[], Iterator[Batch]]
 
-    def __init__(self, model: Any, shipped: str, work: Path, peak_rate: float) -> None:
-        self.model, self.work, self.peak_rate = model, work, peak_rate
+    def __init__(self, model: Any, shipped: str, peak_rate: float) -> None:
+        self.model, self.peak_rate, self.rng = model, peak_rate, random.Random(0)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(shipped)
-        self.rng, self.at = random.Random(0), Progress()
+        self.step, self.tokens, self.loss, self.accuracy = 0, 0, 0.0, list[float]()
         parameters = dict(model.named_parameters())
         matrices = [p for n, p in parameters.items() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in parameters.items() if p.ndim != 2 or "embed" in n]
@@ -86,7 +76,6 @@ class Trainer:
 
     def update(self, batch: Batch) -> None:
         """One step: the loss on the labels, the gradient clipped to norm 1, the running means."""
-        at = self.at
         ids = torch.full((len(batch.sequences), batch.length), PAD)
         labels = torch.full_like(ids, IGNORE)
         for row, (tokens, wanted) in enumerate(batch.sequences):
@@ -103,36 +92,24 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.peak_rate * min(1.0, (at.step + 1) / WARMUP) * batch.rate
+                group["lr"] = self.peak_rate * min(1.0, (self.step + 1) / WARMUP) * batch.rate
             optimizer.step()
-        at.loss += (loss.item() - at.loss) * (0.03 if at.step else 1.0)
+        self.loss += (loss.item() - self.loss) * (0.03 if self.step else 1.0)
         right = logits.argmax(-1) == labels
-        for task, accuracy in enumerate(at.accuracy):
+        for task, accuracy in enumerate(self.accuracy):
             if len(chosen := right[is_first & (tasks[rows] == task)]):
-                at.accuracy[task] += (chosen.float().mean().item() - accuracy) * 0.03
-        at.step, at.tokens, at.stage_tokens = at.step + 1, at.tokens + ids.numel(), at.stage_tokens + ids.numel()
+                self.accuracy[task] += (chosen.float().mean().item() - accuracy) * 0.03
+        self.step, self.tokens = self.step + 1, self.tokens + ids.numel()
 
-    def train(self, steps: int | None = None) -> None:
-        """Resume the checkpoint, if there is one, and train to the end, or to step `steps`."""
-        file, parts = self.work / "checkpoint.pt", [self.model, *self.optimizers]
-        if file.exists():
-            state = torch.load(file, weights_only=False)
-            for part, saved in zip(parts, state["parts"], strict=True):
-                part.load_state_dict(saved)
-            self.rng.setstate(state["rng"])
-            self.at = state["at"]
-        while self.at.step != steps and (batch := self.draw()):
+    def train(self, folder: Path) -> None:
+        """Train, and write the model, in the shipped one's type, and its tokenizer, in `from_pretrained` form."""
+        for batch in self.batches():
             self.update(batch)
-            if self.at.step % SAVE_EVERY == 0:
-                print(json.dumps(asdict(self.at)), flush=True)
-                state = {"parts": [part.state_dict() for part in parts], "rng": self.rng.getstate(), "at": self.at}
-                torch.save(state, file.with_suffix(".part"))  # a kill meanwhile leaves the last checkpoint whole
-                file.with_suffix(".part").replace(file)
-
-    def write(self) -> None:
-        """Write model, in the shipped one's type, and tokenizer into `work`/model, in `from_pretrained` form."""
-        self.model.to(self.model.config.dtype).save_pretrained(self.work / "model")
-        self.tokenizer.save_pretrained(self.work / "model")
+            if self.step % SHOW_EVERY == 0:
+                shown = {"step": self.step, "tokens": self.tokens, "length": batch.length, "loss": self.loss}
+                print(json.dumps(shown | {"accuracy": self.accuracy}), flush=True)
+        self.model.to(self.model.config.dtype).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
 
 ADVANCE, STAGE_TOKENS = 0.9, 400_000  # accuracy, and least tokens, of a stage that ends by its accuracy
@@ -225,35 +202,31 @@ def task_sequence(rng: random.Random, name: str, stage: Stage) -> Labelled:
 class TinyTrainer(Trainer):
     """The curriculum."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained(TINY))
-        super().__init__(model, TINY, work, 3e-3)
-        self.at.accuracy = [0.0] * len(embedded.NAMES)
+        super().__init__(LlamaForCausalLM(LlamaConfig.from_pretrained(TINY)), TINY, 3e-3)
+        self.accuracy = [0.0] * len(embedded.NAMES)
 
-    def draw(self) -> Batch | None:
-        """Of the current stage, or in one batch of four of an earlier one of the same form; tasks take turns."""
-        at, rng, current, tasks = self.at, self.rng, STAGES[self.at.stage], len(embedded.NAMES)
-        passed = current.tokens or sum(at.accuracy) / tasks >= ADVANCE
-        if passed and at.stage_tokens >= (current.tokens or STAGE_TOKENS):
-            if current == STAGES[-1]:
-                return None
-            at.stage, at.stage_tokens, at.accuracy = at.stage + 1, 0, [value * 0.5 for value in at.accuracy]
-            current = STAGES[at.stage]
-        stage, earlier = current, [s for s in STAGES[: at.stage] if s.length >= 256 and s.direct == current.direct]
-        if earlier and rng.random() < 0.25:
-            stage = rng.choice(earlier)
-        sequences, counted, offset = list[Labelled](), list[int](), rng.randrange(tasks)
-        for number in range(max(1, TOKENS_PER_STEP // stage.length)):
-            task = (offset + number) % tasks
-            if rng.random() < stage.copying:
-                sequences.append(copy_sequence(rng, stage.length))
-                counted.append(-1)
-            else:
-                sequences.append(task_sequence(rng, embedded.NAMES[task], stage))
-                counted.append(task if stage == current else -1)
-        rate = max(0.02, current.rate - at.stage_tokens / current.decay)
-        return Batch(stage.length, rate, sequences, [1.0] * len(sequences), counted)
+    def batches(self) -> Iterator[Batch]:
+        """Each stage's in turn; one in four is of an earlier stage of the same form. Tasks take turns."""
+        rng, tasks = self.rng, len(embedded.NAMES)
+        for number, current in enumerate(STAGES):
+            earlier = [s for s in STAGES[:number] if s.length >= 256 and s.direct == current.direct]
+            began = self.tokens
+            while (done := self.tokens - began) < (current.tokens or STAGE_TOKENS) or not (
+                current.tokens or sum(self.accuracy) / tasks >= ADVANCE
+            ):
+                stage = rng.choice(earlier) if earlier and rng.random() < 0.25 else current
+                sequences, counted, offset = list[Labelled](), list[int](), rng.randrange(tasks)
+                for place in range(max(1, TOKENS_PER_STEP // stage.length)):
+                    task = (offset + place) % tasks
+                    is_copy = rng.random() < stage.copying
+                    name = embedded.NAMES[task]
+                    sequences.append(copy_sequence(rng, stage.length) if is_copy else task_sequence(rng, name, stage))
+                    counted.append(-1 if is_copy or stage != current else task)
+                rate = max(0.02, current.rate - done / current.decay)
+                yield Batch(stage.length, rate, sequences, [1.0] * len(sequences), counted)
+            self.accuracy = [value * 0.5 for value in self.accuracy]
 
 
 # Folders of the library that are left out: tests, tables of characters, other packages
@@ -311,9 +284,9 @@ def coder_model() -> Any:
 class CoderTrainer(Trainer):
     """Code and tasks."""
 
-    def __init__(self, work: Path, tokens: int) -> None:
-        super().__init__(coder_model(), CODER, work, 2e-3)
-        self.tokens, texts = tokens, training_files()
+    def __init__(self, whole: int) -> None:
+        super().__init__(coder_model(), CODER, 2e-3)
+        self.whole, texts = whole, training_files()  # tokens of the whole training
         encoded = self.tokenizer([*texts.values()], add_special_tokens=False, verbose=False).input_ids
         self.files = {name: ids for name, ids in zip(texts, encoded, strict=True) if len(ids) > 100}
         self.related = dict[str, list[str]]()  # the others of a file's package, and those of modules that it imports
@@ -364,31 +337,27 @@ class CoderTrainer(Trainer):
             ids += self.window(self.draw_file(), length - len(ids))
         return ids, ids
 
-    def draw(self) -> Batch | None:
+    def batches(self) -> Iterator[Batch]:
         """Sequences of one length. In the last fifth, the rate falls to 2 %, and more of them are long."""
-        if self.at.tokens >= self.tokens:
-            return None
-        left = (self.tokens - self.at.tokens) / (0.2 * self.tokens)  # below 1, the rate falls
-        length = self.rng.choices(LENGTHS, SHARES if left >= 1 else LAST_SHARES)[0]
-        kinds = self.rng.choices([*KINDS], [*KINDS.values()], k=max(1, TOKENS_PER_STEP // length))
-        sequences = [self.sequence(kind, length) for kind in kinds]
-        weights = [4.0 if kind in ("tasks", "copy") else 1.0 for kind in kinds]
-        return Batch(length, min(1.0, max(0.02, left)), sequences, weights, [-1] * len(kinds))
+        while self.tokens < self.whole:
+            left = (self.whole - self.tokens) / (0.2 * self.whole)  # below 1, the rate falls
+            length = self.rng.choices(LENGTHS, SHARES if left >= 1 else LAST_SHARES)[0]
+            kinds = self.rng.choices([*KINDS], [*KINDS.values()], k=max(1, TOKENS_PER_STEP // length))
+            sequences = [self.sequence(kind, length) for kind in kinds]
+            weights = [4.0 if kind in ("tasks", "copy") else 1.0 for kind in kinds]
+            yield Batch(length, min(1.0, max(0.02, left)), sequences, weights)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["tiny", "coder"])
-    parser.add_argument("--work", type=Path, help="folder of checkpoint and model (/tmp/train_MODEL)")
+    parser.add_argument("--work", type=Path, help="folder of the model (/tmp/train_MODEL)")
     parser.add_argument("--tokens", type=int, default=20_000_000, help="of coder's whole training")
     args = parser.parse_args()
-    work = args.work or Path(f"/tmp/train_{args.model}")
-    work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    trainer = TinyTrainer(work) if args.model == "tiny" else CoderTrainer(work, args.tokens)
-    trainer.train()
-    trainer.write()
+    trainer = TinyTrainer() if args.model == "tiny" else CoderTrainer(args.tokens)
+    trainer.train((args.work or Path(f"/tmp/train_{args.model}")) / "model")
 
 
 if __name__ == "__main__":

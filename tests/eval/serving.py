@@ -18,7 +18,7 @@ from tests.runs import run_of
 @contextmanager
 def tiny_server() -> Iterator[str]:
     """The URL of a server with LazyLLM: models tiny, tiny/lazy and tiny/baseline."""
-    endpoint = endpoint_of([run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}", "baseline=false")])
+    endpoint = endpoint_of(run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}", "baseline=false"))
     assert list(endpoint.methods) == ["tiny", "tiny/lazy", "tiny/baseline"]
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(make_app(endpoint), port=port, log_level="error"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import dataset_score
 from eval.cli import main
 from eval.score import as_text, score_folder
-from lazyllm.errors import UserError
 from tests.eval import official
 
 SCORED = official.LONGBENCH / "scored"
@@ -91,23 +91,6 @@ def test_lines_are_read_as_by_official_readers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ("{", "JSON"),
-        ({key: GOOD[key] for key in ("answers", "all_classes")}, "field 'pred'"),
-        ({key: GOOD[key] for key in ("pred", "answers")}, "field 'all_classes'"),
-        (GOOD | {"pred": None}, "field 'pred'"),
-        (GOOD | {"answers": "cat"}, "field 'answers'"),
-        (GOOD | {"answers": []}, "answers"),
-    ],
-)
-def test_bad_line_is_named(tmp_path, row, reason):
-    file = write(tmp_path, "qasper", GOOD, row, GOOD)
-    with pytest.raises(UserError, match=rf"{file}:2: .*{reason}"):
-        score_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("files", "reason"),
     [
         ({}, "no <dataset>.jsonl"),
@@ -115,18 +98,27 @@ def test_bad_line_is_named(tmp_path, row, reason):
         ({"hotpot": [GOOD]}, "unknown dataset 'hotpot'"),
         ({"mrcr_2": [GOOD]}, "unknown dataset 'mrcr_2'"),  # needs a random string too
         ({"qasper": []}, "no lines"),
-        ({"trec": [GOOD]}, "all_classes"),
+        ({"trec": [GOOD]}, "trec.jsonl:1: .*all_classes"),
+        *(
+            ({"qasper": [GOOD, row, GOOD]}, f"qasper.jsonl:2: .*{reason}")
+            for row, reason in (
+                ("{", "JSON"),
+                ({key: GOOD[key] for key in ("answers", "all_classes")}, "field 'pred'"),
+                ({key: GOOD[key] for key in ("pred", "answers")}, "field 'all_classes'"),
+                (GOOD | {"pred": None}, "field 'pred'"),
+                (GOOD | {"answers": "cat"}, "field 'answers'"),
+                (GOOD | {"answers": []}, "answers"),
+            )
+        ),
     ],
 )
-def test_bad_folder_ends_with_one_message_and_code_2(tmp_path, capsys, files, reason):
+def test_bad_folder_or_line_ends_with_one_message_and_code_2(tmp_path, capsys, files, reason):
     for name, rows in files.items():
         write(tmp_path, name, *rows)
     assert main(["score", str(tmp_path)]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("error: ")
-    assert reason in shown.err
-    assert len(shown.err.splitlines()) == 1
+    assert re.fullmatch(f"error: {tmp_path}.*{reason}.*\n", shown.err)
 
 
 def test_command_prints_a_table_and_json(tmp_path, capsys):

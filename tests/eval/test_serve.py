@@ -41,11 +41,6 @@ def client(url: str) -> Iterator[Any]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def tiny() -> tuple[Any, Any]:
-    return load_model("tiny")
-
-
 def complete(client: Any, **fields: Any) -> Any:
     return client.completions.create(**{"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0} | fields)
 
@@ -152,13 +147,18 @@ def test_chat_without_a_template_has_a_line_for_each_message(client: Any, tiny: 
         ({"stream_options": {"include_usage": True}, "stream": False}, 400, "stream_options", "stream=true"),
         ({"depth": 2}, 400, "depth", "unknown"),
         ({"model": "other"}, 404, "model", "tiny/lazy"),
+        ({"messages": []}, 400, "messages", "at least 1"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "got 'tool'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "string"),
+        ({"messages": [{"role": "user", "content": "lamp " * 5000}]}, 400, "messages", "4096 together"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_the_field_s_name(
     client: Any, url: str, stream: bool, fields: dict[str, Any], status: int, param: str, message: str
 ) -> None:
-    body = {"model": "tiny", "prompt": "lamp", "max_tokens": 2, "stream": stream} | fields
-    refused = httpx2.post(f"{url}/completions", json=body, timeout=60)
+    path, prompt = ("chat/completions", {}) if "messages" in fields else ("completions", {"prompt": "lamp"})
+    body = {"model": "tiny", "max_tokens": 2, "stream": stream} | prompt | fields
+    refused = httpx2.post(f"{url}/{path}", json=body, timeout=60)
     error = refused.json()["error"]
     assert (refused.status_code, error["param"], error["type"]) == (status, param, "invalid_request_error")
     assert error.keys() == {"message", "type", "param", "code"}
@@ -166,23 +166,8 @@ def test_what_is_not_honoured_is_refused_by_the_field_s_name(
     assert len(error["message"]) < 200
     assert httpx2.post(f"{url}/completions", json={"prompt": "lamp", "max_tokens": 2}, timeout=60).status_code == 200
     with pytest.raises(openai.APIStatusError) as raised:
-        client.post("/completions", body=body, cast_to=object)
+        client.post(f"/{path}", body=body, cast_to=object)
     assert (raised.value.param, message in raised.value.message) == (param, True)
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        ([], "messages"),
-        ([{"role": "tool", "content": "x"}], "messages.0.role"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content"),
-        ([{"role": "user", "content": "lamp " * 5000}], "messages"),
-    ],
-)
-def test_chat_refuses_messages_by_name(client: Any, messages: Any, param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.chat.completions.create(model="tiny", messages=messages)
-    assert raised.value.param == param
 
 
 def test_other_pages_and_bodies_have_the_same_errors(url: str) -> None:

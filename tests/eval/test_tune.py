@@ -213,27 +213,3 @@ def test_study_of_real_runs(
     for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms: ")):
         with pytest.raises(UserError, match=named):
             tune(config_of(*QUICK, changed))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["method.schedule={2: 0.3}"], "method.schedule"),
-        ([], "target_speedup=None: expected more than 1"),
-        (["target_speedup=1"], "target_speedup=1.0: expected more than 1"),
-        (["trials=0"], "trials=0: expected 1 or more"),
-        (["timeout_s=0"], "timeout_s=0"),
-        (["split=dev"], "split=dev"),
-        (["baseline=false"], "baseline=False"),
-        (["shard=1/2"], "shard=1/2"),
-        (["experiment=demo"], "compare="),
-        ([*QUICK, "target_speedup=40"], "best ideal speedup .* is 7.*raise layers"),
-    ],
-)
-def test_tune_refuses_before_a_model_loads(
-    overrides: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=named):
-        tune(config_of(*overrides))
-    assert not any(tmp_path.iterdir())
