@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib import style
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -44,25 +45,6 @@ TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
 _IN_A_ROW = 4  # panels of tasks
 REFERENCE: Any = {"color": GREY, "linewidth": 0.8, "linestyle": (0, (1, 2))}  # a line to compare with
 
-_RC: Any = {
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "axes.formatter.useoffset": False,  # no "+1e2" at an axis's end
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 5,
-}
 _FILES: Any = {
     "svg.fonttype": "path",  # the same in every browser, whatever its fonts
     "svg.hashsalt": "lazyllm-bench",  # the same ids in every file
@@ -177,8 +159,8 @@ def look_of(number: int, total: int) -> dict[str, Any]:
     return {"color": colour, **marks}
 
 
-# A decorator that draws with this module's fonts and axes, then restores matplotlib's settings
-styled = mpl.rc_context(_RC)
+# A decorator that draws with our fonts and axes, then restores matplotlib's settings
+styled = style.context(Path(__file__).with_name("figures.mplstyle"))
 
 
 def new_figure(width: float, height: float, left_out: int = 0) -> MplFigure:

@@ -55,7 +55,8 @@ class Claim:
         if not parts:
             return NOT_RUN
         if self.holds:
-            return self._direction(parts)
+            obeys = [self._obeys(part) for part in parts]
+            return FAILS if FAILS in obeys else UNSEEN if UNSEEN in obeys else HOLDS
         if paper_model not in self.paper:
             return NO_NUMBER
         ((_, low, high),) = parts
@@ -68,10 +69,6 @@ class Claim:
         if paper - allowed - 1e-9 <= low and high <= paper + allowed + 1e-9:
             return AGREES
         return HIGHER if low > paper + allowed else LOWER if high < paper - allowed else UNSEEN
-
-    def _direction(self, parts: list[Value]) -> str:
-        obeys = [self._obeys(part) for part in parts]
-        return FAILS if FAILS in obeys else UNSEEN if UNSEEN in obeys else HOLDS
 
     def _obeys(self, part: Value) -> str:
         """Of one part: the whole interval obeys the rule, or none of it, or that cannot be seen."""
@@ -160,22 +157,15 @@ def _values(rows: Any, column: str) -> list[Value]:
     return [tuple(map(float, row)) for row in numbers]  # type: ignore[misc]  # three each
 
 
-def _overall(section: _Section, preset: str, column: str) -> list[Value]:
-    """LazyLLM's mean over tasks."""
-    whole = section.by_task(section.of(preset))
-    return _values(whole[whole["level"] == "all"], column)[:1]
-
-
-def _by_task(section: _Section, preset: str, column: str) -> list[Value]:
-    """LazyLLM's value of each task."""
-    whole = section.by_task(section.of(preset))
-    return _values(whole[whole["level"] == "task"], column)
-
-
-def _fastest_task(section: _Section, preset: str, method: str) -> list[Value]:
-    """A method's TTFT speedup on the task where it is fastest."""
+def _by_task(
+    section: _Section, preset: str, column: str, method: str = STUDIED, only: str | None = None
+) -> list[Value]:
+    """A method's value of each task. only: the "mean" over tasks, or the value of the "fastest" task."""
     whole = section.by_task(section.of(preset, method))
-    return sorted(_values(whole[whole["level"] == "task"], "ttft_speedup"))[-1:]
+    if only == "mean":
+        return _values(whole[whole["level"] == "all"], column)[:1]
+    values = _values(whole[whole["level"] == "task"], column)
+    return sorted(values)[-1:] if only == "fastest" else values
 
 
 def _ttft_in(section: _Section, preset: str, unit: str, scale: float = 1) -> list[Value]:
@@ -268,18 +258,11 @@ def _below_even_share(section: _Section, preset: str) -> list[Value]:
 
 
 _MEASURES: dict[str, Callable[..., list[Value]]] = {
-    "overall": _overall,
-    "by_task": _by_task,
-    "fastest_task": _fastest_task,
-    "ttft_in": _ttft_in,
-    "mean_of": _mean_of,
-    "kept_at": _kept_at,
-    "leads": _leads,
-    "gains_along": _gains_along,
-    "largest_share": _largest_share,
-    "deeper_saves": _deeper_saves,
-    "below_even_share": _below_even_share,
-}
+    measure.__name__.removeprefix("_"): measure
+    for measure in (
+        _by_task, _ttft_in, _mean_of, _kept_at, _leads, _gains_along, _largest_share, _deeper_saves, _below_even_share,
+    )
+}  # fmt: skip
 _COLUMNS = (
     MODEL, Column("section", "section"), Column("claim", "claim"), Column("paper", "paper"), Column("ours", "ours"),
     Column("expected", "asked"), Column("verdict", "verdict"), Column("shown", "where"),
@@ -292,15 +275,24 @@ def verdicts(results: Results) -> Table:
     frame: model, suite, section, claim, paper (its number for the model), expected, parts (the number of values
     behind ours), value, value_low, value_high (of a single part), verdict, shown.
     """
-    rows, seen = [], set[str | None]()
-    for section in _sections(results):
-        seen.add(section.paper_model)
-        for claim in claims():
-            parts = _MEASURES[claim.measure](section, claim.preset, **claim.arguments)
-            rows.append(_row(claim, section.model, section.suite, section.paper_model, parts))
-    for name in PAPER_MODELS:
-        if name not in seen:
-            rows += [_row(claim, name, _PAPER_SUITE, name, []) for claim in claims() if name in claim.paper]
+    judged: list[tuple[Claim, str, str, str | None, list[Value]]] = [
+        (claim, section.model, section.suite, section.paper_model,
+         _MEASURES[claim.measure](section, claim.preset, **claim.arguments))
+        for section in _sections(results)
+        for claim in claims()
+    ]  # fmt: skip
+    absent = [name for name in PAPER_MODELS if name not in {paper_model for *_, paper_model, _ in judged}]
+    judged += [(claim, name, _PAPER_SUITE, name, []) for name in absent for claim in claims() if name in claim.paper]
+    rows = []
+    for claim, model, suite, paper_model, parts in judged:
+        paper = claim.paper.get(paper_model or "")
+        value = parts[0] if len(parts) == 1 else (np.nan,) * 3
+        rows.append({
+            "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
+            "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
+            **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
+            "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
+        })  # fmt: skip
     columns = [*SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
     frame = pd.DataFrame(rows, columns=[*columns, "ours"])
     caption = (
@@ -314,17 +306,6 @@ def verdicts(results: Results) -> Table:
     )
     shown = cells(frame, _COLUMNS, results)
     return Table("verdicts", "The paper's claims", caption, frame.drop(columns="ours"), shown, keys=3, notes=notes)
-
-
-def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: list[Value]) -> dict[str, Any]:
-    paper = claim.paper.get(paper_model or "")
-    value = parts[0] if len(parts) == 1 else (np.nan,) * 3
-    return {
-        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
-        "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
-        **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
-        "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
-    }  # fmt: skip
 
 
 def _sections(results: Results) -> list[_Section]:
