@@ -53,7 +53,8 @@ def field(results: Results) -> Table:
     shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     table = cells(shown, _FIELD, results)
     for heading in _WITHOUT_SELECTION:
-        table[heading] = table[heading].mask(frame["diagnostic"], table[heading].map(_in_brackets))
+        in_brackets = table[heading].map(lambda cell: Cell(f"({cell})", cell.value))
+        table[heading] = table[heading].mask(frame["diagnostic"], in_brackets)
     caption = (
         "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
         "brackets: the TTFT of a diagnostic, which excludes the time of its selection."
@@ -63,10 +64,6 @@ def field(results: Results) -> Table:
         "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes."
     )
     return Table("field", "Every method on one clock", caption, frame, table, keys=3, notes=notes)
-
-
-def _in_brackets(cell: Cell) -> Cell:
-    return Cell(f"({cell})", cell.value)
 
 
 def memory(results: Results) -> Table:
@@ -95,9 +92,8 @@ def ttft_share(results: Results) -> Table:
         answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),
         ttft_steps=frame["ttft_s"] / frame["step_s"],
     )
-    all_prompts, all_answers = {"prompt_tokens": "all"}, {"answer_tokens": "all"}
-    parts = [frame.assign(**sums) for sums in ({}, all_prompts, all_answers, all_prompts | all_answers)]
-    grouped = pd.concat(parts).groupby([*SETTING, "prompt_tokens", "answer_tokens"], sort=False)
+    sums = ({}, {"prompt_tokens": "all"}, {"answer_tokens": "all"}, {"prompt_tokens": "all", "answer_tokens": "all"})
+    grouped = pd.concat([frame.assign(**one) for one in sums]).groupby([*SETTING, *sums[-1]], sort=False)
     counted = {"generations": ("id", "size"), "ttft_s": ("ttft_s", "sum"), "total_s": ("total_s", "sum")}
     shares: Any = columns.in_order(grouped.agg(**counted, ttft_steps=("ttft_steps", "mean")).reset_index())
     shares["share"] = 100 * shares["ttft_s"] / shares["total_s"]
@@ -105,9 +101,8 @@ def ttft_share(results: Results) -> Table:
     headings |= {(name, "all"): f"prompt {name}" for name in ranges_in(shares["prompt_tokens"])}
     headings |= {("all", name): f"answer {name}" for name in ranges_in(shares["answer_tokens"], _ANSWER_ENDS)}
     whole = shares[(shares["prompt_tokens"] == "all") & (shares["answer_tokens"] == "all")]
-    for (prompt, answer), heading in headings.items():
-        part = shares[(shares["prompt_tokens"] == prompt) & (shares["answer_tokens"] == answer)]
-        whole = whole.merge(part[[*SETTING, "share"]].rename(columns={"share": heading}), "left", SETTING)
+    by_part = shares.pivot(index=SETTING, columns=[*sums[-1]], values="share").reindex(columns=[*headings])
+    whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
     caption = (
@@ -196,7 +191,6 @@ FIGURE = Figure(
         "setting is as dark. Hollow: a diagnostic, which keeps the tokens that the full model's own answer attends to; "
         "its TTFT excludes that selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
     ),
-    opens_report=True,
 )
 
 

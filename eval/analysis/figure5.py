@@ -176,5 +176,4 @@ FIGURE = Figure(
         "the curve joins the settings that no other one of the method beats in both score and speedup, which flatters "
         "methods with many settings. The paper's mean is that of its task means."
     ),
-    opens_report=True,
 )

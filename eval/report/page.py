@@ -49,7 +49,7 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
             data = figure.data(results)
             svg = None if data.empty else inline_svg(figure.plot(data), f"figure-{name}")
             pictures.append({**vars(figure), "name": f"figure-{name}", "svg": svg, "command": subject.command})
-    first = next((picture for picture in pictures if picture["svg"] and picture["opens_report"]), None)
+    first = next((picture for picture in pictures if picture["svg"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
