@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, in_order
-from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Table, cells, worded
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 
@@ -58,17 +58,8 @@ def evidence(results: Results) -> Table:
     frame = in_order(evidence_shares(results))
     groups = frame.groupby([*SECTION, "label", "task", "outcome"], sort=False)
     losses = groups["in_prefill"].transform(_largest_loss)
-    caption = (
-        "Share of the evidence, the prompt's tokens that hold the answer, that the last layer computes in prefill, or "
-        "later in decoding (revived). Right answers have the full score."
-    )
-    notes = (
-        "Mean over the examples with known evidence. Largest loss: the layer after which prefill drops the largest "
-        "part of the evidence, in points. Every layer is in the CSV."
-    )
-    title = "Evidence: the tokens that hold the answer, computed in the last layer"
     last = frame.assign(largest_loss=losses).loc[groups.tail(1).index]
-    return Table("evidence", title, caption, frame, cells(last, _COLUMNS, results), keys=4, notes=notes)
+    return worded("evidence", frame, cells(last, _COLUMNS, results), keys=4)
 
 
 def _largest_loss(shares: pd.Series) -> str:
@@ -120,18 +111,3 @@ def plot(frame: Any) -> MplFigure:
             handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
         part.legend(handles=handles, loc="outside right center")
     return figure
-
-
-FIGURE = Figure(
-    title="Evidence computed in prefill, layer by layer, of right and wrong answers",
-    caption=(
-        "Share of the evidence, the prompt's tokens that hold the answer, that each layer computes in prefill. Right "
-        "answers have the full score."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "Mean over the examples (n). One setting per method: the one run on most examples; of equal ones, that with "
-        "most wrong answers. The table of the same name has the other settings, and the share that decoding revives."
-    ),
-)

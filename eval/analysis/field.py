@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
 from eval.analysis.run_table import arm_groups
-from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Table, cells, forms, worded
 from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
@@ -55,32 +55,15 @@ def field(results: Results) -> Table:
     for heading in _WITHOUT_SELECTION:
         in_brackets = table[heading].map(lambda cell: Cell(f"({cell})", cell.value))
         table[heading] = table[heading].mask(frame["diagnostic"], in_brackets)
-    caption = (
-        "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
-        "brackets: the TTFT of a diagnostic, which excludes the time of its selection."
-    )
-    notes = (
-        "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
-        "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes."
-    )
-    return Table("field", "Every method on one clock", caption, frame, table, keys=3, notes=notes)
+    return worded("field", frame, table, keys=3)
 
 
 def memory(results: Results) -> Table:
     """KV cache, Aux Cache and peak memory of every setting, and their ratios to the baseline's on the same examples."""
     frame = overall(results)
     frame = frame[[*SETTING, "examples", "seeds", *forms(*(column.name for column in _MEMORY))]]
-    caption = (
-        "KV cache and Aux Cache at the end of a generation, and the peak during it, mean over tasks. Ratios are to the "
-        "baseline on the same examples."
-    )
-    notes = (
-        "MB = 10^6 bytes. Peak: weights included; on a GPU the allocated memory, on a CPU the process's resident "
-        "memory, with Python and its libraries."
-    )
     shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
-    title = "Memory: KV cache, Aux Cache and peak by method"
-    return Table("memory", title, caption, frame, shown, keys=2, notes=notes)
+    return worded("memory", frame, shown, keys=2)
 
 
 def ttft_share(results: Results) -> Table:
@@ -105,17 +88,7 @@ def ttft_share(results: Results) -> Table:
     whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
-    caption = (
-        "Per cent of the generation time before the first token, by tokens of prompt or answer. In steps: TTFT in "
-        "decoding steps; the paper's baseline: 21."
-    )
-    notes = (
-        "A share is summed TTFT divided by summed generation time; steps are a mean over generations of several "
-        "tokens. The end token counts. The CSV has each combination of prompt and answer length, and the number of "
-        "generations."
-    )
-    title = "TTFT's share of the generation time"
-    return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2, notes=notes)
+    return worded("ttft_share", shares, cells(whole, shown, results), keys=2)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -176,22 +149,6 @@ def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) ->
         faint: Any = {"color": style.GREY, "marker": "o", "linestyle": "none", "alpha": 0.4}
         handles.append(Line2D([], [], label="faint: other settings", **faint))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(-0.25, 0.5), handlelength=3)
-
-
-FIGURE = Figure(
-    title="All methods at the same ideal TTFT speedups",
-    caption=(
-        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks. Right: the "
-        "measured speedup against the ideal one, from the FLOPs of the computed tokens, scoring included."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...); a method's only "
-        "setting is as dark. Hollow: a diagnostic, which keeps the tokens that the full model's own answer attends to; "
-        "its TTFT excludes that selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
-    ),
-)
 
 
 @style.styled

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of
 from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, paper_values
-from eval.analysis.table import Figure, forms
+from eval.analysis.table import forms
 from eval.analysis.verdicts import claims
 from eval.store.results import Results
 
@@ -160,20 +160,3 @@ def _write_legend(part: Any, rows: Any, styles: dict[str, style.MethodStyle]) ->
         handles.append(Line2D([], [], label=f"the paper's claims:\n{points}", **_CLAIM))
     title = "faint: the method's\nother settings"
     part.legend(handles=handles, loc="outside right center", title=title, alignment="left")
-
-
-FIGURE = Figure(
-    title="Score against TTFT speedup, task by task (the paper's Figure 5)",
-    caption=(
-        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the KL divergence of the "
-        "first token's distribution from the baseline's. Hollow: the paper's Table 1; crosses: the claims in its text."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "Bars: 95 % bootstrap intervals over examples. Seeds of a setting are pooled; ablations of LazyLLM are left "
-        "out. A curve joins a method's settings that are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, "
-        "the curve joins the settings that no other one of the method beats in both score and speedup, which flatters "
-        "methods with many settings. The paper's mean is that of its task means."
-    ),
-)

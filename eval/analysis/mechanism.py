@@ -17,7 +17,6 @@ from matplotlib.path import Path as Outline
 
 from eval.analysis.columns import STUDIED
 from eval.analysis.style import GREY, new_figure, of_trace, styled
-from eval.analysis.table import Figure
 from eval.store.results import Results
 from eval.store.runs import is_ablation
 from eval.store.visit import Trace
@@ -247,19 +246,3 @@ def _shown(text: Any) -> str:
     plain = text.strip(" ").replace("\n", "\u21b5").replace("\t", "\u21e5").replace("\r", "")
     plain = plain if len(plain) <= 12 else f"{plain[:11]}\u2026"
     return plain or "\u2423"
-
-
-FIGURE = Figure(
-    title="What LazyLLM does with each token, layer by layer and step by step",
-    caption=(
-        "One traced example: columns are tokens, rows are layers, panels are steps of a standard LLM and of LazyLLM. "
-        "In each step, every pruning layer (black lines) selects anew which tokens continue."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "A selected token that was not computed there before is revived from the Aux Cache; no token is computed twice "
-        "in a layer. Shown is the part of the prompt with the most revived tokens; the numbers on the right count the "
-        "whole prompt."
-    ),
-)

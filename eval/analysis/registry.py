@@ -8,16 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from eval.analysis import evidence, field, figure2, figure5, figure7, mechanism, printed, sensitivity, turns
-from eval.analysis.groups import FIGURE as NEEDLE
-from eval.analysis.groups import groups
-from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
-from eval.analysis.ranking import effective_keep, ranking
-from eval.analysis.serving import serving
+from eval.analysis import (
+    evidence,
+    field,
+    figure2,
+    figure5,
+    figure7,
+    groups,
+    mechanism,
+    paper_tables,
+    printed,
+    ranking,
+    sensitivity,
+    serving,
+    turns,
+    verdicts,
+)
 from eval.analysis.style import save
-from eval.analysis.table import Figure, Table
-from eval.analysis.verdicts import step_cost, verdicts
+from eval.analysis.table import Figure, Table, words
 from eval.store.results import Results
 
 
@@ -27,34 +37,44 @@ class Subject:
 
     table: Callable[[Results], Table] | None = None
     figure: Figure | None = None
-    command: str = "python run.py model=tiny method=lazy"
+    command: str = ""
 
 
-SUBJECTS = {
-    "field": Subject(field.field, field.FIGURE, "python run.py -m experiment=field model=tiny"),
-    "claims": Subject(claims, command="python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter"),
-    "verdicts": Subject(verdicts, command="python run.py -m experiment=table1 model=llama2,xgen"),
-    "step_cost": Subject(step_cost, command="python run.py -m experiment=table2 model=llama2,xgen"),
-    "table1_paper": Subject(table1_paper, printed.FIGURE, "python run.py -m experiment=table1 model=llama2,xgen"),
-    "table2_paper": Subject(table2_paper, command="python run.py -m experiment=table2 model=llama2,xgen"),
-    "table1": Subject(table1, command="python run.py -m experiment=table1 model=llama2,xgen"),
-    "table2": Subject(table2, command="python run.py -m experiment=table2 model=llama2,xgen"),
-    "mechanism": Subject(figure=mechanism.FIGURE, command="python run.py experiment=figure2 model=tiny"),
-    "figure2": Subject(figure=figure2.FIGURE, command="python run.py experiment=figure2 model=llama2 dataset=hotpotqa"),
-    "figure5": Subject(figure=figure5.FIGURE, command="python run.py -m experiment=figure5 model=llama2,xgen"),
-    "figure6": Subject(figure=sensitivity.FIGURE, command="python run.py -m experiment=figure6 model=llama2,xgen"),
-    "figure7": Subject(figure=figure7.FIGURE, command="python run.py experiment=figure7 model=llama2"),
-    "groups": Subject(groups),
-    "turns": Subject(turns.turns, turns.FIGURE, "python run.py experiment=turns"),
-    "memory": Subject(field.memory),
-    "ttft_share": Subject(field.ttft_share),
-    "sensitivity": Subject(sensitivity.sensitivity, command="python run.py -m experiment=figure6 model=tiny"),
-    "needle": Subject(figure=NEEDLE, command="python run.py dataset=needle"),
-    "ranking": Subject(ranking, command="python run.py -m experiment=figure5 model=tiny"),
-    "effective_keep": Subject(effective_keep, command="python run.py -m experiment=figure5 model=tiny"),
-    "evidence": Subject(evidence.evidence, evidence.FIGURE),
-    "serving": Subject(serving, command="python run.py model=server server.url=URL model.name=NAME"),
+# {name in words.yaml: (function that makes its table, module whose `data` and `plot` make its figure)}
+_MADE_BY: dict[str, tuple[Callable[[Results], Table] | None, Any]] = {
+    "field": (field.field, field),
+    "claims": (paper_tables.claims, None),
+    "verdicts": (verdicts.verdicts, None),
+    "step_cost": (verdicts.step_cost, None),
+    "table1_paper": (paper_tables.table1_paper, printed),
+    "table2_paper": (paper_tables.table2_paper, None),
+    "table1": (paper_tables.table1, None),
+    "table2": (paper_tables.table2, None),
+    "mechanism": (None, mechanism),
+    "figure2": (None, figure2),
+    "figure5": (None, figure5),
+    "figure6": (None, sensitivity),
+    "figure7": (None, figure7),
+    "groups": (groups.groups, None),
+    "turns": (turns.turns, turns),
+    "memory": (field.memory, None),
+    "ttft_share": (field.ttft_share, None),
+    "sensitivity": (sensitivity.sensitivity, None),
+    "needle": (None, groups),
+    "ranking": (ranking.ranking, None),
+    "effective_keep": (ranking.effective_keep, None),
+    "evidence": (evidence.evidence, evidence),
+    "serving": (serving.serving, None),
 }
+
+
+def _subject(name: str, table: Callable[[Results], Table] | None, module: Any) -> Subject:
+    told = words()[name]
+    figure = None if module is None else Figure(**told["figure"], data=module.data, plot=module.plot)
+    return Subject(table, figure, told["command"])
+
+
+SUBJECTS = {name: _subject(name, *made_by) for name, made_by in _MADE_BY.items()}
 TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
 FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import yaml
 
 from eval.benchmarks import SUITES
 
@@ -235,6 +238,18 @@ class Column:
             return text
         low, high = ends
         return f"{text} ±{(high / self.scale - low / self.scale) / 2:.{self.digits}f}"
+
+
+@cache
+def words() -> dict[str, dict[str, Any]]:
+    """The texts of words.yaml, by subject."""
+    return yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+
+
+def worded(name: str, frame: pd.DataFrame, cells: pd.DataFrame, keys: int = 1, **values: Any) -> Table:
+    """A table with its texts of words.yaml. values: of what stands there in braces."""
+    texts = {key: text.format(**values) for key, text in words()[name]["table"].items()}
+    return Table(name=name, frame=frame, cells=cells, keys=keys, **texts)
 
 
 MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Column("examples", "n")

@@ -21,7 +21,7 @@ from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_en
 from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
 from eval.analysis.run_table import FEWEST
 from eval.analysis.style import as_published, studied
-from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
+from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
 from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
 from eval.store.join import beside
 from eval.store.results import Results, first_turns
@@ -295,17 +295,8 @@ def verdicts(results: Results) -> Table:
         })  # fmt: skip
     columns = [*SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
     frame = pd.DataFrame(rows, columns=[*columns, "ours"])
-    caption = (
-        "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, and differs if none "
-        "of it does. A direction holds if every interval obeys it, and does not hold if one of them disobeys as a "
-        "whole."
-    )
-    notes = (
-        "All else cannot be seen. not run: `python run.py -m experiment=table1 model=llama2,xgen` and the other "
-        "experiments of the paper; `lazyllm-bench plan` estimates their hours."
-    )
     shown = cells(frame, _COLUMNS, results)
-    return Table("verdicts", "The paper's claims", caption, frame.drop(columns="ours"), shown, keys=3, notes=notes)
+    return worded("verdicts", frame.drop(columns="ours"), shown, keys=3)
 
 
 def _sections(results: Results) -> list[_Section]:
@@ -334,17 +325,8 @@ def step_cost(results: Results) -> Table:
     frame = pd.DataFrame(
         rows, columns=[*SECTION, *(column.name for column in _COSTS[1:-1]), *forms("generation_speedup")]
     )
-    caption = (
-        "All costs in decoding steps of the baseline; a token in prefill is the baseline's. LazyLLM is slower if steps "
-        "and revivals cost more than the prefill saves."
-    )
-    notes = (
-        "An answer's decoding time is fitted (least squares, on the examples of all other tasks) as steps times a "
-        "step's cost plus revived tokens (mean over layers) times a revived token's cost. Predicted: the speedup that "
-        "this gives with the measured TTFT."
-    )
     shown = cells(frame, _COSTS, results)
-    return Table("step_cost", "What a decoding step of LazyLLM costs", caption, frame, shown, 2, notes=notes)
+    return worded("step_cost", frame, shown, keys=2)
 
 
 def _costs(section: _Section) -> list[dict[str, Any]]:

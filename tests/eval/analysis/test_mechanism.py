@@ -15,10 +15,10 @@ from matplotlib.patches import PathPatch
 import lazyllm
 from eval.analysis import mechanism
 from eval.analysis.mechanism import (
-    FIGURE,
     WINDOW,
     State,
     counts_per_layer,
+    data,
     layer_groups,
     mechanism_frame,
     plot,
@@ -146,8 +146,8 @@ def test_mechanism_shows_the_first_steps_and_the_window_with_most_revived() -> N
 
 
 def test_mechanism_figure_shows_every_cell(tmp_path: Path) -> None:
-    frame = FIGURE.data(Results([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())]))
-    picture = drawn(FIGURE, frame)
+    frame = data(Results([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())]))
+    picture = drawn(plot, frame)
     panels = list(frame.groupby(["panels", "step"], sort=False))
     assert len(picture.axes) == len(panels) == 2 + 4
     for ((name, step), rows), axes in zip(panels, picture.axes, strict=True):
