@@ -10,24 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.analysis import (
-    evidence,
-    field,
-    figure2,
-    figure5,
-    figure7,
-    groups,
-    mechanism,
-    paper_tables,
-    printed,
-    ranking,
-    sensitivity,
-    serving,
-    turns,
-    verdicts,
-)
+from eval.analysis import evidence, field, figure2, figure5, figure7, groups, mechanism, printed, sensitivity, turns
+from eval.analysis.paper_tables import claims, table1, table1_paper, table2, table2_paper
+from eval.analysis.ranking import effective_keep, ranking
+from eval.analysis.serving import serving
 from eval.analysis.style import save
 from eval.analysis.table import Figure, Table, words
+from eval.analysis.verdicts import step_cost, verdicts
 from eval.store.results import Results
 
 
@@ -40,41 +29,24 @@ class Subject:
     command: str = ""
 
 
-# {name in words.yaml: (function that makes its table, module whose `data` and `plot` make its figure)}
-_MADE_BY: dict[str, tuple[Callable[[Results], Table] | None, Any]] = {
-    "field": (field.field, field),
-    "claims": (paper_tables.claims, None),
-    "verdicts": (verdicts.verdicts, None),
-    "step_cost": (verdicts.step_cost, None),
-    "table1_paper": (paper_tables.table1_paper, printed),
-    "table2_paper": (paper_tables.table2_paper, None),
-    "table1": (paper_tables.table1, None),
-    "table2": (paper_tables.table2, None),
-    "mechanism": (None, mechanism),
-    "figure2": (None, figure2),
-    "figure5": (None, figure5),
-    "figure6": (None, sensitivity),
-    "figure7": (None, figure7),
-    "groups": (groups.groups, None),
-    "turns": (turns.turns, turns),
-    "memory": (field.memory, None),
-    "ttft_share": (field.ttft_share, None),
-    "sensitivity": (sensitivity.sensitivity, None),
-    "needle": (None, groups),
-    "ranking": (ranking.ranking, None),
-    "effective_keep": (ranking.effective_keep, None),
-    "evidence": (evidence.evidence, evidence),
-    "serving": (serving.serving, None),
-}
+# The functions that make tables, which have their names, and the modules whose `data` and `plot` make figures
+_TABLES = (
+    field.field, field.memory, field.ttft_share, claims, verdicts, step_cost, table1_paper, table2_paper, table1,
+    table2, groups.groups, turns.turns, sensitivity.sensitivity, ranking, effective_keep, evidence.evidence, serving,
+)  # fmt: skip
+_FIGURES = {
+    "field": field, "table1_paper": printed, "mechanism": mechanism, "figure2": figure2, "figure5": figure5,
+    "figure6": sensitivity, "figure7": figure7, "turns": turns, "needle": groups, "evidence": evidence,
+}  # fmt: skip
 
 
-def _subject(name: str, table: Callable[[Results], Table] | None, module: Any) -> Subject:
-    told = words()[name]
+def _subject(name: str, told: dict[str, Any]) -> Subject:
+    module: Any = _FIGURES.get(name)
     figure = None if module is None else Figure(**told["figure"], data=module.data, plot=module.plot)
-    return Subject(table, figure, told["command"])
+    return Subject({one.__name__: one for one in _TABLES}.get(name), figure, told["command"])
 
 
-SUBJECTS = {name: _subject(name, *made_by) for name, made_by in _MADE_BY.items()}
+SUBJECTS = {name: _subject(name, told) for name, told in words().items()}  # in the order of words.yaml
 TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
 FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}
 
