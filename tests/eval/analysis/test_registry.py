@@ -20,9 +20,8 @@ def sentences(text: str) -> int:
 def test_table_without_runs_says_so(name: str) -> None:
     table = TABLES[name](Results([]))
     shown = table.to_markdown()
-    assert ("No run for this table." in shown) != (
-        name.endswith("_paper") or name == "verdicts"
-    )  # these show what could be run
+    shows_what_could_run = name.endswith("_paper") or name == "verdicts"
+    assert ("No run for this table." in shown) != shows_what_could_run
     assert table.name == name
     assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
     assert table.to_latex()

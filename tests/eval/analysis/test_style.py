@@ -15,12 +15,7 @@ from eval.store.results import Results
 from lazyllm.methods import METHODS
 from tests.eval.analysis.made import stored, texts
 
-# {how a colour-blind reader sees linear RGB}: Machado et al. 2009, severity 1
-
-
 DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-
-
 PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
 
 
