@@ -113,15 +113,13 @@ class _Section:
         self.paper_model = models.get(model) if suite == _PAPER_SUITE else None
 
     def of(self, preset: str, method: str = STUDIED) -> Any:
-        """The rows of a method's arms that belong to an experiment: all settings of it, or with its baselines.
+        """The rows of a method's arms that belong to an experiment.
 
         preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), or "any": the
-        setting of LazyLLM that figures show, or of another method all.
+        setting of LazyLLM that figures show.
         """
         rows = self.rows[self.rows["method"] == method]
         if preset == "any":
-            if method != STUDIED:
-                return rows
             shown = studied(self.results)
             labels = shown[shown["model"] == self.model]["label"].unique()
             table1 = self.of("table1")
