@@ -1,7 +1,5 @@
 """Evidence, the tokens that hold the answer: the share that each layer computes, for right and wrong answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All methods on one clock: score against TTFT speedup, measured against ideal speedup, TTFT's share, and memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Figure 2: the attention of a prompt's last token to each token, in each layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Figure 5: score relative to the baseline's, and KL of the first token, against TTFT speedup, by task and method."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

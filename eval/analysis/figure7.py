@@ -1,7 +1,5 @@
 """Figure 7: the share of prompt tokens computed after each step, in each group of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

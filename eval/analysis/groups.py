@@ -1,7 +1,5 @@
 """Scores by groups of rows: a suite's own, and ranges of prompt lengths; needle in a haystack as heat maps."""
 
-from __future__ import annotations
-
 import re
 from textwrap import wrap
 from typing import Any

@@ -1,7 +1,5 @@
 """The mechanism in one picture: the state of each token in each layer and step of a traced example."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Measured values with published ones: the paper's Tables 1 and 2, and what the authors of other methods report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache

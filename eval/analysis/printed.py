@@ -1,7 +1,5 @@
 """The paper's Table 1 with our numbers, as a picture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Methods side by side: ranked by score and KL at equal ideal speedups; and the FLOPs at which they keep the score."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

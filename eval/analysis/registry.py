@@ -3,8 +3,6 @@
 Every one needs stored results only. Rows are joined by key: model, suite, method, settings, task.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

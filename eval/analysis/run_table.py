@@ -3,8 +3,6 @@
 `eval.store.aggregate` computes the numbers and defines them.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

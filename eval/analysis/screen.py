@@ -3,8 +3,6 @@
 lazyllm-bench results [RUNS ...] [--by task|length] [--sort COLUMN] [--where KEY=VALUE] [--json]
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

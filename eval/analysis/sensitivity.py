@@ -3,8 +3,6 @@
 The table has every schedule; Figure 6 has those with a single pruning layer.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

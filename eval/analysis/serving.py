@@ -1,7 +1,5 @@
 """Servers: percentiles of TTFT and of the time per later token under each load."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

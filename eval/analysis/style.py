@@ -4,8 +4,6 @@ Every method has its own colour, marker and line style, so that curves differ in
 Figures do not use pyplot, which has global state and may need a screen.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,26 +1,22 @@
 """A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX. A figure: data and a plot of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import pandas as pd
 import yaml
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
 
 from eval.benchmarks import SUITES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as MplFigure
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    from eval.store.results import Results
+from eval.store.results import Results
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -80,10 +76,6 @@ class Table:
 
         width: in characters; the last columns that do not fit are left out, and a line says so.
         """
-        from rich import box
-        from rich.markup import escape
-        from rich.table import Table as RichTable
-
         shown = self.cells if self.brief is None else self.brief
         rows = list(self._terminal_rows(shown))
         first, *others = shown.columns[self.keys - 1 :]
@@ -161,13 +153,13 @@ class Figure:
     omissions.
 
     data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
-    plot: draws the picture from this table alone, so also from the CSV; never called with an empty table.
+    plot: draws matplotlib's picture from this table alone, so also from the CSV; never called with an empty table.
     """
 
     title: str
     caption: str
     data: Callable[[Results], pd.DataFrame]
-    plot: Callable[[pd.DataFrame], MplFigure]
+    plot: Callable[[pd.DataFrame], Any]
     notes: str = ""
 
 
@@ -176,7 +168,7 @@ class Cell(str):
 
     value: float | None
 
-    def __new__(cls, text: str, value: float | None = None) -> Cell:
+    def __new__(cls, text: str, value: float | None = None) -> Self:
         cell = super().__new__(cls, text)
         cell.value = value
         return cell
@@ -190,8 +182,6 @@ class Cell(str):
 
 def console() -> Console:
     """A console for tables, as wide as the terminal or COLUMNS says; a file or a pipe without it gets a fixed width."""
-    from rich.console import Console
-
     usual = Console()
     return usual if usual.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 

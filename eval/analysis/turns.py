@@ -1,7 +1,5 @@
 """Later questions on the same context: quality, time saved, and the turn from which a method no longer pays off."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 `step_cost` has the model of cost behind the claim that LazyLLM is never slower.
 """
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Callable, Mapping

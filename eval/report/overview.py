@@ -1,7 +1,5 @@
 """The page's overview: findings, runs, the provenance of their numbers, and warnings to read before comparing them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ It holds the runs and their provenance (`overview`), tables and figures, every e
 traced examples (`record_browser`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Every example's answers, as data for the page's script."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise

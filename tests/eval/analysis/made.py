@@ -1,7 +1,5 @@
 """Stored runs made by hand, and pictures of their figures."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

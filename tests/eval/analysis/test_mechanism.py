@@ -1,7 +1,5 @@
 """The states of tokens, by hand and against the reference implementation; and their picture."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import combinations

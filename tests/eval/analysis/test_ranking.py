@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from eval.analysis.ranking import effective_keep, ranking

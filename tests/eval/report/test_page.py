@@ -1,7 +1,5 @@
 """The report as a reader uses it: opened in headless Chromium from the disk."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

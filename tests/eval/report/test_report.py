@@ -1,7 +1,5 @@
 """The content of the report's page, without a browser; `test_page.py` opens it in one."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
