@@ -92,9 +92,8 @@ def plot(frame: Any) -> MplFigure:
     for part, section in sections:
         panels = style.task_panels(part, section)
         for (task, method, outcome), rows in section.groupby(["task", "method", "outcome"], sort=False):
-            look = styles[method].drawn | {"markersize": 4, "linestyle": _LINES[outcome]}
-            label = f"{rows['examples'].iloc[0]}"
-            panels[task].plot(rows["layer"], rows["in_prefill"], label=label, drawstyle="steps-mid", **look)
+            look = {"label": f"{rows['examples'].iloc[0]}", "markersize": 4, "linestyle": _LINES[outcome]}
+            panels[task].plot(rows["layer"], rows["in_prefill"], drawstyle="steps-mid", **styles[method] | look)
         for axes in panels.values():
             axes.set(ylim=(-4, 104))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -102,9 +101,10 @@ def plot(frame: Any) -> MplFigure:
         part.supxlabel("layer", fontsize=9)
         part.supylabel("evidence computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
-        handles = [
-            Line2D([], [], label=style.shown_label(label, name), **styles[name].drawn) for name, label in labels.items()
+        looks: list[dict[str, Any]] = [
+            styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()
         ]
+        handles = [Line2D([], [], **look) for look in looks]
         for kind, line in _LINES.items():
             handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
         part.legend(handles=handles, loc="outside right center")

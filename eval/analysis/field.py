@@ -126,9 +126,9 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+def _draw_ideals(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
     for method, points in rows.groupby("method", sort=False):
-        look: dict[str, Any] = styles[method].drawn | {"linestyle": "none"}
+        look: dict[str, Any] = styles[method] | {"linestyle": "none"}
         style.draw(axes, points, "ideal_ttft_speedup", "ttft_speedup", **look)
     axes.axline((1, 1), (2, 2), **style.REFERENCE)
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
@@ -139,10 +139,10 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> 
     style.log_scale(axes, "y")
 
 
-def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+def _write_legend(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
     axes.set_axis_off()
-    notes = {look: ":\nselection time excluded" if look.hollow else "" for look in styles.values()}
-    handles = [Line2D([], [], label=f"{look.name}{note}", **look.drawn) for look, note in notes.items()]
+    notes = {name: ":\nselection time excluded" if is_diagnostic(name) else "" for name in styles}
+    handles = [Line2D([], [], **look | {"label": look["label"] + notes[name]}) for name, look in styles.items()]
     if not rows["on_curve"].astype(bool).all():
         faint: Any = {"color": style.GREY, "marker": "o", "linestyle": "none", "alpha": 0.4}
         handles.append(Line2D([], [], label="faint: other settings", **faint))
@@ -168,7 +168,7 @@ def plot_comparison(results: Results, table: Table) -> MplFigure:
         alike = [other for other in ordinary if arms[other].method == arm.method]
         others = [other for other in arms if arms[other].method == arm.method and other not in alike[:1]]
         rows = frame[frame["method"] == name]
-        mark = styles[arm.method].paler(others.index(name) + 1 if name in others else 0)
+        mark = style.paler(styles[arm.method], others.index(name) + 1 if name in others else 0)
         tasks, mean = rows[rows["name"] != whole], rows[rows["name"] == whole]
         axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
         mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none"}

@@ -119,13 +119,13 @@ def _undominated(settings: Any) -> np.ndarray:
     return is_new.reindex(settings.index).to_numpy()
 
 
-def _draw_task(axes: Any, rows: Any, styles: dict[str, style.MethodStyle], value: str) -> None:
+def _draw_task(axes: Any, rows: Any, styles: dict[str, Any], value: str) -> None:
     if value != "kl":
         axes.axhline(100, **style.REFERENCE)
     axes.axvline(1, **style.REFERENCE)
     paper = rows[rows["source"] == PAPER]
     for method, x, y in paper[["method", "ttft_speedup", value]].itertuples(index=False):
-        axes.plot(x, y, **styles[method].drawn | _HOLLOW, alpha=0.9 if _is_own(rows) else 0.45)
+        axes.plot(x, y, **styles[method] | _HOLLOW, alpha=0.9 if _is_own(rows) else 0.45)
     style.draw_methods(axes, rows[rows["source"] == MEASURED], styles, "ttft_speedup", value)
     stated = rows[rows["source"] == CLAIM]
     axes.plot(stated["ttft_speedup"], stated[value], **_CLAIM)
@@ -138,16 +138,16 @@ def _is_own(rows: Any) -> bool:
     return bool(measured.notna().any())
 
 
-def _write_legend(part: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+def _write_legend(part: Any, rows: Any, styles: dict[str, Any]) -> None:
     measured = set(rows.loc[rows["source"] == MEASURED, "method"])
     published = rows[rows["source"] == PAPER]
-    handles = [Line2D([], [], label=look.name, **look.drawn) for name, look in styles.items() if name in measured]
+    handles = [Line2D([], [], **look) for name, look in styles.items() if name in measured]
     if len(published):
         name = MODEL_NAMES[published["paper_model"].iloc[0]]
         whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
         handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=style.GREY, **_HOLLOW))
     handles += [
-        Line2D([], [], label=f"{look.name} (the paper's only)", **look.drawn | _HOLLOW)
+        Line2D([], [], **look | _HOLLOW | {"label": f"{look['label']} (the paper's only)"})
         for name, look in styles.items()
         if name in set(published["method"]) - measured
     ]

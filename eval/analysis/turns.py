@@ -116,7 +116,7 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         curve = curves[label]
         method = curve["method"].iloc[0]
         number = counts[method] = counts.get(method, -1) + 1
-        look = styles[method].drawn | {
+        look = styles[method] | {
             "label": style.shown_label(label.replace(", turns=recompute", ""), method),
             "markersize": 4,
         }
