@@ -1,4 +1,3 @@
-import csv
 from typing import Any
 
 import numpy as np
@@ -60,19 +59,16 @@ def test_figure5_draws_kl_in_panels_without_published_points() -> None:
 
 
 def test_paper_points_are_those_of_the_papers_table() -> None:
-    with (PUBLISHED / "table1.csv").open() as opened:
-        cells = {(row["task"], row["method"]): row for row in csv.DictReader(opened)}
-    tasks = sorted({task for task, _ in cells})
+    cells = pd.read_csv(PUBLISHED / "table1.csv").set_index(["task", "method"])
+    methods, tasks = cells.drop("baseline", level="method"), sorted(set(cells.index.get_level_values("task")))
     for model in ("llama2", "xgen"):
         points = paper_points(model, [*tasks, "all"])
         table = points[points["source"] == "paper, Table 1"].set_index(["task", "method"])
         assert len(table) == 7 * 4
-        for task, method in cells:
-            if method != "baseline":
-                score, baseline = (float(cells[task, side][f"{model}_score"]) for side in (method, "baseline"))
-                assert table.loc[(task, method), "relative_score"] == pytest.approx(100 * score / baseline)
-                speedup = float(cells[task, method][f"{model}_ttft_speedup"])
-                assert table.loc[(task, method), "ttft_speedup"] == speedup
+        baseline = cells.xs("baseline", level="method")[f"{model}_score"]
+        for key, row in methods.iterrows():
+            assert table.loc[key, "relative_score"] == pytest.approx(100 * row[f"{model}_score"] / baseline[key[0]])
+            assert table.loc[key, "ttft_speedup"] == row[f"{model}_ttft_speedup"]
     llama = paper_points("llama2", ["all", "multi_doc_qa"])
     mean = llama[(llama["task"] == "all") & (llama["method"] == "lazy")].iloc[0]
     assert mean["ttft_speedup"] == pytest.approx((1.36 + 2.34 + 1.46 + 2.19 + 2.89 + 1.94) / 6)
