@@ -1,7 +1,5 @@
 """Shared by tables and figures: methods' names, order of settings, columns that show values, ranges of lengths."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Evidence, the tokens that hold the answer: the share that each layer computes, for right and wrong answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, in_order
-from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Table, cells, worded
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 
@@ -58,17 +56,8 @@ def evidence(results: Results) -> Table:
     frame = in_order(evidence_shares(results))
     groups = frame.groupby([*SECTION, "label", "task", "outcome"], sort=False)
     losses = groups["in_prefill"].transform(_largest_loss)
-    caption = (
-        "Share of the evidence, the prompt's tokens that hold the answer, that the last layer computes in prefill, or "
-        "later in decoding (revived). Right answers have the full score."
-    )
-    notes = (
-        "Mean over the examples with known evidence. Largest loss: the layer after which prefill drops the largest "
-        "part of the evidence, in points. Every layer is in the CSV."
-    )
-    title = "Evidence: the tokens that hold the answer, computed in the last layer"
     last = frame.assign(largest_loss=losses).loc[groups.tail(1).index]
-    return Table("evidence", title, caption, frame, cells(last, _COLUMNS, results), keys=4, notes=notes)
+    return worded("evidence", frame, cells(last, _COLUMNS, results), keys=4)
 
 
 def _largest_loss(shares: pd.Series) -> str:
@@ -103,9 +92,8 @@ def plot(frame: Any) -> MplFigure:
     for part, section in sections:
         panels = style.task_panels(part, section)
         for (task, method, outcome), rows in section.groupby(["task", "method", "outcome"], sort=False):
-            look = styles[method].drawn | {"markersize": 4, "linestyle": _LINES[outcome]}
-            label = f"{rows['examples'].iloc[0]}"
-            panels[task].plot(rows["layer"], rows["in_prefill"], label=label, drawstyle="steps-mid", **look)
+            look = {"label": f"{rows['examples'].iloc[0]}", "markersize": 4, "linestyle": _LINES[outcome]}
+            panels[task].plot(rows["layer"], rows["in_prefill"], drawstyle="steps-mid", **styles[method] | look)
         for axes in panels.values():
             axes.set(ylim=(-4, 104))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -113,25 +101,11 @@ def plot(frame: Any) -> MplFigure:
         part.supxlabel("layer", fontsize=9)
         part.supylabel("evidence computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
-        handles = [
-            Line2D([], [], label=style.shown_label(label, name), **styles[name].drawn) for name, label in labels.items()
+        looks: list[dict[str, Any]] = [
+            styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()
         ]
+        handles = [Line2D([], [], **look) for look in looks]
         for kind, line in _LINES.items():
             handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
         part.legend(handles=handles, loc="outside right center")
     return figure
-
-
-FIGURE = Figure(
-    title="Evidence computed in prefill, layer by layer, of right and wrong answers",
-    caption=(
-        "Share of the evidence, the prompt's tokens that hold the answer, that each layer computes in prefill. Right "
-        "answers have the full score."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "Mean over the examples (n). One setting per method: the one run on most examples; of equal ones, that with "
-        "most wrong answers. The table of the same name has the other settings, and the share that decoding revives."
-    ),
-)

@@ -1,7 +1,5 @@
 """All methods on one clock: score against TTFT speedup, measured against ideal speedup, TTFT's share, and memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd
@@ -12,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
 from eval.analysis.run_table import arm_groups
-from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Table, cells, forms, worded
 from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
@@ -53,37 +51,17 @@ def field(results: Results) -> Table:
     shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     table = cells(shown, _FIELD, results)
     for heading in _WITHOUT_SELECTION:
-        table[heading] = table[heading].mask(frame["diagnostic"], table[heading].map(_in_brackets))
-    caption = (
-        "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
-        "brackets: the TTFT of a diagnostic, which excludes the time of its selection."
-    )
-    notes = (
-        "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
-        "Generation speedup: of whole answers, which may differ in length. KV cache: at the end, MB = 10^6 bytes."
-    )
-    return Table("field", "Every method on one clock", caption, frame, table, keys=3, notes=notes)
-
-
-def _in_brackets(cell: Cell) -> Cell:
-    return Cell(f"({cell})", cell.value)
+        in_brackets = table[heading].map(lambda cell: Cell(f"({cell})", cell.value))
+        table[heading] = table[heading].mask(frame["diagnostic"], in_brackets)
+    return worded("field", frame, table, keys=3)
 
 
 def memory(results: Results) -> Table:
     """KV cache, Aux Cache and peak memory of every setting, and their ratios to the baseline's on the same examples."""
     frame = overall(results)
     frame = frame[[*SETTING, "examples", "seeds", *forms(*(column.name for column in _MEMORY))]]
-    caption = (
-        "KV cache and Aux Cache at the end of a generation, and the peak during it, mean over tasks. Ratios are to the "
-        "baseline on the same examples."
-    )
-    notes = (
-        "MB = 10^6 bytes. Peak: weights included; on a GPU the allocated memory, on a CPU the process's resident "
-        "memory, with Python and its libraries."
-    )
     shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
-    title = "Memory: KV cache, Aux Cache and peak by method"
-    return Table("memory", title, caption, frame, shown, keys=2, notes=notes)
+    return worded("memory", frame, shown, keys=2)
 
 
 def ttft_share(results: Results) -> Table:
@@ -95,9 +73,8 @@ def ttft_share(results: Results) -> Table:
         answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),
         ttft_steps=frame["ttft_s"] / frame["step_s"],
     )
-    all_prompts, all_answers = {"prompt_tokens": "all"}, {"answer_tokens": "all"}
-    parts = [frame.assign(**sums) for sums in ({}, all_prompts, all_answers, all_prompts | all_answers)]
-    grouped = pd.concat(parts).groupby([*SETTING, "prompt_tokens", "answer_tokens"], sort=False)
+    sums = ({}, {"prompt_tokens": "all"}, {"answer_tokens": "all"}, {"prompt_tokens": "all", "answer_tokens": "all"})
+    grouped = pd.concat([frame.assign(**one) for one in sums]).groupby([*SETTING, *sums[-1]], sort=False)
     counted = {"generations": ("id", "size"), "ttft_s": ("ttft_s", "sum"), "total_s": ("total_s", "sum")}
     shares: Any = columns.in_order(grouped.agg(**counted, ttft_steps=("ttft_steps", "mean")).reset_index())
     shares["share"] = 100 * shares["ttft_s"] / shares["total_s"]
@@ -105,22 +82,11 @@ def ttft_share(results: Results) -> Table:
     headings |= {(name, "all"): f"prompt {name}" for name in ranges_in(shares["prompt_tokens"])}
     headings |= {("all", name): f"answer {name}" for name in ranges_in(shares["answer_tokens"], _ANSWER_ENDS)}
     whole = shares[(shares["prompt_tokens"] == "all") & (shares["answer_tokens"] == "all")]
-    for (prompt, answer), heading in headings.items():
-        part = shares[(shares["prompt_tokens"] == prompt) & (shares["answer_tokens"] == answer)]
-        whole = whole.merge(part[[*SETTING, "share"]].rename(columns={"share": heading}), "left", SETTING)
+    by_part = shares.pivot(index=SETTING, columns=[*sums[-1]], values="share").reindex(columns=[*headings])
+    whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
-    caption = (
-        "Per cent of the generation time before the first token, by tokens of prompt or answer. In steps: TTFT in "
-        "decoding steps; the paper's baseline: 21."
-    )
-    notes = (
-        "A share is summed TTFT divided by summed generation time; steps are a mean over generations of several "
-        "tokens. The end token counts. The CSV has each combination of prompt and answer length, and the number of "
-        "generations."
-    )
-    title = "TTFT's share of the generation time"
-    return Table("ttft_share", title, caption, shares, cells(whole, shown, results), keys=2, notes=notes)
+    return worded("ttft_share", shares, cells(whole, shown, results), keys=2)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -160,9 +126,9 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+def _draw_ideals(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
     for method, points in rows.groupby("method", sort=False):
-        look: dict[str, Any] = styles[method].drawn | {"linestyle": "none"}
+        look: dict[str, Any] = styles[method] | {"linestyle": "none"}
         style.draw(axes, points, "ideal_ttft_speedup", "ttft_speedup", **look)
     axes.axline((1, 1), (2, 2), **style.REFERENCE)
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
@@ -173,31 +139,14 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> 
     style.log_scale(axes, "y")
 
 
-def _write_legend(axes: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+def _write_legend(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
     axes.set_axis_off()
-    notes = {look: ":\nselection time excluded" if look.hollow else "" for look in styles.values()}
-    handles = [Line2D([], [], label=f"{look.name}{note}", **look.drawn) for look, note in notes.items()]
+    notes = {name: ":\nselection time excluded" if is_diagnostic(name) else "" for name in styles}
+    handles = [Line2D([], [], **look | {"label": look["label"] + notes[name]}) for name, look in styles.items()]
     if not rows["on_curve"].astype(bool).all():
         faint: Any = {"color": style.GREY, "marker": "o", "linestyle": "none", "alpha": 0.4}
         handles.append(Line2D([], [], label="faint: other settings", **faint))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(-0.25, 0.5), handlelength=3)
-
-
-FIGURE = Figure(
-    title="All methods at the same ideal TTFT speedups",
-    caption=(
-        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks. Right: the "
-        "measured speedup against the ideal one, from the FLOPs of the computed tokens, scoring included."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...); a method's only "
-        "setting is as dark. Hollow: a diagnostic, which keeps the tokens that the full model's own answer attends to; "
-        "its TTFT excludes that selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
-    ),
-    opens_report=True,
-)
 
 
 @style.styled
@@ -219,7 +168,7 @@ def plot_comparison(results: Results, table: Table) -> MplFigure:
         alike = [other for other in ordinary if arms[other].method == arm.method]
         others = [other for other in arms if arms[other].method == arm.method and other not in alike[:1]]
         rows = frame[frame["method"] == name]
-        mark = styles[arm.method].paler(others.index(name) + 1 if name in others else 0)
+        mark = style.paler(styles[arm.method], others.index(name) + 1 if name in others else 0)
         tasks, mean = rows[rows["name"] != whole], rows[rows["name"] == whole]
         axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
         mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none"}

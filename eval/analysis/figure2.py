@@ -1,7 +1,5 @@
 """Figure 2: the attention of a prompt's last token to each token, in each layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,6 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
 from eval.analysis.style import COLOURS, REFERENCE, new_figure, of_trace, styled
-from eval.analysis.table import Figure
 from eval.store.results import Results
 from eval.store.visit import Trace
 
@@ -90,18 +87,3 @@ def _draw_means(axes: Any, frame: Any) -> None:
         f"the top 10 % get {100 * top.sum() / scores.sum():.0f} % of the attention",
         (0, 1.02), xycoords="axes fraction", va="bottom", fontsize=8,
     )  # fmt: skip
-
-
-FIGURE = Figure(
-    title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
-    caption=(
-        "Importance (Eq. 1) of every token of one prompt, without pruning: by layer on the left, as a mean over the "
-        "layers on the right."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "Colours have a log scale; scores below 1 % of an equal share (1/n) have the darkest one. If there are more "
-        "tokens than columns, a column shows the largest score of its tokens. Inset: the first tokens."
-    ),
-)

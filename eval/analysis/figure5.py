@@ -1,7 +1,5 @@
 """Figure 5: score relative to the baseline's, and KL of the first token, against TTFT speedup, by task and method."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ from matplotlib.lines import Line2D
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of
 from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, paper_values
-from eval.analysis.table import Figure, forms
+from eval.analysis.table import forms
 from eval.analysis.verdicts import claims
 from eval.store.results import Results
 
@@ -121,13 +119,13 @@ def _undominated(settings: Any) -> np.ndarray:
     return is_new.reindex(settings.index).to_numpy()
 
 
-def _draw_task(axes: Any, rows: Any, styles: dict[str, style.MethodStyle], value: str) -> None:
+def _draw_task(axes: Any, rows: Any, styles: dict[str, Any], value: str) -> None:
     if value != "kl":
         axes.axhline(100, **style.REFERENCE)
     axes.axvline(1, **style.REFERENCE)
     paper = rows[rows["source"] == PAPER]
     for method, x, y in paper[["method", "ttft_speedup", value]].itertuples(index=False):
-        axes.plot(x, y, **styles[method].drawn | _HOLLOW, alpha=0.9 if _is_own(rows) else 0.45)
+        axes.plot(x, y, **styles[method] | _HOLLOW, alpha=0.9 if _is_own(rows) else 0.45)
     style.draw_methods(axes, rows[rows["source"] == MEASURED], styles, "ttft_speedup", value)
     stated = rows[rows["source"] == CLAIM]
     axes.plot(stated["ttft_speedup"], stated[value], **_CLAIM)
@@ -140,16 +138,16 @@ def _is_own(rows: Any) -> bool:
     return bool(measured.notna().any())
 
 
-def _write_legend(part: Any, rows: Any, styles: dict[str, style.MethodStyle]) -> None:
+def _write_legend(part: Any, rows: Any, styles: dict[str, Any]) -> None:
     measured = set(rows.loc[rows["source"] == MEASURED, "method"])
     published = rows[rows["source"] == PAPER]
-    handles = [Line2D([], [], label=look.name, **look.drawn) for name, look in styles.items() if name in measured]
+    handles = [Line2D([], [], **look) for name, look in styles.items() if name in measured]
     if len(published):
         name = MODEL_NAMES[published["paper_model"].iloc[0]]
         whose = f"the paper's, {name}" if _is_own(rows) else f"the paper's (of {name},\non LongBench)"
         handles.append(Line2D([], [], label=f"hollow: {whose}", marker="o", color=style.GREY, **_HOLLOW))
     handles += [
-        Line2D([], [], label=f"{look.name} (the paper's only)", **look.drawn | _HOLLOW)
+        Line2D([], [], **look | _HOLLOW | {"label": f"{look['label']} (the paper's only)"})
         for name, look in styles.items()
         if name in set(published["method"]) - measured
     ]
@@ -160,21 +158,3 @@ def _write_legend(part: Any, rows: Any, styles: dict[str, style.MethodStyle]) ->
         handles.append(Line2D([], [], label=f"the paper's claims:\n{points}", **_CLAIM))
     title = "faint: the method's\nother settings"
     part.legend(handles=handles, loc="outside right center", title=title, alignment="left")
-
-
-FIGURE = Figure(
-    title="Score against TTFT speedup, task by task (the paper's Figure 5)",
-    caption=(
-        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the KL divergence of the "
-        "first token's distribution from the baseline's. Hollow: the paper's Table 1; crosses: the claims in its text."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "Bars: 95 % bootstrap intervals over examples. Seeds of a setting are pooled; ablations of LazyLLM are left "
-        "out. A curve joins a method's settings that are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, "
-        "the curve joins the settings that no other one of the method beats in both score and speedup, which flatters "
-        "methods with many settings. The paper's mean is that of its task means."
-    ),
-    opens_report=True,
-)

@@ -1,7 +1,5 @@
 """Figure 7: the share of prompt tokens computed after each step, in each group of layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +11,6 @@ from matplotlib.ticker import FuncFormatter
 
 from eval.analysis import style
 from eval.analysis.columns import STUDIED
-from eval.analysis.table import Figure
 from eval.store.results import Results, first_turns
 from eval.store.runs import counted
 from eval.store.visit import Measurement
@@ -97,18 +94,3 @@ def _curves(answers: Sequence[tuple[int, Measurement]]) -> pd.DataFrame:
             "pct_computed": shares.mean(axis=2).ravel(),
         }
     )
-
-
-FIGURE = Figure(
-    title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
-    caption=(
-        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; the baseline computes all "
-        "of them in its prefill. Below: the number of examples still generating."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "An example that has ended keeps its last value, so the right end shows what whole answers needed (Table 2's "
-        "quantity, by group). The paper averages 1000 random LongBench examples."
-    ),
-)

@@ -1,7 +1,5 @@
 """Scores by groups of rows: a suite's own, and ranges of prompt lengths; needle in a haystack as heat maps."""
 
-from __future__ import annotations
-
 import re
 from textwrap import wrap
 from typing import Any
@@ -12,7 +10,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
 from eval.analysis.style import GREY, new_figure, panels_of, shown_label, styled
-from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Table, cells, forms, worded
 from eval.store.results import Results
 
 _COLUMNS = (
@@ -39,14 +37,8 @@ def groups(results: Results) -> Table:
         rows_by(frame, "group", results.frame),
         columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES],
     )
-    caption = (
-        "Mean over tasks of the rows of each group. Answered: answers that are not empty; score of these: without "
-        "empty answers, which score 0, in the denominator."
-    )
     shown = cells(table[table["level"] == "all"], _COLUMNS, results)
-    return Table(
-        "groups", "Scores by group of rows", caption, table, shown, keys=3, notes="Datasets and tasks are in the CSV."
-    )
+    return worded("groups", table, shown, keys=3)
 
 
 def with_lengths(frame: Any) -> Any:
@@ -120,14 +112,3 @@ def _draw_map(axes: Any, values: Any) -> Any:
         axes.text(column + 0.5, row + 0.5, "no run", ha="center", va="center", fontsize=7, color=GREY)
     axes.set_ylim(len(values), 0)
     return picture
-
-
-FIGURE = Figure(
-    title="Needle in a haystack: score by length and depth",
-    caption=(
-        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. The "
-        "table of scores by group has intervals for each length and each depth."
-    ),
-    data=data,
-    plot=plot,
-)

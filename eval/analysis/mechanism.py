@@ -1,7 +1,6 @@
 """The mechanism in one picture: the state of each token in each layer and step of a traced example."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any
@@ -16,7 +15,6 @@ from matplotlib.path import Path as Outline
 
 from eval.analysis.columns import STUDIED
 from eval.analysis.style import GREY, new_figure, of_trace, styled
-from eval.analysis.table import Figure
 from eval.store.results import Results
 from eval.store.runs import is_ablation
 from eval.store.visit import Trace
@@ -121,31 +119,19 @@ def mechanism_frame(trace: Trace) -> pd.DataFrame:
     panels: `STANDARD` or `PRUNED`. state: a name of `State` in lower case; tokens that are not generated yet have no
     row. computed: number of `prompt_tokens` computed in the layer so far.
     """
-    states = token_states(trace)[:STEPS]
-    steps, layers, columns = states.shape
-    n = len(trace.tokens)
-    positions = np.array([*_busiest(states[:, :, :n]), *range(n, n + steps - 1)])
-    counts = counts_per_layer(trace)
-    standard = np.full((min(_STANDARD_STEPS, steps), layers, columns), State.CACHED, dtype=np.uint8)
-    standard[0] = State.COMPUTED
-    for step, of_step in enumerate(standard):
-        of_step[:, n + step - 1 : n + step] = State.COMPUTED  # the newest token
-        of_step[:, n + step :] = State.FUTURE
-    return pd.concat(
-        [
-            _cells_of(trace, STANDARD, standard, positions, [range(1, layers + 1)], np.full_like(counts, n)),
-            _cells_of(trace, PRUNED, states, positions, layer_groups(trace), counts),
-        ],
-        ignore_index=True,
-    )
+    n, steps = len(trace.tokens), len(trace.selected)
+    busiest = _busiest(token_states(trace)[:STEPS, :, :n])
+    positions = np.array([*busiest, *range(n, n + min(STEPS, steps) - 1)])
+    standard = replace(trace, selected=[{}] * steps, group_starts=[1], computed=[[n]] * steps)
+    parts = [_cells_of(standard, STANDARD, positions, _STANDARD_STEPS), _cells_of(trace, PRUNED, positions, STEPS)]
+    return pd.concat(parts, ignore_index=True)
 
 
-def _cells_of(
-    trace: Trace, model: str, states: np.ndarray, positions: np.ndarray, groups: list[range], counts: np.ndarray
-) -> pd.DataFrame:
-    """The rows of one of the two models. counts: [steps, layers]."""
+def _cells_of(trace: Trace, panels: str, positions: np.ndarray, steps: int) -> pd.DataFrame:
+    """The rows of the first steps of one of the two models."""
+    states, counts = token_states(trace)[:steps], counts_per_layer(trace)
     texts, n = [*trace.tokens, *trace.generated], len(trace.tokens)
-    group_of = {layer: number for number, group in enumerate(groups, start=1) for layer in group}
+    group_of = {layer: number for number, group in enumerate(layer_groups(trace), start=1) for layer in group}
     step, layer, column = np.nonzero(states[:, :, positions] != State.FUTURE)
     position = positions[column]
     return pd.DataFrame(
@@ -153,7 +139,7 @@ def _cells_of(
             "dataset": trace.dataset,
             "id": trace.id,
             "prompt_tokens": n,
-            "panels": model,
+            "panels": panels,
             "step": step,
             "layer": layer + 1,
             "group": [group_of[number] for number in (layer + 1).tolist()],
@@ -258,19 +244,3 @@ def _shown(text: Any) -> str:
     plain = text.strip(" ").replace("\n", "\u21b5").replace("\t", "\u21e5").replace("\r", "")
     plain = plain if len(plain) <= 12 else f"{plain[:11]}\u2026"
     return plain or "\u2423"
-
-
-FIGURE = Figure(
-    title="What LazyLLM does with each token, layer by layer and step by step",
-    caption=(
-        "One traced example: columns are tokens, rows are layers, panels are steps of a standard LLM and of LazyLLM. "
-        "In each step, every pruning layer (black lines) selects anew which tokens continue."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "A selected token that was not computed there before is revived from the Aux Cache; no token is computed twice "
-        "in a layer. Shown is the part of the prompt with the most revived tokens; the numbers on the right count the "
-        "whole prompt."
-    ),
-)

@@ -1,7 +1,5 @@
 """Measured values with published ones: the paper's Tables 1 and 2, and what the authors of other methods report."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, overall, place_of
-from eval.analysis.table import MODEL, Cell, Column, Table, cells, forms, model_name, random_models
+from eval.analysis.table import MODEL, Cell, Column, Table, cells, forms, model_name, random_models, worded
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
@@ -56,22 +54,12 @@ def paper_values() -> dict[tuple[str, str, str, str], float]:
 
 def table1(results: Results) -> Table:
     """Score and TTFT speedup by model, task and method: measured, the paper's, the difference."""
-    title = "Table 1: score and TTFT speedup beside the paper's"
-    note = (
-        "Scores 0 to 100, mean over seeds; their standard deviation is in the CSV. Prompt compression keeps half "
-        "of its context, as no share has the paper's speedup."
-    )
-    return _with_published(results, "table1", title, _TABLE1, note)
+    return _with_published(results, "table1", _TABLE1)
 
 
 def table2(results: Results) -> Table:
     """Share of prompt tokens computed and generation speedup of LazyLLM by model and task, with the paper's."""
-    title = "Table 2: prompt tokens computed and generation speedup of LazyLLM, beside the paper's"
-    note = (
-        "% tokens computed: by the end of generation. Generation speedup compares whole answers, which may differ in "
-        "length."
-    )
-    return _with_published(results, "table2", title, _TABLE2, note)
+    return _with_published(results, "table2", _TABLE2)
 
 
 def is_table1_preset(settings: dict[str, Any]) -> bool:
@@ -79,7 +67,7 @@ def is_table1_preset(settings: dict[str, Any]) -> bool:
     return "table1" in settings.values()
 
 
-def _with_published(results: Results, name: str, title: str, values: Sequence[Column], note: str) -> Table:
+def _with_published(results: Results, name: str, values: Sequence[Column]) -> Table:
     methods = list(_METHOD_NAMES)
     parameters = {
         (run.model, arm.method, canonical_json(arm.settings), dataset): canonical_json(settings_in(resolved))
@@ -125,15 +113,7 @@ def _with_published(results: Results, name: str, title: str, values: Sequence[Co
         for arm in (run.arms[label] for _, _, label in run.failed)
     )
     failures = f" Failed, not counted: {counted(failed, 'answer')}." if failed else ""
-    caption = (
-        "The baseline and arms with the preset table1: the paper does not publish its parameters; ours are solved for "
-        "its TTFT speedups."
-    )
-    notes = (
-        f"{note} Δ: measured minus paper, if every example of the task was run (no scores of random weights). n: "
-        f"examples, with a note if only a part was run.{failures} -: the paper has no such model."
-    )
-    return Table(name, title, caption, frame, _cells(frame, values, results), keys=3, notes=notes)
+    return worded(name, frame, _cells(frame, values, results), keys=3, failures=failures)
 
 
 def _status(row: Mapping[Any, Any], datasets: int, examples: int) -> str:
@@ -171,17 +151,15 @@ _METHOD_NAMES = {
 
 def table1_paper(results: Results) -> Table:
     """Table 1 as the paper prints it: 30 rows, with score and TTFT speedup of each model."""
-    note = "Our parameters are solved for the paper's TTFT speedups, as it does not publish its own: scores compare."
-    return _as_printed(table1(results), "Table 1", _TABLE1[:2], note, results)
+    return _as_printed(table1(results), _TABLE1[:2], results)
 
 
 def table2_paper(results: Results) -> Table:
     """Table 2 as the paper prints it: a row for each task, with two values of each model."""
-    note = "Parameters are those of Table 1, solved for its TTFT speedups."
-    return _as_printed(table2(results), "Table 2", _TABLE2, note, results)
+    return _as_printed(table2(results), _TABLE2, results)
 
 
-def _as_printed(table: Table, title: str, values: Sequence[Column], note: str, results: Results) -> Table:
+def _as_printed(table: Table, values: Sequence[Column], results: Results) -> Table:
     """The paper's two models side by side, ours before its numbers, then each other model that was run."""
     key = ["task", "method"]
     ablations = table.frame["settings"].map(json.loads).map(is_ablation)
@@ -208,10 +186,7 @@ def _as_printed(table: Table, title: str, values: Sequence[Column], note: str, r
             if column is not None:
                 lines[f"{name}: paper_{value.name}"] = paper
             texts[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
-    caption = "Ours (the paper's); -: not run; n: examples; *: only a part of the task was run."
-    notes = f"Means over seeds. {note} {title} of all runs has intervals and differences."
-    title = f"{title} as the paper prints it"
-    return Table(f"{table.name}_paper", title, caption, lines, pd.DataFrame(texts), keys, notes=notes)
+    return worded(f"{table.name}_paper", lines, pd.DataFrame(texts), keys)
 
 
 def _both(row: Mapping[Any, Any], paper: float | None, value: Column) -> Cell:
@@ -254,12 +229,7 @@ def claims(results: Results) -> Table:
     settings = [", ".join(f"{key}={value}" for key, value in json.loads(text).items()) for text in frame["settings"]]
     table = cells(frame.assign(name=[place_of(name)[1] for name in frame["method"]], setting=settings), _CLAIMS)
     table.loc[frame["measured_score"].isna(), ["score, ours", "full, ours", "TTFT speedup, ours"]] = "no run"
-    caption = (
-        "Numbers as published, each measured with its authors' own harness. Ours: the mean over LongBench's tasks with "
-        "the same settings, and the baseline beside them."
-    )
-    notes = "full: the unpruned model; for the same model it differs by 13 points between papers. -: not published."
-    return Table("claims", "What their authors report", caption, frame, table, keys=3, notes=notes)
+    return worded("claims", frame, table, keys=3)
 
 
 def _name_of(row: Mapping[str, Any]) -> str:

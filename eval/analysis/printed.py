@@ -1,7 +1,5 @@
 """The paper's Table 1 with our numbers, as a picture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd
@@ -10,7 +8,6 @@ from matplotlib.figure import Figure as MplFigure
 from eval.analysis import style
 from eval.analysis.columns import BASELINE
 from eval.analysis.paper_tables import table1, table1_paper
-from eval.analysis.table import Figure
 from eval.store.results import Results
 
 _LINE, _LETTER, _GAP = 0.19, 0.078, 0.18  # inches: a line's height, a letter's width, between columns
@@ -66,11 +63,3 @@ def plot(frame: Any) -> MplFigure:
     for y in (0, height - 0.9 * _LINE):
         axes.plot([0, width], [y] * 2, **_RULE)
     return figure
-
-
-FIGURE = Figure(
-    title="Table 1 as the paper prints it",
-    caption="Ours (the paper's); -: not run; n: examples; *: only a part of the task was run.",
-    data=data,
-    plot=plot,
-)

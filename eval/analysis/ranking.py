@@ -1,7 +1,5 @@
 """Methods side by side: ranked by score and KL at equal ideal speedups; and the FLOPs at which they keep the score."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -10,7 +8,7 @@ import pandas as pd
 
 from eval.analysis import columns
 from eval.analysis.columns import BASELINE, SECTION, in_order, range_of, ranges_in, with_ends
-from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
+from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
 from eval.benchmarks.datasets import TASKS
 from eval.store.aggregate import drawn_means, on_common_examples
 from eval.store.join import beside
@@ -53,14 +51,8 @@ def ranking(results: Results) -> Table:
         setting=[re.sub(r"\w+=[\d.]+x(, )?", "", label).removesuffix(", ") for label in table["label"]],
         **{f"{name}_shown": [_difference(row, name) for row in rows] for name in _VALUES},
     )
-    caption = (
-        "Settings given by an ideal TTFT speedup, ranked by score, then by mean KL. Differences are to the method "
-        "ranked first, on the same examples, with both ends of their paired 95 % interval."
-    )
-    notes = "Means over tasks, on the examples that all methods of that speedup have; seeds are pooled."
-    notes += f" Not ranked: {'; '.join(others)}." if others else ""
-    title = "Methods ranked at equal ideal speedups"
-    return Table("ranking", title, caption, table, cells(shown, _COLUMNS, results), keys=4, notes=notes)
+    unranked = f" Not ranked: {'; '.join(others)}." if others else ""
+    return worded("ranking", table, cells(shown, _COLUMNS, results), keys=4, unranked=unranked)
 
 
 def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
@@ -130,17 +122,7 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
                 rows.append(key | {"prompt_tokens": length} | _least_share(part, within))
     names = [*SECTION, "method", "label", "task", "prompt_tokens", "examples", "settings", "setting", *_SHARES]
     table = in_order(pd.DataFrame(rows, columns=names)).drop(columns="label")
-    caption = (
-        f"The least share of an unpruned prefill's FLOPs, in %, at which the score stays within {within:g} % of the "
-        "baseline's, by prompt tokens. 100: no setting stays that near."
-    )
-    notes = (
-        "Scoring is included. The minimum over all settings of the method that were run (the CSV names the best one; "
-        "more settings can only lower it), on the examples that all settings have. -: no prompt of this length, or a "
-        "baseline that scores 0."
-    )
-    title = f"FLOPs needed for {100 - within:g} % of the baseline's score"
-    return Table("effective_keep", title, caption, table, _cells(table, results), keys=3, notes=notes)
+    return worded("effective_keep", table, _cells(table, results), keys=3, within=within, kept=100 - within)
 
 
 def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 `eval.store.aggregate` computes the numbers and defines them.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
-from eval.analysis.table import Column, Table, cells, forms
+from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
 from eval.store.folder import read_planned
@@ -56,17 +54,21 @@ def run_table(results: Results, title: str) -> Table:
     rows = [row for run in results.runs for row in _rows(run)]
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("run", "run")] if len(results.runs) > 1 else []
-    counts = [Column("examples", "n")]
-    counts += [Column("turns", "turns")] if (frame["turns"] > frame["examples"]).any() else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
     shown = without_narrow_intervals(frame)
     score, *others = (column for column in SHOWN if frame[column.name].notna().any() or column.name == "score")
     shown["shown_name"] = np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**")
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
-    text = cells(shown, [*columns, *counts, score, *failed, *others])
+    text = cells(shown, [*columns, *counts(frame), score, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[frame["kind"] == "all"] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
+
+
+def counts(frame: Any) -> list[Column]:
+    """The column of examples, and that of turns if there are more of them."""
+    has_turns = (frame["turns"] > frame["examples"]).any()
+    return [EXAMPLES, Column("turns", "turns")] if has_turns else [EXAMPLES]
 
 
 def without_narrow_intervals(frame: Any) -> Any:
@@ -250,34 +252,28 @@ class Comparison:
 
 
 def comparisons(results: Results) -> list[Comparison]:
-    """Each arm beside its run's baseline. Seeds of one setting are one."""
+    """Each arm that has answers in the visits of its run's baseline. Seeds of one setting are one."""
     found = []
     for run in results.runs:
-        baseline = run.identity["baseline"]
+        frame, baseline = Results([run]).frame, run.identity["baseline"]
         for name, labels in arm_groups(run).items():
-            if baseline is not None and baseline not in labels:
-                found += _comparison(name, run, labels)
+            if baseline is None or baseline in labels:
+                continue
+            rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
+            gains = rows.assign(label=name, gain=rows["score"] - beside(rows, frame)["score"])
+            by_example = on_common_examples(gains, "gain")
+            if not len(by_example):
+                continue
+            whole, same = rows_of(rows, frame)[-1], rows["same_answer"].dropna()
+            score = with_ends(drawn_means(by_example)[:, 0])
+            ttft = float(whole["ttft_speedup"]), float(whole["ttft_speedup_low"]), float(whole["ttft_speedup_high"])
+            if len(by_example) < FEWEST:
+                score, ttft = (score[0], np.nan, np.nan), (ttft[0], np.nan, np.nan)
+            better, worse = (int((side * by_example > 0).to_numpy().sum()) for side in (1, -1))
+            changed = None if same.empty else int((same < 100).sum())
+            numbers = len(by_example), better, worse, binomial(better, worse), len(same), changed
+            found.append(Comparison(name, rows["method"].iloc[0] == "baseline", score, ttft, *numbers))
     return found
-
-
-def _comparison(name: str, run: StoredRun, labels: Sequence[str]) -> list[Comparison]:
-    """None if no answer has a baseline in its visit."""
-    frame = Results([run]).frame
-    rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
-    references = beside(rows, frame)
-    gains = rows.assign(label=name, gain=rows["score"] - references["score"])
-    by_example = on_common_examples(gains, "gain")
-    if not len(by_example):
-        return []
-    row, same = rows_of(rows, frame)[-1], rows["same_answer"].dropna()
-    score, ttft = with_ends(drawn_means(by_example)[:, 0]), tuple(float(row[form]) for form in forms("ttft_speedup"))
-    if len(by_example) < FEWEST:
-        score, ttft = (score[0], np.nan, np.nan), (ttft[0], np.nan, np.nan)
-    better, worse = int((by_example > 0).to_numpy().sum()), int((by_example < 0).to_numpy().sum())
-    changed = None if same.empty else int((same < 100).sum())
-    is_aa_test = rows["method"].iloc[0] == "baseline"
-    numbers = len(by_example), better, worse, binomial(better, worse), len(same), changed
-    return [Comparison(name, is_aa_test, score, ttft, *numbers)]  # type: ignore[arg-type]  # three numbers each
 
 
 def binomial(better: int, worse: int) -> float:

@@ -3,14 +3,15 @@
 lazyllm-bench results [RUNS ...] [--by task|length] [--sort COLUMN] [--where KEY=VALUE] [--json]
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
+from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
+from eval.analysis.run_table import FEWEST, SHOWN, counts, without_narrow_intervals
+from eval.analysis.table import LABEL, Column, Table, cells, console, forms
 from eval.store.results import Results, add_choice
 from lazyllm.errors import UserError, parser_of
 
@@ -43,10 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
         print(json.dumps(rows, indent=2, default=str))
         return 0
-    from eval.analysis.table import console  # not at the top: pandas is slow to import
-
     screen = console()
-    screen.print(table_of(frame, results).to_rich(screen.width))
+    screen.print(table_of(frame).to_rich(screen.width))
     return 0
 
 
@@ -56,9 +55,6 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, ttft_speedup,
     generation_speedup, pct_prompt_tokens_computed, kl, each with `_low` and `_high`, examples, turns, unfinished.
     """
-    from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
-    from eval.analysis.table import forms
-
     values = forms("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl")
     table: Any = results.by_task
     table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(columns={"name": "part"})
@@ -76,18 +72,13 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     return in_order(table)[columns].reset_index(drop=True)
 
 
-def table_of(frame: Any, results: Results) -> Any:
-    """The `Table` of a `summary`."""
-    from eval.analysis.run_table import FEWEST, SHOWN, without_narrow_intervals
-    from eval.analysis.table import LABEL, Column, Table, cells
-
-    shown = [column for column in SHOWN if column.name in frame]
-    counts = [Column("examples", "n")]
-    counts += [Column("turns", "turns")] if (frame["turns"] > frame["examples"]).any() else []
-    counts += [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
+def table_of(frame: Any) -> Table:
+    """A `summary` as people read it."""
     few = f"Intervals are not shown for n below {FEWEST}." if (frame["examples"] < FEWEST).any() else ""
     sections = without_narrow_intervals(frame).assign(
         section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"]
     )
-    keys = [Column("section", "model, suite, part"), LABEL]
-    return Table("results", "Results", few, frame, cells(sections, [*keys, *shown, *counts]), keys=2)
+    columns = [Column("section", "model, suite, part"), LABEL, *(one for one in SHOWN if one.name in frame)]
+    unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
+    shown = cells(sections, [*columns, *counts(frame), *unfinished])
+    return Table("results", "Results", few, frame, shown, keys=2)

@@ -3,8 +3,6 @@
 The table has every schedule; Figure 6 has those with a single pruning layer.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -14,7 +12,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis import style
 from eval.analysis.columns import SECTION, SETTING, STUDIED, overall
-from eval.analysis.table import EXAMPLES, MODEL, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
 from eval.store.results import Results
 from eval.store.runs import label_of
 
@@ -41,17 +39,8 @@ def sensitivity(results: Results) -> Table:
     values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed", "kl", "score_difference")
     frame = frame[[*SETTING, "layers", "keep", "examples", *values, _SLOPE]]
     labels = [label.removeprefix(f"{STUDIED}, ").removeprefix("schedule=") for label in frame["label"]]
-    caption = (
-        "Every schedule of LazyLLM that was run ({layer: keep ratio}), by speedup; mean over tasks. Points per 0.1 "
-        "keep: score lost for each 0.1 less of the prompt kept after a single pruning layer."
-    )
-    notes = (
-        "The loss is relative to the next higher ratio that was run after the same layer, or to keeping everything "
-        "(the baseline)."
-    )
-    title = "Sensitivity of score, KL and speed to the schedule"
     table = cells(frame.assign(schedule=labels), _COLUMNS, results)
-    return Table("sensitivity", title, caption, frame, table, keys=2, notes=notes)
+    return worded("sensitivity", frame, table, keys=2)
 
 
 def _with_schedules(frame: Any) -> Any:
@@ -123,16 +112,3 @@ def _draw_curves(axes: Any, rows: Any, column: str, label: str) -> None:
         style.draw(axes, rows[rows["keep"] == keep], "layer", column, label=f"keep {100 * keep:g} %", **look)
     axes.set_xticks(sorted(set(rows["layer"])))
     axes.set(xlabel="layer after which tokens are pruned, once", ylabel=label)
-
-
-FIGURE = Figure(
-    title="Score against the layer of a single pruning point (the paper's Figure 6)",
-    caption=(
-        "LazyLLM with one pruning layer, mean over tasks: the score, and the KL divergence of the first token's "
-        "distribution from the baseline's. The paper claims that scores fall if fewer tokens are kept and rise if "
-        "pruning is later; it gives no numbers."
-    ),
-    data=data,
-    plot=plot,
-    notes=("Bars: 95 % bootstrap intervals over examples. KL has a log scale."),
-)

@@ -1,13 +1,11 @@
 """Servers: percentiles of TTFT and of the time per later token under each load."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd
 
 from eval.analysis.columns import SETTING, in_order
-from eval.analysis.table import LABEL, MODEL, Column, Table, cells
+from eval.analysis.table import LABEL, MODEL, Column, Table, cells, worded
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 
@@ -33,15 +31,7 @@ def serving(results: Results) -> Table:
         row = dict(zip(_KEYS, key, strict=True)) | {"requests": len(group)}
         found.append(row | {name: group[clock].quantile(n / 100) for name, (clock, n) in _QUANTILES.items()})
     table = pd.DataFrame(found, columns=[*_KEYS, "requests", *_QUANTILES])
-    caption = (
-        "Percentiles over requests (n), one for each turn. TTFT: from just before the request to the first event with "
-        "a token."
-    )
-    notes = (
-        "TPOT: (last - first) / (tokens - 1), as an event may hold several tokens; - if the server does not count "
-        "them. Failed requests are left out."
-    )
-    return Table("serving", "Servers under load", caption, table, cells(table, _COLUMNS, results), keys=3, notes=notes)
+    return worded("serving", table, cells(table, _COLUMNS, results), keys=3)
 
 
 def _load_of(run: StoredRun) -> str | None:

@@ -4,11 +4,8 @@ Every method has its own colour, marker and line style, so that curves differ in
 Figures do not use pyplot, which has global state and may need a screen.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,11 +13,12 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
+from matplotlib import style
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from eval.analysis.columns import BASELINE, SECTION, STUDIED, kind_of, place_of
+from eval.analysis.columns import BASELINE, SECTION, STUDIED, is_diagnostic, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.runs import StoredArm, is_ablation, label_of
@@ -44,25 +42,6 @@ TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
 _IN_A_ROW = 4  # panels of tasks
 REFERENCE: Any = {"color": GREY, "linewidth": 0.8, "linestyle": (0, (1, 2))}  # a line to compare with
 
-_RC: Any = {
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "axes.formatter.useoffset": False,  # no "+1e2" at an axis's end
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.5,
-    "lines.markersize": 5,
-}
 _FILES: Any = {
     "svg.fonttype": "path",  # the same in every browser, whatever its fonts
     "svg.hashsalt": "lazyllm-bench",  # the same ids in every file
@@ -115,59 +94,46 @@ def of_trace(
     return frame.assign(**{name: values[name] for name in about})[[*about, *frame.columns]]
 
 
-@dataclass(frozen=True)
-class MethodStyle:
-    """name: as shown. line: a matplotlib line style. hollow: whether markers are hollow, as a diagnostic's."""
-
-    name: str
-    colour: str
-    marker: str
-    line: Any
-    hollow: bool = False
-
-    @property
-    def drawn(self) -> dict[str, Any]:
-        """Arguments of matplotlib's `plot`."""
-        face = "white" if self.hollow else self.colour
-        return {"color": self.colour, "marker": self.marker, "linestyle": self.line, "markerfacecolor": face}
-
-    def paler(self, number: int) -> dict[str, Any]:
-        """Colour and marker of the method's number-th other arm; 0: the method's own."""
-        if number == 0:
-            return {"color": self.colour, "marker": self.marker}
-        share = number / (number + 2)
-        red, green, blue = ((1 - share) * part + share for part in to_rgb(self.colour))
-        colour = to_hex((red, green, blue))
-        place = MARKERS.index(self.marker) if self.marker in MARKERS else 0
-        return {"color": colour, "marker": MARKERS[(place + number) % len(MARKERS)]}
-
-
 # for methods that declare no colour and marker
 _SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "2")]
 
 
-def styles_of(methods: Iterable[str]) -> dict[str, MethodStyle]:
-    """{method: its own style, or a spare one}, in the methods' order.
+def styles_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{method: arguments of matplotlib's `plot`, its own or spare ones}, in the methods' order.
 
-    Lines are solid for the baseline and the method under study only.
+    Lines are solid for the baseline and the method under study only; markers are hollow for diagnostics.
     """
-    styles: dict[str, MethodStyle] = {}
+    styles: dict[str, dict[str, Any]] = {}
     spare = cycle(_SPARE)
     for name in sorted(set(methods), key=place_of):
-        kind = kind_of(name)
+        kind, line = kind_of(name), LINES[-1]
         if kind is None or kind.colour is None or kind.marker is None:
-            styles[name] = MethodStyle(name if kind is None else kind.label, *next(spare), LINES[-1])
+            colour, marker = next(spare)
         else:
+            colour, marker = kind.colour, kind.marker
             line = LINES[0] if name in (BASELINE, STUDIED) else LINES[1 + kind.order % (len(LINES) - 1)]
-            styles[name] = MethodStyle(kind.label, kind.colour, kind.marker, line, kind.diagnostic)
+        face = "white" if is_diagnostic(name) else colour
+        look = {"color": colour, "marker": marker, "linestyle": line, "markerfacecolor": face}
+        styles[name] = {"label": place_of(name)[1], **look}
     return styles
+
+
+def paler(style: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Colour and marker of a method's number-th other arm; 0: the method's own."""
+    colour, marker = style["color"], style["marker"]
+    if number == 0:
+        return {"color": colour, "marker": marker}
+    share = number / (number + 2)
+    red, green, blue = ((1 - share) * part + share for part in to_rgb(colour))
+    place = MARKERS.index(marker) if marker in MARKERS else 0
+    return {"color": to_hex((red, green, blue)), "marker": MARKERS[(place + number) % len(MARKERS)]}
 
 
 def shown_label(label: str, method: str) -> str:
     """A setting's label with the method's name as shown, `LazyLLM, schedule=paper`; an arm's own label in words."""
     rest = label.removesuffix(" (diagnostic)").removeprefix(method)
     words = rest if rest.startswith(",") else rest.replace("_", " ")
-    return styles_of([method])[method].name + words if label.startswith(method) else words
+    return place_of(method)[1] + words if label.startswith(method) else words
 
 
 def look_of(number: int, total: int) -> dict[str, Any]:
@@ -177,8 +143,8 @@ def look_of(number: int, total: int) -> dict[str, Any]:
     return {"color": colour, **marks}
 
 
-# A decorator that draws with this module's fonts and axes, then restores matplotlib's settings
-styled = mpl.rc_context(_RC)
+# A decorator that draws with our fonts and axes, then restores matplotlib's settings
+styled = style.context(Path(__file__).with_name("figures.mplstyle"))
 
 
 def new_figure(width: float, height: float, left_out: int = 0) -> MplFigure:
@@ -259,10 +225,10 @@ def draw(axes: Any, rows: Any, x: str, y: str, with_x: bool = False, **look: Any
     axes.errorbar(rows[x], rows[y], yerr=around(rows, y), **bars, **{"elinewidth": 0.8} | look)
 
 
-def draw_methods(axes: Any, rows: Any, styles: Mapping[str, MethodStyle], x: str, y: str) -> None:
+def draw_methods(axes: Any, rows: Any, styles: Mapping[str, Mapping[str, Any]], x: str, y: str) -> None:
     """Each method's settings: a curve through those with `on_curve`, with intervals; the others are faint points."""
     for method, points in rows.groupby("method", sort=False):
-        look = styles[method].drawn
+        look = dict(styles[method])
         on_curve = points["on_curve"].astype(bool)
         others = points[~on_curve]
         axes.plot(others[x], others[y], **look | {"linestyle": "none", "alpha": 0.4})

@@ -1,23 +1,22 @@
 """A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX. A figure: data and a plot of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Self
 
 import pandas as pd
+import yaml
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
 
 from eval.benchmarks import SUITES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as MplFigure
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    from eval.store.results import Results
+from eval.store.results import Results
 
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -26,7 +25,6 @@ _LATEX = {
 }  # fmt: skip
 MB = 1e6
 _LEAST = 2  # even the narrowest terminal shows this many columns of values
-_EMPTY = "No run for this table."
 # {what occurs in a heading or a cell: what it stands for}, explained once a page
 _SIGNS = {
     "±": "±: half of the 95 % bootstrap interval over examples",
@@ -60,10 +58,10 @@ class Table:
 
     def to_markdown(self, heading: str = "#") -> str:
         """Title, table, caption and notes. heading: the Markdown prefix of the title."""
-        body = markdown_lines(list(self.cells.columns), self.cells.to_numpy().tolist(), self.keys)
-        texts = [text for text in (self.caption, self.notes) if text]
-        rows = body if len(self.cells) else [_EMPTY]
-        return "\n".join([f"{heading} {self.title}", "", *rows, "", "\n\n".join(texts), ""])
+        rows = markdown_lines(list(self.cells.columns), self.cells.to_numpy().tolist(), self.keys)
+        texts = filter(None, (self.caption, self.notes))
+        lines = rows if len(self.cells) else ["No run for this table."]
+        return "\n".join([f"{heading} {self.title}", "", *lines, "", "\n\n".join(texts), ""])
 
     def to_page(self) -> str:
         """`to_markdown` as a file of its own, with the `legend` of its signs."""
@@ -78,48 +76,43 @@ class Table:
 
         width: in characters; the last columns that do not fit are left out, and a line says so.
         """
-        from rich import box
-        from rich.markup import escape
-        from rich.table import Table as RichTable
-
         shown = self.cells if self.brief is None else self.brief
         rows = list(self._terminal_rows(shown))
-        columns = {shown.columns[self.keys - 1]: [name for name, *_ in rows]}
-        for place, name in enumerate(shown.columns[self.keys :]):
-            columns[name] = [texts[place] if texts else "" for _, texts, _ in rows]
-        headings = [name.replace("**", "") for name in columns]
-        headings[1:] = [heading.replace(" ", "\n", 1) for heading in headings[1:]]
-        lists = [[*heading.split("\n"), *texts] for heading, texts in zip(headings, columns.values(), strict=True)]
-        widths = [2 + max(map(len, texts)) for texts in lists]
-        shows = len(columns)
+        first, *others = shown.columns[self.keys - 1 :]
+        headings = [first.replace("**", ""), *(heading.replace(" ", "\n", 1) for heading in others)]
+        widths = [
+            2 + max(map(len, (*heading.split("\n"), *(texts[place] for texts, _ in rows))))
+            for place, heading in enumerate(headings)
+        ]
+        shows = len(headings)
         if width is not None:  # names are cut rather than the first two values
             widths[0] = min(widths[0], max(18, width - 1 - sum(widths[1 : 1 + _LEAST])))
             shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
-        texts_of = dict(zip(headings[:shows], columns.values(), strict=False))
-        texts_of[headings[0]] = [_cut(text, widths[0] - 2) for text in columns[next(iter(columns))]]
         notes = [text for text in (self.caption, self.notes, legend([self])) if text]
         if self.brief is not None:
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
-        if left_out := [*columns][shows:]:
+        if left_out := others[shows - 1 :]:
             notes.insert(0, f"Not shown for want of room, a wider terminal has: {'; '.join(left_out)}.")
         table = RichTable(title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.caption, table.caption_justify = escape("\n".join(notes)), "left"
-        for number, heading in enumerate(texts_of):
+        for number, heading in enumerate(headings[:shows]):
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
-        for (_, _, is_bold), *texts in zip(rows, *texts_of.values(), strict=True):
-            table.add_row(*map(escape, texts), style="bold" if is_bold else None)
+        room = widths[0] - 2
+        for (name, *texts), is_bold in rows:
+            cut = name if len(name) <= room else f"{name[: room - 1]}…"
+            table.add_row(*map(escape, [cut, *texts[: shows - 1]]), style="bold" if is_bold else None)
         return table
 
-    def _terminal_rows(self, shown: pd.DataFrame) -> Iterator[tuple[str, list[str], bool]]:
-        """(name, values, whether it is bold) of each line: a group's name, without values, stands above its rows."""
+    def _terminal_rows(self, shown: pd.DataFrame) -> Iterator[tuple[list[str], bool]]:
+        """(texts, whether they are bold) of each line: a group's name, without values, stands above its rows."""
         group = None
         for row in shown.to_numpy().tolist():
             *above, name = row[: self.keys]
             if above and above != group:
                 group = above
-                yield ", ".join(text.replace("**", "") for text in above), [], True
+                yield [", ".join(above).replace("**", ""), *[""] * (len(row) - self.keys)], True
             is_sum = name.startswith("**")
-            yield ("  " if above else "") + name.replace("**", ""), row[self.keys :], is_sum
+            yield [("  " if above else "") + name.replace("**", ""), *row[self.keys :]], is_sum
 
     def to_latex(self) -> str:
         """A `longtable` (it may span pages) with booktabs rules, then caption and notes.
@@ -160,15 +153,13 @@ class Figure:
     omissions.
 
     data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
-    plot: draws the picture from this table alone, so also from the CSV; never called with an empty table.
-    opens_report: the report opens with the first of these figures that has data.
+    plot: draws matplotlib's picture from this table alone, so also from the CSV; never called with an empty table.
     """
 
     title: str
     caption: str
     data: Callable[[Results], pd.DataFrame]
-    plot: Callable[[pd.DataFrame], MplFigure]
-    opens_report: bool = False
+    plot: Callable[[pd.DataFrame], Any]
     notes: str = ""
 
 
@@ -177,7 +168,7 @@ class Cell(str):
 
     value: float | None
 
-    def __new__(cls, text: str, value: float | None = None) -> Cell:
+    def __new__(cls, text: str, value: float | None = None) -> Self:
         cell = super().__new__(cls, text)
         cell.value = value
         return cell
@@ -189,14 +180,8 @@ class Cell(str):
         return (str(self), "") if end < 0 else (self[:end], self[end:])
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
 def console() -> Console:
     """A console for tables, as wide as the terminal or COLUMNS says; a file or a pipe without it gets a fixed width."""
-    from rich.console import Console
-
     usual = Console()
     return usual if usual.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
@@ -243,6 +228,18 @@ class Column:
             return text
         low, high = ends
         return f"{text} ±{(high / self.scale - low / self.scale) / 2:.{self.digits}f}"
+
+
+@cache
+def words() -> dict[str, dict[str, Any]]:
+    """The texts of words.yaml, by subject."""
+    return yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+
+
+def worded(name: str, frame: pd.DataFrame, cells: pd.DataFrame, keys: int = 1, **values: Any) -> Table:
+    """A table with its texts of words.yaml. values: of what stands there in braces."""
+    texts = {key: text.format(**values) for key, text in words()[name]["table"].items()}
+    return Table(name=name, frame=frame, cells=cells, keys=keys, **texts)
 
 
 MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Column("examples", "n")

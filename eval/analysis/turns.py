@@ -1,7 +1,5 @@
 """Later questions on the same context: quality, time saved, and the turn from which a method no longer pays off."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -11,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, rows_by
-from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Column, Figure, Table, cells, forms
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Column, Table, cells, forms, worded
 from eval.store.results import Results
 
 _VALUES = (
@@ -39,17 +37,8 @@ def turns(results: Results) -> Table:
     """Every setting by turn. frame: datasets, tasks and their mean; cells: the mean."""
     frame: Any = by_turn(results)
     shown = frame[(frame["level"] == "all") & frame["turn"].isin(_TURNS)]
-    caption = (
-        "Rows with several questions, by question, mean over tasks; a later turn continues from the method's own "
-        "earlier answers. KL and speedups compare with the baseline's same turn."
-    )
-    notes = (
-        "TTFT speedup: of this turn alone. Speedup so far: of whole answers, all turns up to this one; below 1, the "
-        "method has cost more time than the baseline. Computed, revived: prompt tokens in this turn, mean over layers. "
-        "turns=recompute: each turn runs the whole text anew. Other turns, datasets and tasks are in the CSV."
-    )
     table = cells(shown.assign(stored_bytes=shown["kv_bytes"] + shown["aux_bytes"]), _COLUMNS, results)
-    return Table("turns", "Later questions on the same context, by turn", caption, frame, table, keys=3, notes=notes)
+    return worded("turns", frame, table, keys=3)
 
 
 def by_turn(results: Results) -> pd.DataFrame:
@@ -127,7 +116,7 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         curve = curves[label]
         method = curve["method"].iloc[0]
         number = counts[method] = counts.get(method, -1) + 1
-        look = styles[method].drawn | {
+        look = styles[method] | {
             "label": style.shown_label(label.replace(", turns=recompute", ""), method),
             "markersize": 4,
         }
@@ -136,19 +125,3 @@ def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
         style.draw(axes, curve, "turn", value, **look)
     if value.startswith(("ttft_", "speedup")):
         axes.axhline(1, **style.REFERENCE)
-
-
-FIGURE = Figure(
-    title="Later questions on the same context",
-    caption=(
-        "Rows with several questions, mean over tasks by question. Left: each turn continues from what the method has "
-        "stored; right: each turn runs the whole text again and selects tokens for the new question."
-    ),
-    data=data,
-    plot=plot,
-    notes=(
-        "KL and speedups compare with the baseline's same turn, which continues from its whole KV cache. Speedup so "
-        "far: of whole answers, all turns up to this one; below the dotted line, the method has cost more time than "
-        "the baseline. Bars: 95 % bootstrap intervals over rows."
-    ),
-)

@@ -3,8 +3,6 @@
 `step_cost` has the model of cost behind the claim that LazyLLM is never slower.
 """
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -21,7 +19,7 @@ from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_en
 from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
 from eval.analysis.run_table import FEWEST
 from eval.analysis.style import as_published, studied
-from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms
+from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
 from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
 from eval.store.join import beside
 from eval.store.results import Results, first_turns
@@ -55,7 +53,8 @@ class Claim:
         if not parts:
             return NOT_RUN
         if self.holds:
-            return self._direction(parts)
+            obeys = [self._obeys(part) for part in parts]
+            return FAILS if FAILS in obeys else UNSEEN if UNSEEN in obeys else HOLDS
         if paper_model not in self.paper:
             return NO_NUMBER
         ((_, low, high),) = parts
@@ -68,10 +67,6 @@ class Claim:
         if paper - allowed - 1e-9 <= low and high <= paper + allowed + 1e-9:
             return AGREES
         return HIGHER if low > paper + allowed else LOWER if high < paper - allowed else UNSEEN
-
-    def _direction(self, parts: list[Value]) -> str:
-        obeys = [self._obeys(part) for part in parts]
-        return FAILS if FAILS in obeys else UNSEEN if UNSEEN in obeys else HOLDS
 
     def _obeys(self, part: Value) -> str:
         """Of one part: the whole interval obeys the rule, or none of it, or that cannot be seen."""
@@ -116,15 +111,13 @@ class _Section:
         self.paper_model = models.get(model) if suite == _PAPER_SUITE else None
 
     def of(self, preset: str, method: str = STUDIED) -> Any:
-        """The rows of a method's arms that belong to an experiment: all settings of it, or with its baselines.
+        """The rows of a method's arms that belong to an experiment.
 
         preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), or "any": the
-        setting of LazyLLM that figures show, or of another method all.
+        setting of LazyLLM that figures show.
         """
         rows = self.rows[self.rows["method"] == method]
         if preset == "any":
-            if method != STUDIED:
-                return rows
             shown = studied(self.results)
             labels = shown[shown["model"] == self.model]["label"].unique()
             table1 = self.of("table1")
@@ -160,22 +153,15 @@ def _values(rows: Any, column: str) -> list[Value]:
     return [tuple(map(float, row)) for row in numbers]  # type: ignore[misc]  # three each
 
 
-def _overall(section: _Section, preset: str, column: str) -> list[Value]:
-    """LazyLLM's mean over tasks."""
-    whole = section.by_task(section.of(preset))
-    return _values(whole[whole["level"] == "all"], column)[:1]
-
-
-def _by_task(section: _Section, preset: str, column: str) -> list[Value]:
-    """LazyLLM's value of each task."""
-    whole = section.by_task(section.of(preset))
-    return _values(whole[whole["level"] == "task"], column)
-
-
-def _fastest_task(section: _Section, preset: str, method: str) -> list[Value]:
-    """A method's TTFT speedup on the task where it is fastest."""
+def _by_task(
+    section: _Section, preset: str, column: str, method: str = STUDIED, only: str | None = None
+) -> list[Value]:
+    """A method's value of each task. only: the "mean" over tasks, or the value of the "fastest" task."""
     whole = section.by_task(section.of(preset, method))
-    return sorted(_values(whole[whole["level"] == "task"], "ttft_speedup"))[-1:]
+    if only == "mean":
+        return _values(whole[whole["level"] == "all"], column)[:1]
+    values = _values(whole[whole["level"] == "task"], column)
+    return sorted(values)[-1:] if only == "fastest" else values
 
 
 def _ttft_in(section: _Section, preset: str, unit: str, scale: float = 1) -> list[Value]:
@@ -268,18 +254,11 @@ def _below_even_share(section: _Section, preset: str) -> list[Value]:
 
 
 _MEASURES: dict[str, Callable[..., list[Value]]] = {
-    "overall": _overall,
-    "by_task": _by_task,
-    "fastest_task": _fastest_task,
-    "ttft_in": _ttft_in,
-    "mean_of": _mean_of,
-    "kept_at": _kept_at,
-    "leads": _leads,
-    "gains_along": _gains_along,
-    "largest_share": _largest_share,
-    "deeper_saves": _deeper_saves,
-    "below_even_share": _below_even_share,
-}
+    measure.__name__.removeprefix("_"): measure
+    for measure in (
+        _by_task, _ttft_in, _mean_of, _kept_at, _leads, _gains_along, _largest_share, _deeper_saves, _below_even_share,
+    )
+}  # fmt: skip
 _COLUMNS = (
     MODEL, Column("section", "section"), Column("claim", "claim"), Column("paper", "paper"), Column("ours", "ours"),
     Column("expected", "asked"), Column("verdict", "verdict"), Column("shown", "where"),
@@ -292,39 +271,28 @@ def verdicts(results: Results) -> Table:
     frame: model, suite, section, claim, paper (its number for the model), expected, parts (the number of values
     behind ours), value, value_low, value_high (of a single part), verdict, shown.
     """
-    rows, seen = [], set[str | None]()
-    for section in _sections(results):
-        seen.add(section.paper_model)
-        for claim in claims():
-            parts = _MEASURES[claim.measure](section, claim.preset, **claim.arguments)
-            rows.append(_row(claim, section.model, section.suite, section.paper_model, parts))
-    for name in PAPER_MODELS:
-        if name not in seen:
-            rows += [_row(claim, name, _PAPER_SUITE, name, []) for claim in claims() if name in claim.paper]
+    judged: list[tuple[Claim, str, str, str | None, list[Value]]] = [
+        (claim, section.model, section.suite, section.paper_model,
+         _MEASURES[claim.measure](section, claim.preset, **claim.arguments))
+        for section in _sections(results)
+        for claim in claims()
+    ]  # fmt: skip
+    absent = [name for name in PAPER_MODELS if name not in {paper_model for *_, paper_model, _ in judged}]
+    judged += [(claim, name, _PAPER_SUITE, name, []) for name in absent for claim in claims() if name in claim.paper]
+    rows = []
+    for claim, model, suite, paper_model, parts in judged:
+        paper = claim.paper.get(paper_model or "")
+        value = parts[0] if len(parts) == 1 else (np.nan,) * 3
+        rows.append({
+            "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
+            "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
+            **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
+            "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
+        })  # fmt: skip
     columns = [*SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
     frame = pd.DataFrame(rows, columns=[*columns, "ours"])
-    caption = (
-        "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, and differs if none "
-        "of it does. A direction holds if every interval obeys it, and does not hold if one of them disobeys as a "
-        "whole."
-    )
-    notes = (
-        "All else cannot be seen. not run: `python run.py -m experiment=table1 model=llama2,xgen` and the other "
-        "experiments of the paper; `lazyllm-bench plan` estimates their hours."
-    )
     shown = cells(frame, _COLUMNS, results)
-    return Table("verdicts", "The paper's claims", caption, frame.drop(columns="ours"), shown, keys=3, notes=notes)
-
-
-def _row(claim: Claim, model: str, suite: str, paper_model: str | None, parts: list[Value]) -> dict[str, Any]:
-    paper = claim.paper.get(paper_model or "")
-    value = parts[0] if len(parts) == 1 else (np.nan,) * 3
-    return {
-        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
-        "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
-        **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
-        "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
-    }  # fmt: skip
+    return worded("verdicts", frame.drop(columns="ours"), shown, keys=3)
 
 
 def _sections(results: Results) -> list[_Section]:
@@ -353,17 +321,8 @@ def step_cost(results: Results) -> Table:
     frame = pd.DataFrame(
         rows, columns=[*SECTION, *(column.name for column in _COSTS[1:-1]), *forms("generation_speedup")]
     )
-    caption = (
-        "All costs in decoding steps of the baseline; a token in prefill is the baseline's. LazyLLM is slower if steps "
-        "and revivals cost more than the prefill saves."
-    )
-    notes = (
-        "An answer's decoding time is fitted (least squares, on the examples of all other tasks) as steps times a "
-        "step's cost plus revived tokens (mean over layers) times a revived token's cost. Predicted: the speedup that "
-        "this gives with the measured TTFT."
-    )
     shown = cells(frame, _COSTS, results)
-    return Table("step_cost", "What a decoding step of LazyLLM costs", caption, frame, shown, 2, notes=notes)
+    return worded("step_cost", frame, shown, keys=2)
 
 
 def _costs(section: _Section) -> list[dict[str, Any]]:

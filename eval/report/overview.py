@@ -1,7 +1,5 @@
 """The page's overview: findings, runs, the provenance of their numbers, and warnings to read before comparing them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,9 +8,8 @@ import pandas as pd
 
 from eval.analysis.columns import BASELINE, is_diagnostic, marked
 from eval.analysis.run_table import SHOWN
-from eval.analysis.table import EXAMPLES, MODEL, Column, cells
+from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells
 from eval.benchmarks.datasets import DATASETS
-from eval.report.grid import Grid, grid
 from eval.store.results import Results, as_text
 from eval.store.runs import StoredRun, counted
 
@@ -98,14 +95,12 @@ def _moment(run: StoredRun) -> str:
     return run.about["provenance"]["started"].replace("T", " ").replace("Z", " UTC")
 
 
-def runs_grid(runs: Sequence[StoredRun]) -> Grid:
+def runs_table(runs: Sequence[StoredRun]) -> Table:
     """One row a run: its arms, examples, time and identity."""
     rows = [
         {
             "model": run.model,
-            "arms": ", ".join(run.arms)
-            if len(run.arms) <= _FEW
-            else f"{len(run.arms)}: {', '.join([*run.arms][:_FEW])}, ...",
+            "arms": _first_arms(list(run.arms)),
             "examples": len(run.keys),
             "datasets": len(run.datasets),
             "unfinished": run.unfinished,
@@ -116,18 +111,27 @@ def runs_grid(runs: Sequence[StoredRun]) -> Grid:
         for run in runs
     ]
     caption = "A fingerprint is a hash of everything that can change a number: runs that share one can share visits."
-    return grid("runs", "Runs", caption, pd.DataFrame(rows))
+    return _plain("runs", "Runs", pd.DataFrame(rows), caption)
 
 
-def settings_grid(runs: Sequence[StoredRun]) -> Grid | None:
+def _first_arms(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _FEW else f"{len(names)}: {', '.join(names[:_FEW])}, ..."
+
+
+def _plain(name: str, title: str, values: pd.DataFrame, caption: str = "") -> Table:
+    """A table of these values as they are."""
+    return Table(name, title, caption, values, cells(values, [Column(heading, heading) for heading in values]))
+
+
+def settings_table(runs: Sequence[StoredRun]) -> Table | None:
     """The settings behind the models' names, such as `tiny (turns=4)`; None if no run has any."""
     rows = {(run.model, fact, value): None for run in runs for fact, value in run.differences.items()}
     caption = "Runs that differ in these from most runs of the model share no table with them."
-    table = pd.DataFrame(list(rows), columns=["model", "setting", "value"])
-    return grid("settings", "Settings of the models", caption, table) if rows else None
+    values = pd.DataFrame(list(rows), columns=["model", "setting", "value"])
+    return _plain("settings", "Settings of the models", values, caption) if rows else None
 
 
-def results_grid(results: Results) -> Grid:
+def results_table(results: Results) -> Table:
     """One row for each setting and task or dataset, means over tasks first; the seeds of a setting share a row.
 
     A task with one dataset has the row of that dataset only, as has the mean over one dataset.
@@ -146,10 +150,10 @@ def results_grid(results: Results) -> Grid:
     )
     keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting")]
     columns = [*keys, *SHOWN, Column("seeds", "seeds"), EXAMPLES]
-    return grid("results", "Results", caption, cells(table, columns), filtered=0, keys=len(keys), notes=notes)
+    return Table("results", "Results", caption, table, cells(table, columns), keys=len(keys), notes=notes)
 
 
-def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid | None]:
+def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Table | None]:
     """(name, value) of all values that the runs share; and a table of the others, None if there are none."""
     values_of: Any = pd.DataFrame(
         as_text({key: value for key, value in run.identity.items() if key not in _SHOWN_ELSEWHERE})
@@ -159,7 +163,7 @@ def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Grid |
     is_shared = values_of.nunique() == 1
     differing = values_of.loc[:, ~is_shared]
     differing.insert(0, "folder", [run.folder.name for run in runs])
-    table = None if is_shared.all() else grid("differing", "What differs between the runs", "", differing)
+    table = None if is_shared.all() else _plain("differing", "What differs between the runs", differing)
     return list(values_of.loc[0, is_shared].items()), table
 
 

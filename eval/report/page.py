@@ -4,13 +4,12 @@ It holds the runs and their provenance (`overview`), tables and figures, every e
 traced examples (`record_browser`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from eval.analysis.registry import Subject
-from eval.analysis.table import legend
+from eval.analysis.table import Cell, Table, legend
 from eval.report import overview
-from eval.report.grid import grid
 from eval.report.record_browser import embed_answers, embed_traces
 from eval.store.results import Results
 
@@ -29,6 +27,9 @@ _HERE = Path(__file__).parent
 _SCRIPTS = ("tables.js", "records.js", "traces.js")
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _IDS = re.compile(r'(\bid="|url\(#|href="#)')
+# What a reader compares: these columns are shown before a reader asks for more, or the first `MOST` of a table without
+COMPARED = ("score", "TTFT speedup", "% computed", "% tokens computed", "KL, nats")
+MOST = 4
 
 
 def render(results: Results, subjects: Mapping[str, Subject], most: int | None = None) -> str:
@@ -46,7 +47,7 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
             data = figure.data(results)
             svg = None if data.empty else inline_svg(figure.plot(data), f"figure-{name}")
             pictures.append({**vars(figure), "name": f"figure-{name}", "svg": svg, "command": subject.command})
-    first = next((picture for picture in pictures if picture["svg"] and picture["opens_report"]), None)
+    first = next((picture for picture in pictures if picture["svg"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -56,17 +57,14 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
         title=", ".join(dict.fromkeys(run.model.removesuffix(run.variant) for run in runs)),
         summary=overview.summary(runs),
         warnings=overview.warnings(runs, most),
-        runs=overview.runs_grid(runs),
-        settings=overview.settings_grid(runs),
-        results=overview.results_grid(results),
+        runs=grid(overview.runs_table(runs), whole=True),
+        settings=grid(settings, whole=True) if (settings := overview.settings_table(runs)) else None,
+        results=grid(overview.results_table(results), filtered=0),
         common=common,
-        differing=differing,
+        differing=grid(differing, whole=True) if differing else None,
         findings=overview.findings(results),
         legend=legend(tables),
-        tables=[
-            grid(f"table-{table.name}", table.title, table.caption, table.cells, keys=table.keys, notes=table.notes)
-            for table in tables
-        ],
+        tables=[grid(replace(table, name=f"table-{table.name}")) for table in tables],
         first=first,
         pictures=[picture for picture in pictures if picture is not first],
         records=embed_answers(runs, most),
@@ -76,6 +74,30 @@ def render(results: Results, subjects: Mapping[str, Subject], most: int | None =
         # for the content security policy: no other script may run
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def grid(table: Table, filtered: int | None = None, whole: bool = False) -> dict[str, Any]:
+    """What the template shows of a table: its texts, columns, rows, and the choices of a column to filter by.
+
+    A column with a number in any cell is numeric: it is sorted by these. A reader has to ask for more than the columns
+    that name the row (if they differ in any row) and those that are compared, unless the table is shown as a whole.
+    """
+    rows = [[text if isinstance(text, Cell) else Cell(text) for text in row] for row in table.cells.to_numpy().tolist()]
+    headings, others = list(table.cells), range(table.keys, table.cells.shape[1])
+    named = [
+        number for number in range(table.keys) if number == table.keys - 1 or len({row[number] for row in rows}) > 1
+    ]
+    first = {filtered, *named, *([number for number in others if headings[number] in COMPARED] or others[:MOST])}
+    columns = [
+        {
+            "text": heading,
+            "numeric": any(row[number].value is not None for row in rows),
+            "more": not whole and number not in first,
+        }
+        for number, heading in enumerate(headings)
+    ]
+    choices = [] if filtered is None else list(dict.fromkeys(row[filtered] for row in rows))
+    return {**vars(table), "columns": columns, "rows": rows, "filtered": filtered, "choices": choices}
 
 
 def inline_svg(figure: Any, name: str) -> Markup:

@@ -1,7 +1,5 @@
 """Every example's answers, as data for the page's script."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +9,7 @@ import numpy as np
 
 from eval.analysis.mechanism import step_sets
 from eval.store.runs import StoredArm, StoredRun
-from eval.store.visit import Measurement, Trace, Turn, Visit, read_trace
+from eval.store.visit import Measurement, Trace, Visit, read_trace
 
 
 class Strings(dict[str, int]):
@@ -59,21 +57,15 @@ def _embed(
             "run": arm,
             "dataset": visit.dataset,
             "id": strings.number(f"{visit.id}, turn {number}" if len(own) > 1 else visit.id),
-            **_asked(turn, strings),
+            "tokens": turn.tokens,
+            "uncut": turn.tokens_before_truncation,
+            "end": strings.number(turn.end),
+            "gold": [strings.number(answer) for answer in turn.answers],
             "method": _measured(answer, strings),
             "baseline": None if reference is None else _measured(reference, strings),
         }
         for number, (turn, answer, reference) in enumerate(zip(visit.turns, own, theirs, strict=True), start=1)
     ]
-
-
-def _asked(turn: Turn, strings: Strings) -> dict[str, Any]:
-    return {
-        "tokens": turn.tokens,
-        "uncut": turn.tokens_before_truncation,
-        "end": strings.number(turn.end),
-        "gold": [strings.number(answer) for answer in turn.answers],
-    }
 
 
 def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
@@ -83,7 +75,7 @@ def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
         "tokens": measured.request and measured.request.completion_tokens if ids is None else len(ids),
         "score": _short(100 * measured.score),
         "ttft": _short(measured.ttft_s),
-        "total": None if measured.total_s is None else _short(measured.total_s),
+        "total": _short(measured.total_s),
         "pct": _short(measured.pct_prompt_tokens_computed),
         "kl": _short(measured.kl),
     }

@@ -6,8 +6,6 @@
 Tables and figures are those of `lazyllm-bench paper`; the panels show the given runs, which W&B finds by fingerprint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

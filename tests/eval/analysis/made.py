@@ -1,9 +1,8 @@
 """Stored runs made by hand, and pictures of their figures."""
 
-from __future__ import annotations
-
 import io
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.table import Figure
 from eval.store.runs import StoredRun
 from eval.store.visit import Trace, Turn, Visit
 from tests.eval.store.visits import measurement
@@ -109,9 +107,9 @@ def line(frame: pd.DataFrame, **key: Any) -> dict[str, Any]:
     return row
 
 
-def drawn(figure: Figure, frame: pd.DataFrame) -> Any:
+def drawn(plot: Callable[[pd.DataFrame], Any], frame: pd.DataFrame) -> Any:
     """The picture of a table, drawn from its CSV as a reader of the CSV would draw it."""
-    picture = figure.plot(pd.read_csv(io.StringIO(frame.to_csv(index=False))))
+    picture = plot(pd.read_csv(io.StringIO(frame.to_csv(index=False))))
     picture.draw_without_rendering()
     return picture
 

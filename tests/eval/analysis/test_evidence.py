@@ -1,10 +1,8 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from eval.analysis.evidence import FIGURE, evidence, evidence_shares
+from eval.analysis.evidence import data, evidence, evidence_shares, plot
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Visit
@@ -60,9 +58,9 @@ def test_evidence_table_names_the_layer_that_lost_most() -> None:
 
 def test_evidence_figure_draws_the_setting_with_most_examples() -> None:
     gentle = stored([with_evidence("lookup", "a", 1.0, [1.0, 1.0, 1.0])], settings={"schedule": {"2": 0.9}})
-    frame = FIGURE.data(Results([*runs(), gentle]))
+    frame = data(Results([*runs(), gentle]))
     assert set(frame["label"]) == {"lazy, schedule=paper", "random_drop, keep=0.5"}  # the setting with most examples
-    picture = drawn(FIGURE, frame)
+    picture = drawn(plot, frame)
     axes = {panel.get_title(loc="left"): panel for panel in picture.axes}
     curves = [line.get_ydata().tolist() for line in axes["single doc QA"].lines]
     assert sorted(curves) == [[25, 25, 25], [100, 75, 50], [100, 100, 0]]
@@ -70,7 +68,7 @@ def test_evidence_figure_draws_the_setting_with_most_examples() -> None:
     written = texts(picture)
     for text in ("LazyLLM, schedule=paper", "right answers", "wrong answers", "evidence computed in prefill, %"):
         assert text in written
-    assert FIGURE.data(Results([stored([example("lookup", "a")])])).empty
+    assert data(Results([stored([example("lookup", "a")])])).empty
 
 
 @pytest.mark.parametrize("order", [1, -1])

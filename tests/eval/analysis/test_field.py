@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from matplotlib.container import ErrorbarContainer
 
-from eval.analysis.field import FIGURE, field, memory, plot_comparison, ttft_share
+from eval.analysis.field import data, field, memory, plot, plot_comparison, ttft_share
 from eval.analysis.run_table import run_table
 from eval.store.results import Results
 from lazyllm.methods import METHODS
@@ -105,7 +103,7 @@ def runs() -> list:
 
 
 def test_field_figure_by_hand() -> None:
-    frame: Any = FIGURE.data(Results(runs()))
+    frame: Any = data(Results(runs()))
     found = frame.set_index("label")[["relative_score", "ttft_speedup", "ideal_ttft_speedup", "on_curve"]]
     assert found.loc["lazy, schedule=2x"].tolist() == pytest.approx([90, 2.0, 2.4, True])
     assert found.loc["lazy, schedule=6x"].tolist() == pytest.approx([60, 4.0, 6.0, True])
@@ -113,13 +111,13 @@ def test_field_figure_by_hand() -> None:
     assert found.loc["random_drop, keep=0.5"].isna().tolist() == [False, False, True, False]
     assert "oracle, keep=2x (diagnostic)" in found.index
     assert "baseline" not in set(frame["method"])
-    assert FIGURE.data(Results([stored([example("trec", "a")], "baseline")])).empty
+    assert data(Results([stored([example("trec", "a")], "baseline")])).empty
 
 
 def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
     slow = example("trec", "a", score=0.7, ttft_s=0.4, prefill_flops=500, baseline=BASELINE)
     other = stored([slow], "fastkv", {"keep": 0.4, "retain": 0.1})
-    picture = drawn(FIGURE, FIGURE.data(Results([*runs(), other])))
+    picture = drawn(plot, data(Results([*runs(), other])))
     scores, ideals, _ = picture.axes
     curves = {tuple(map(tuple, bars.lines[0].get_xydata().round(6))): bars.lines[0] for bars in scores.containers}
     assert ((2.0, 90.0), (4.0, 60.0)) in curves

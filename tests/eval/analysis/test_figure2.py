@@ -1,19 +1,17 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from eval.analysis.figure2 import COLUMNS, FIGURE, importance_frame
+from eval.analysis.figure2 import COLUMNS, data, importance_frame, plot
 from eval.store.results import Results
 from tests.eval.analysis.made import drawn, small_trace, stored, texts, with_traces
 
 
 def test_figure2_by_hand(tmp_path: Path) -> None:
     run = with_traces(stored([]), tmp_path, small_trace())
-    frame = FIGURE.data(Results([run]))
+    frame = data(Results([run]))
     about = frame[["model", "dataset", "id", "prompt_tokens", "width"]].drop_duplicates()
     assert about.to_numpy().tolist() == [["tiny", "lookup", "a", 3, 1]]
     of_map = frame[frame["part"] == "map"]
@@ -43,7 +41,7 @@ def test_figure2_draws_map_and_score_by_token(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     importance = rng.dirichlet(np.full(40, 0.1), size=12)
     trace = replace(small_trace(), tokens=["a"] * 40, importance=importance.tolist())
-    picture = drawn(FIGURE, FIGURE.data(Results([with_traces(stored([]), tmp_path, trace)])))
+    picture = drawn(plot, data(Results([with_traces(stored([]), tmp_path, trace)])))
     left, right = picture.axes[:2]
     image = left.images[0]
     np.testing.assert_allclose(image.get_array(), importance)

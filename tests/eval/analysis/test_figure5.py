@@ -1,13 +1,10 @@
-from __future__ import annotations
-
-import csv
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from eval.analysis.figure5 import FIGURE, _undominated, paper_points
+from eval.analysis.figure5 import _undominated, data, paper_points, plot
 from eval.analysis.paper_tables import PUBLISHED
 from eval.store.results import Results
 from tests.eval.analysis.made import drawn, example, stored, texts
@@ -30,7 +27,7 @@ def runs(**where: Any) -> list:
 
 
 def test_figure5_by_hand() -> None:
-    frame: Any = FIGURE.data(Results(runs()))
+    frame: Any = data(Results(runs()))
     measured = frame[frame["source"] == "measured"].set_index(["task", "label"])
     found = measured[["relative_score", "ttft_speedup", "on_curve", "seeds"]]
     one, other, drop = "lazy, schedule={2: 0.3}", "lazy, schedule={2: 0.5}", "random_drop, keep=0.5"
@@ -50,9 +47,9 @@ def test_figure5_by_hand() -> None:
 
 
 def test_figure5_draws_kl_in_panels_without_published_points() -> None:
-    frame = FIGURE.data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)], settings=lazy(0.3))]))
+    frame = data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)], settings=lazy(0.3))]))
     assert frame.loc[frame["source"] == "measured", "kl"].tolist() == [0.02, 0.02]
-    picture = drawn(FIGURE, frame)
+    picture = drawn(plot, frame)
     scales = [axes.get_yscale() for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA"]
     assert scales == ["linear", "log"]
     below = [axes for axes in picture.axes if axes.get_yscale() == "log" and axes.get_title(loc="left")]
@@ -62,19 +59,16 @@ def test_figure5_draws_kl_in_panels_without_published_points() -> None:
 
 
 def test_paper_points_are_those_of_the_papers_table() -> None:
-    with (PUBLISHED / "table1.csv").open() as opened:
-        cells = {(row["task"], row["method"]): row for row in csv.DictReader(opened)}
-    tasks = sorted({task for task, _ in cells})
+    cells = pd.read_csv(PUBLISHED / "table1.csv").set_index(["task", "method"])
+    methods, tasks = cells.drop("baseline", level="method"), sorted(set(cells.index.get_level_values("task")))
     for model in ("llama2", "xgen"):
         points = paper_points(model, [*tasks, "all"])
         table = points[points["source"] == "paper, Table 1"].set_index(["task", "method"])
         assert len(table) == 7 * 4
-        for task, method in cells:
-            if method != "baseline":
-                score, baseline = (float(cells[task, side][f"{model}_score"]) for side in (method, "baseline"))
-                assert table.loc[(task, method), "relative_score"] == pytest.approx(100 * score / baseline)
-                speedup = float(cells[task, method][f"{model}_ttft_speedup"])
-                assert table.loc[(task, method), "ttft_speedup"] == speedup
+        baseline = cells.xs("baseline", level="method")[f"{model}_score"]
+        for key, row in methods.iterrows():
+            assert table.loc[key, "relative_score"] == pytest.approx(100 * row[f"{model}_score"] / baseline[key[0]])
+            assert table.loc[key, "ttft_speedup"] == row[f"{model}_ttft_speedup"]
     llama = paper_points("llama2", ["all", "multi_doc_qa"])
     mean = llama[(llama["task"] == "all") & (llama["method"] == "lazy")].iloc[0]
     assert mean["ttft_speedup"] == pytest.approx((1.36 + 2.34 + 1.46 + 2.19 + 2.89 + 1.94) / 6)
@@ -89,11 +83,11 @@ def test_paper_points_are_those_of_the_papers_table() -> None:
 
 @pytest.mark.parametrize(("model", "paper", "column"), [("tiny", None, "llama2"), ("xgen", "xgen", "xgen")])
 def test_figure5_draws_the_published_points_of_the_model(model: str, paper: str | None, column: str) -> None:
-    frame: Any = FIGURE.data(Results(runs(model=model, paper=paper)))
+    frame: Any = data(Results(runs(model=model, paper=paper)))
     published = frame[frame["source"] == "paper, Table 1"]
     assert set(published["paper_model"]) == {column}
     assert set(published["task"]) == {"multi_doc_qa", "few_shot", "all"}
-    picture = drawn(FIGURE, frame)
+    picture = drawn(plot, frame)
     written = " ".join(texts(picture))
     own = {"tiny": "the paper's (of Llama 2 7B,\non LongBench)", "xgen": "the paper's, XGen 7B"}
     assert own[model] in written
@@ -114,19 +108,19 @@ def test_figure5_draws_the_published_points_of_the_model(model: str, paper: str 
 
 def test_figure5_has_panels_for_each_model_and_suite() -> None:
     embedded = stored([example("hops", "a", score=0.5, ttft_s=0.2)])
-    frame = FIGURE.data(Results([*runs(), embedded, *runs(model="llama2", paper="llama2")]))
+    frame = data(Results([*runs(), embedded, *runs(model="llama2", paper="llama2")]))
     assert list(dict.fromkeys(zip(frame["model"], frame["suite"], strict=True))) == [
         ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
     ]  # fmt: skip
-    written = texts(drawn(FIGURE, frame))
+    written = texts(drawn(plot, frame))
     assert all(any(text.endswith(name) for text in written) for name in ("tiny, longbench", "llama2, longbench"))
     assert "1 more in the CSV: --where KEY=VALUE chooses the runs to draw" in written
 
 
 def test_figure5_leaves_out_scores_without_a_share() -> None:
     without = example("hotpotqa", "a", baseline={"score": 0.0})
-    assert FIGURE.data(Results([stored([without])])).empty  # no share of nothing
-    assert FIGURE.data(Results([stored([example("hotpotqa", "a")], "baseline")])).empty
+    assert data(Results([stored([without])])).empty  # no share of nothing
+    assert data(Results([stored([example("hotpotqa", "a")], "baseline")])).empty
 
 
 def test_figure5_joins_settings_given_by_a_speedup() -> None:
@@ -134,7 +128,7 @@ def test_figure5_joins_settings_given_by_a_speedup() -> None:
         stored([example("trec", "a", score=score, ttft_s=ttft)], settings={"schedule": name, "revive": True})
         for name, score, ttft in (("1.5x", 0.3, 0.2), ("2.0x", 0.4, 0.1), ("table1", 0.9, 0.05))
     ]
-    frame: Any = FIGURE.data(Results(swept))
+    frame: Any = data(Results(swept))
     measured = frame[(frame["source"] == "measured") & (frame["task"] == "few_shot")]
     assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
         "lazy, schedule=1.5x": True, "lazy, schedule=2.0x": True, "lazy, schedule=table1": False,

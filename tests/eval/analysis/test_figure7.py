@@ -1,21 +1,19 @@
-from __future__ import annotations
-
 import pytest
 
-from eval.analysis.figure7 import FIGURE
+from eval.analysis.figure7 import data, plot
 from eval.store.results import Results
 from tests.eval.analysis.made import LONG, SHORT, drawn, example, stored, texts
 
 
 def test_figure7_by_hand() -> None:
-    frame = FIGURE.data(Results([stored([LONG]), stored([SHORT], seed=1)]))
+    frame = data(Results([stored([LONG]), stored([SHORT], seed=1)]))
     assert frame[["layers", "step", "generating", "pct_computed"]].to_numpy().tolist() == [
         ["layers 1–2", 0, 2, 100], ["layers 1–2", 1, 1, 100], ["layers 1–2", 2, 1, 100],
         ["layers 3–4", 0, 2, 50], ["layers 3–4", 1, 1, 60], ["layers 3–4", 2, 1, 65],  # (80 + 50) / 2: short stays
         ["layers 5 and up", 0, 2, 35], ["layers 5 and up", 1, 1, 45], ["layers 5 and up", 2, 1, 55],
     ]  # fmt: skip
     assert set(frame["examples"]) == {2}
-    assert FIGURE.data(Results([stored([LONG]), stored([LONG, SHORT])]))["examples"].unique().tolist() == [2]
+    assert data(Results([stored([LONG]), stored([LONG, SHORT])]))["examples"].unique().tolist() == [2]
     assert set(frame["label"]) == {"lazy, schedule=paper"}
     assert set(frame["group"]) == {1, 2, 3}
 
@@ -26,18 +24,18 @@ def test_figure7_shows_one_setting_for_each_model() -> None:
         stored([LONG], settings=one), stored([LONG, SHORT], settings=other), stored([SHORT], "static_pruning"),
         stored([LONG, SHORT], settings=other, model="big"), stored([LONG], model="big"),
     ]  # fmt: skip
-    frame = FIGURE.data(Results(runs))
+    frame = data(Results(runs))
     chosen = frame.groupby("model")[["label", "examples"]].first()
     assert chosen.loc["tiny"].tolist() == ["lazy, schedule={2: 0.5}", 2]  # the most run one
     assert chosen.loc["big"].tolist() == ["lazy, schedule=paper", 1]  # Figure 4's, whatever else there is
-    assert FIGURE.data(Results([runs[2]])).empty
-    picture = drawn(FIGURE, frame)
+    assert data(Results([runs[2]])).empty
+    picture = drawn(plot, frame)
     assert len(picture.axes) == 4
     assert any(text.endswith("tiny, LazyLLM, schedule={2: 0.5}, 2 examples") for text in texts(picture))
 
 
 def test_figure7_draws_a_curve_for_each_group() -> None:
-    picture = drawn(FIGURE, FIGURE.data(Results([stored([LONG, SHORT])])))
+    picture = drawn(plot, data(Results([stored([LONG, SHORT])])))
     curves, examples = picture.axes
     assert [list(line.get_ydata()) for line in curves.lines] == [
         pytest.approx([100, 100, 100]), pytest.approx([50, 60, 65]), pytest.approx([35, 45, 55]), [100, 100],
@@ -51,9 +49,7 @@ def test_figure7_draws_a_curve_for_each_group() -> None:
 
 
 def test_figure7_draws_one_step_and_long_answers() -> None:
-    drawn(FIGURE, FIGURE.data(Results([stored([SHORT])])))
+    drawn(plot, data(Results([stored([SHORT])])))
     computed = [[10, 5 + step // 20] for step in range(100)]
-    picture = drawn(
-        FIGURE, FIGURE.data(Results([stored([example("trec", "a", 10, group_starts=[1, 3], computed=computed)])]))
-    )
+    picture = drawn(plot, data(Results([stored([example("trec", "a", 10, group_starts=[1, 3], computed=computed)])])))
     assert picture.axes[0].get_xscale() == "symlog"

@@ -1,7 +1,5 @@
 """The states of tokens, by hand and against the reference implementation; and their picture."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import combinations
@@ -14,16 +12,7 @@ from matplotlib.patches import PathPatch
 
 import lazyllm
 from eval.analysis import mechanism
-from eval.analysis.mechanism import (
-    FIGURE,
-    WINDOW,
-    State,
-    counts_per_layer,
-    layer_groups,
-    mechanism_frame,
-    plot,
-    token_states,
-)
+from eval.analysis.mechanism import State, counts_per_layer, data, layer_groups, mechanism_frame, plot, token_states
 from eval.store.results import Results
 from eval.store.visit import Trace, compact_counts
 from lazyllm.methods import Baseline, Lazy, Method, RandomDrop
@@ -69,9 +58,8 @@ def test_token_states_by_hand() -> None:
     ]
     assert layer_groups(trace) == [range(1, 2), range(2, 3)]
     assert counts_per_layer(trace).tolist() == [[3, 1], [3, 2], [3, 2]]
-    with pytest.raises(
-        ValueError, match=r"row a: .* 2 prompt tokens computed in layer 2 by step 1, its counters say 3"
-    ):
+    differs = r"row a: .* 2 prompt tokens computed in layer 2 by step 1, its counters say 3"
+    with pytest.raises(ValueError, match=differs):
         token_states(replace(trace, computed=[[3, 1], [3, 3], [3, 3]]))
 
 
@@ -140,14 +128,14 @@ def test_mechanism_shows_the_first_steps_and_the_window_with_most_revived() -> N
     assert sorted(set(frame["step"])) == [0, 1, 2, 3]
     assert sorted(set(frame.query("kind == 'generated'")["position"])) == [120, 121, 122]
     shown = sorted(set(frame.query("kind == 'prompt'")["position"]))
-    assert len(shown) == WINDOW
+    assert len(shown) == mechanism.WINDOW
     assert set(range(71, 80)) <= set(shown)  # 70 was computed in prefill
-    assert mechanism._busiest(np.full((2, 3, WINDOW + 9), State.PRUNED)) == range(WINDOW)
+    assert mechanism._busiest(np.full((2, 3, mechanism.WINDOW + 9), State.PRUNED)) == range(mechanism.WINDOW)
 
 
 def test_mechanism_figure_shows_every_cell(tmp_path: Path) -> None:
-    frame = FIGURE.data(Results([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())]))
-    picture = drawn(FIGURE, frame)
+    frame = data(Results([stored([], "static_pruning"), with_traces(stored([]), tmp_path, long_trace())]))
+    picture = drawn(plot, frame)
     panels = list(frame.groupby(["panels", "step"], sort=False))
     assert len(picture.axes) == len(panels) == 2 + 4
     for ((name, step), rows), axes in zip(panels, picture.axes, strict=True):
@@ -156,7 +144,7 @@ def test_mechanism_figure_shows_every_cell(tmp_path: Path) -> None:
             for patch in axes.patches if isinstance(patch, PathPatch)
         }  # fmt: skip
         assert sorted(counts.values()) == sorted(rows["state"].value_counts())
-        assert sum(counts.values()) == 6 * (WINDOW + step)
+        assert sum(counts.values()) == 6 * (mechanism.WINDOW + step)
         groups = ["layers 1–6"] if name == mechanism.STANDARD else ["layers 1–2", "layers 3–6"]
         assert [label.get_text() for label in axes.get_yticklabels()] == groups
     written = texts(picture)

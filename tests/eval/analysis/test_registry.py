@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path
@@ -7,7 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from eval.analysis.registry import FIGURES, TABLES
+from eval.analysis.registry import _FIGURES, _TABLES, FIGURES, TABLES
+from eval.analysis.table import words
 from eval.store.results import Results
 from tests.eval.analysis.made import LONG, SHORT, over, preset, small_trace, stored, swept, with_traces
 
@@ -16,13 +15,18 @@ def sentences(text: str) -> int:
     return len(re.findall(r"[.](?= |$)", text))
 
 
+def test_every_table_and_figure_has_words() -> None:
+    with_words = {kind: {name for name, told in words().items() if kind in told} for kind in ("table", "figure")}
+    assert with_words["table"] == {make.__name__ for make in _TABLES} == {*TABLES}
+    assert with_words["figure"] == {*_FIGURES} == {*FIGURES}
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_table_without_runs_says_so(name: str) -> None:
     table = TABLES[name](Results([]))
     shown = table.to_markdown()
-    assert ("No run for this table." in shown) != (
-        name.endswith("_paper") or name == "verdicts"
-    )  # these show what could be run
+    shows_what_could_run = name.endswith("_paper") or name == "verdicts"
+    assert ("No run for this table." in shown) != shows_what_could_run
     assert table.name == name
     assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
     assert table.to_latex()

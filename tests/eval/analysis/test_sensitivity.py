@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 
-from eval.analysis.sensitivity import FIGURE, sensitivity
+from eval.analysis.sensitivity import data, plot, sensitivity
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from tests.eval.analysis.made import drawn, example, over, stored, texts
@@ -63,19 +61,19 @@ def test_figure6_by_hand() -> None:
         stored([example("hotpotqa", "a")], settings={"schedule": {"2": 0.5}, "prune_generated": True}),
         stored([example("hotpotqa", "a")], "static_pruning", {"layer": 2, "keep": 0.5}),
     ]
-    frame = FIGURE.data(Results([*RUNS, *others]))
+    frame = data(Results([*RUNS, *others]))
     columns = ["model", "suite", "layer", "keep", "examples", "score", "relative_score", "ttft_speedup"]
     assert frame[columns].to_numpy().tolist() == [
         ["tiny", "longbench", 2, 0.1, 2, 5, 5, 3], ["tiny", "longbench", 4, 0.1, 2, 50, 50, 3],
         ["tiny", "longbench", 2, 0.5, 2, pytest.approx(30), pytest.approx(30), 3],
         ["tiny", "longbench", 4, 0.5, 2, pytest.approx(70), pytest.approx(70), 3],
     ]  # fmt: skip
-    assert FIGURE.data(Results(others)).empty
+    assert data(Results(others)).empty
 
 
 def test_figure6_draws_a_curve_for_each_share() -> None:
-    frame = FIGURE.data(Results([*RUNS, single(2, 0.5, model="llama2", paper="llama2")]))
-    picture = drawn(FIGURE, frame)
+    frame = data(Results([*RUNS, single(2, 0.5, model="llama2", paper="llama2")]))
+    picture = drawn(plot, frame)
     assert len(picture.axes) == 2
     axes = next(panel for panel in picture.axes if len(panel.containers) == 2)
     curves = [bars.lines[0].get_xydata().tolist() for bars in axes.containers]
@@ -91,9 +89,9 @@ def test_figure6_draws_a_curve_for_each_share() -> None:
 
 def test_figure6_draws_kl_on_a_log_scale() -> None:
     run = stored([example("hotpotqa", "a", kl=0.02), example("trec", "a", kl=0.04)], settings={"schedule": {"2": 0.5}})
-    frame = FIGURE.data(Results([run]))
+    frame = data(Results([run]))
     assert frame["kl"].tolist() == [pytest.approx(0.03)]
-    picture = drawn(FIGURE, frame)
+    picture = drawn(plot, frame)
     scores, divergences = picture.axes
     assert (scores.get_yscale(), divergences.get_yscale()) == ("linear", "log")
     assert divergences.containers[0].lines[0].get_xydata().tolist() == [[2, pytest.approx(0.03)]]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -15,12 +13,7 @@ from eval.store.results import Results
 from lazyllm.methods import METHODS
 from tests.eval.analysis.made import stored, texts
 
-# {how a colour-blind reader sees linear RGB}: Machado et al. 2009, severity 1
-
-
 DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-
-
 PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
 
 
@@ -33,11 +26,11 @@ def simulated(colour: str, matrix: list[list[float]]) -> np.ndarray:
 
 def test_methods_differ_without_colour_and_for_the_colour_blind() -> None:
     styles = styles_of([*METHODS, "one", "two"])
-    assert len({style.marker for style in styles.values()}) == len(styles)
+    assert len({style["marker"] for style in styles.values()}) == len(styles)
     paper = [style for name, style in styles.items() if name not in ("one", "two", "baseline")]
-    assert len({str(style.line) for style in paper}) == len(paper)
+    assert len({str(style["linestyle"]) for style in paper}) == len(paper)
     for matrix in (DEUTERANOPIA, PROTANOPIA):
-        seen = [simulated(style.colour, matrix) for style in paper]
+        seen = [simulated(style["color"], matrix) for style in paper]
         assert min(np.abs(colour - other).max() for colour, other in combinations(seen, 2)) > 0.1
 
 
@@ -48,7 +41,7 @@ def test_style_of_a_method_depends_on_no_other() -> None:
     assert list(styles_of(["mine", "lazy", "random_drop", "baseline"])) == ["baseline", "random_drop", "lazy", "mine"]
     for name, kind in METHODS.items():
         style = styles_of([name])[name]
-        assert (style.name, style.colour, style.marker) == (kind.label, kind.colour, kind.marker)
+        assert (style["label"], style["color"], style["marker"]) == (kind.label, kind.colour, kind.marker)
 
 
 def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:

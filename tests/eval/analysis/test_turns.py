@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 
 from eval.analysis.groups import groups
-from eval.analysis.turns import FIGURE, by_turn, turns
+from eval.analysis.turns import by_turn, data, plot, turns
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Visit
@@ -78,7 +76,7 @@ def test_turns_table_has_runs_with_several_questions() -> None:
 
 
 def test_turns_figure_has_a_column_for_continuing_and_for_starting_again() -> None:
-    picture = drawn(FIGURE, FIGURE.data(Results(runs())))
+    picture = drawn(plot, data(Results(runs())))
     scores = picture.axes[:2]
     for axes in scores:
         [bars] = axes.containers
@@ -86,8 +84,8 @@ def test_turns_figure_has_a_column_for_continuing_and_for_starting_again() -> No
     so_far = picture.axes[6]
     assert so_far.containers[0].lines[0].get_xydata().tolist() == [[1, 2], [2, pytest.approx(0.8)]]
     assert "baseline" in texts(picture)
-    assert len(drawn(FIGURE, FIGURE.data(Results(runs()[:1]))).axes) == len(picture.axes) / 2  # no empty column
-    assert FIGURE.data(Results(runs()[2:])).empty
+    assert len(drawn(plot, data(Results(runs()[:1]))).axes) == len(picture.axes) / 2  # no empty column
+    assert data(Results(runs()[2:])).empty
 
 
 def test_later_turn_is_in_the_group_of_its_first_prompts_length() -> None:

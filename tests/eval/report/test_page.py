@@ -1,7 +1,5 @@
 """The report as a reader uses it: opened in headless Chromium from the disk."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -86,15 +84,10 @@ def shown_ids(page: webdriver.Chrome) -> list[str]:
 def test_overview_tables_and_figures_show_what_was_measured(page: webdriver.Chrome) -> None:
     facts = dict(zip(texts(page, ".summary dt"), texts(page, ".summary dd"), strict=True))
     assert facts == {
-        "Models": "mini",
-        "Methods": "baseline, lazy, static_pruning",
-        "Runs": "2, with 3 arms",
-        "Datasets": "hotpotqa, trec",
-        "Examples": "45, in 47 visits",
-        "Measured": "2026-01-02 03:04:05 UTC",
-        "On": "one core",
-        "Attention kernel": "unknown",
-    }
+        "Models": "mini", "Methods": "baseline, lazy, static_pruning", "Runs": "2, with 3 arms",
+        "Datasets": "hotpotqa, trec", "Examples": "45, in 47 visits", "Measured": "2026-01-02 03:04:05 UTC",
+        "On": "one core", "Attention kernel": "unknown",
+    }  # fmt: skip
     warnings = texts(page, ".warnings li")
     assert len(warnings) == 2
     assert "without a baseline" in warnings[0]
@@ -125,13 +118,8 @@ def sort_by_headings(page: webdriver.Chrome) -> None:
     name, score = page.find_elements(By.CSS_SELECTOR, "#table-hand th")
     assert names() == ["b", "a", HOSTILE, "d", "e"]
     score.find_element(By.TAG_NAME, "button").click()
-    assert names() == [
-        "a",
-        "e",
-        "b",
-        "d",
-        HOSTILE,
-    ]  # 9, 9, 10.5, 100, missing: sorted as numbers, equal ones in their old order
+    # 9, 9, 10.5, 100, missing: sorted as numbers, equal ones in their old order
+    assert names() == ["a", "e", "b", "d", HOSTILE]
     assert (score.get_attribute("aria-sort"), name.get_attribute("aria-sort")) == ("ascending", None)
     score.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
     assert names() == ["d", "b", "a", "e", HOSTILE]
@@ -165,14 +153,9 @@ def test_records_are_shown_filtered_ordered_and_searched(page: webdriver.Chrome)
         for pair in first.find_elements(By.CSS_SELECTOR, ".numbers > div")
     }
     assert numbers == {
-        "score": "25.0 ▼",
-        "baseline": "50.0",
-        "TTFT": "160.0 ms",
-        "TTFT speedup": "2.50×",  # 0.4 s over 0.16 s
-        "% computed": "75.0",
-        "prompt tokens": "1,000, cut from 1,200",
-        "answer tokens": "2, baseline 2",
-    }
+        "score": "25.0 ▼", "baseline": "50.0", "TTFT": "160.0 ms", "TTFT speedup": "2.50×",  # 0.4 s over 0.16 s
+        "% computed": "75.0", "prompt tokens": "1,000, cut from 1,200", "answer tokens": "2, baseline 2",
+    }  # fmt: skip
     columns = {
         part: first.find_element(By.CSS_SELECTOR, f".{part}") for part in ("prompt", "method", "baseline", "gold")
     }
@@ -244,10 +227,7 @@ def test_trace_shows_the_tokens_of_each_step(page: webdriver.Chrome) -> None:
         present = range(6 + number)
         assert tokens(page, "") == list(present)
         for layer, shade in shades.items():
-            assert tokens(page, f".{shade}") == [at for at in present if LAST_LAYERS[number][at] == layer], (
-                number,
-                layer,
-            )
+            assert tokens(page, f".{shade}") == [at for at in present if LAST_LAYERS[number][at] == layer]
         kept = TRACE.selected[number]
         assert tokens(page, ".s9") == kept[3]  # what enters the last layer, from the trace itself
         assert sorted(tokens(page, ".s5") + tokens(page, ".s9")) == kept[1]
@@ -275,16 +255,12 @@ def test_trace_shows_the_tokens_of_each_step(page: webdriver.Chrome) -> None:
     assert told() == {"text": "␣road", "position": "2 of 6", "in this step": "kept through all 4 layers"}
     spans[1].click()
     assert told() == {
-        "text": "␣quiet",
-        "position": "1 of 6",
-        "in this step": "pruned after layer 1",
-        "revived in step": "1",
-    }
+        "text": "␣quiet", "position": "1 of 6", "in this step": "pruned after layer 1", "revived in step": "1"
+    }  # fmt: skip
     cells = page.find_elements(By.CSS_SELECTOR, "#trace-token td.number")
-    assert [float(cell.get_attribute("data-value") or "none") for cell in cells] == [
-        layer[1] for layer in TRACE.importance
-    ]
-    assert [float(cell.text) for cell in cells] == [layer[1] for layer in TRACE.importance]
+    importance = [layer[1] for layer in TRACE.importance]
+    assert [float(cell.get_attribute("data-value") or "none") for cell in cells] == importance
+    assert [float(cell.text) for cell in cells] == importance
     one(page, "#trace-text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert told()["position"] == "3 of 6"
 

@@ -1,7 +1,5 @@
 """The content of the report's page, without a browser; `test_page.py` opens it in one."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -22,8 +20,7 @@ from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.report import __main__ as command
 from eval.report import overview
-from eval.report.grid import grid
-from eval.report.page import inline_svg, render
+from eval.report.page import grid, inline_svg, render
 from eval.report.record_browser import embed_answers, embed_trace, last_layers, revived
 from eval.store.results import Results, find_runs
 from eval.store.runs import StoredRun
@@ -95,39 +92,37 @@ REVIVED = [[], [1], [4]]  # by hand: token 2 has passed all layers in prefill
 
 
 @pytest.mark.parametrize(
-    ("cell", "value", "parts"),
+    ("cell", "parts"),
     [
-        (Cell("58.95 ±2.45", 58.951), 58.951, ("58.95", " ±2.45")),
-        (Cell("−0.5 %", -0.5), -0.5, ("−0.5", " %")),
-        (Cell("12.5 MB", 12.5e6), 12.5e6, ("12.5", " MB")),
-        (Cell("no run"), None, ("no run", "")),
-        ("2 of 3", None, ("2 of 3", "")),
-        (1024, 1024, ("1,024", "")),
-        (None, None, ("", "")),
+        (Cell("58.95 ±2.45", 58.951), ("58.95", " ±2.45")),
+        (Cell("−0.5 %", -0.5), ("−0.5", " %")),
+        (Cell("no run"), ("no run", "")),
+        (Cell("2 of 3"), ("2 of 3", "")),
     ],
 )
-def test_cell_has_the_number_that_sorts_its_column(cell: Any, value: float | None, parts: tuple[str, str]) -> None:
-    found = grid("t", "", "", pd.DataFrame({"x": [Cell("1", 1.0), cell]}, dtype=object))
-    assert found.columns[0].numeric
-    assert found.rows[1][0].value == value
-    assert found.rows[1][0].parts == parts
+def test_cell_has_a_number_and_the_rest(cell: Cell, parts: tuple[str, str]) -> None:
+    assert cell.parts == parts
 
 
-@pytest.mark.parametrize("text", ["2wikimqa", "lazy, keep=0.5", "58.95", "2026-01-02"])
-def test_column_of_texts_is_not_numeric(text: str) -> None:
-    found = grid("t", "", "", pd.DataFrame({"x": ["1", text], "y": ["", None]}), filtered=0)
-    assert [column.numeric for column in found.columns] == [False, False]
-    assert [*found.rows[1]] == [text, ""]
-    assert found.choices() == ["1", text]
+def shown(values: dict[str, list[str]], keys: int = 1, **how: Any) -> dict[str, Any]:
+    cells = pd.DataFrame(values, dtype=object)
+    return grid(Table("t", "", "", cells, cells, keys), **how)
+
+
+def test_column_with_a_number_in_any_cell_is_numeric() -> None:
+    found = shown({"x": [Cell("1", 1.0), Cell("no run")], "y": ["1", "58.95"]}, filtered=1)
+    assert [column["numeric"] for column in found["columns"]] == [True, False]
+    assert [cell.value for cell in found["rows"][1]] == [None, None]
+    assert found["choices"] == ["1", "58.95"]
 
 
 def test_what_a_reader_compares_is_shown_at_once_and_other_columns_on_demand() -> None:
-    def more(names: str, keys: int | None) -> list[str]:
-        table = pd.DataFrame({name: ["1", "2" if name == "key" else "1"] for name in names.split(",")})
-        return [column.text for column in grid("t", "", "", table, keys=keys).columns if column.more]
+    def more(names: str, keys: int, **how: Any) -> list[str]:
+        values = {name: ["1", "2" if name == "key" else "1"] for name in names.split(",")}
+        return [column["text"] for column in shown(values, keys, **how)["columns"] if column["more"]]
 
     assert more("key,a,b,c,d,e", 1) == ["e"]
-    assert more("key,a,b,c,d,e", None) == []
+    assert more("key,a,b,c,d,e", 1, filtered=5) == more("key,a,b,c,d,e", 1, whole=True) == []
     assert more("same,key,n,score,% of baseline,TTFT speedup", 2) == ["same", "n", "% of baseline"]
 
 
@@ -257,11 +252,10 @@ def test_provenance_has_common_values_once_and_others_by_run(tmp_path: Path) -> 
     assert dict(common)["data.hotpotqa"] == "aa bb"
     assert dict(common)["machine.cuda"] == "null"
     assert differing is not None
-    assert [column.text for column in differing.columns] == ["folder", "warmup", "started"]
-    assert [[*row] for row in differing.rows] == [
-        ["a", "5", "2026-01-02T03:04:05Z"],
-        ["b", "1", "2026-01-03T00:00:00Z"],
-    ]
+    assert list(differing.cells) == ["folder", "warmup", "started"]
+    assert differing.cells.to_numpy().tolist() == [
+        ["a", "5", "2026-01-02T03:04:05Z"], ["b", "1", "2026-01-03T00:00:00Z"]
+    ]  # fmt: skip
     (one,) = find_runs([tmp_path / "a"])
     assert overview.provenance([one])[1] is None
 
@@ -270,9 +264,8 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     visits = [example(0, score=1.0, ttft_s=0.1), example(1, score=0.5, ttft_s=0.3)]
 
     def rows(folder: Path) -> list[dict[str, Any]]:
-        found = overview.results_grid(Results(find_runs([folder])))
-        named = [dict(zip([column.text for column in found.columns], row, strict=True)) for row in found.rows]
-        return [row for row in named if row["setting"] == "lazy, schedule={2: 0.5}"]
+        found = overview.results_table(Results(find_runs([folder]))).cells.to_dict("records")
+        return [row for row in found if row["setting"] == "lazy, schedule={2: 0.5}"]
 
     store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, visits)
     (row,) = rows(tmp_path / "a")  # no second row of the task, no third of the mean over one task
@@ -286,12 +279,8 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     names = [(row["task or dataset"], row["score"].value) for row in rows(tmp_path / "b")]
     # 37.5 of 75 and 0; then (37.5 + 100) / 2
     assert names == [
-        ("mean over tasks", 68.75),
-        ("hotpotqa", 75),
-        ("musique", 0),
-        ("multi_doc_qa", 37.5),
-        ("trec", 100),
-    ]
+        ("mean over tasks", 68.75), ("hotpotqa", 75), ("musique", 0), ("multi_doc_qa", 37.5), ("trec", 100)
+    ]  # fmt: skip
 
 
 def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0.5) -> list[Visit]:
@@ -306,33 +295,17 @@ def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        (
-            {"lazy": measured(20, 0.5, 0.2), "static_pruning": measured(20, 0.25, 0.1)},
-            r"lazy .* 2\.00 times .* 50\.00 against 50\.00 .* 2 faster .* only one .* 99%",
-        ),
-        (
-            {"lazy": measured(20, 0.25, 0.1), "oracle": measured(20, 0.5, 0.1)},  # a diagnostic is no method
-            r"no setting .* keeps 99% .* lazy .* 4\.00 times .* 25\.00 against 50\.00",
-        ),
-        (
-            {"lazy": measured(20, 0.0, 0.1, baseline=0.0)},
-            "lazy .* 4\\.00 times .* baseline scores 0",
-        ),
-        (
-            {"lazy": measured(1, 0.5, 0.1)},
-            r"lazy .* 4\.00 times .* 1 example cannot .* 20",
-        ),
-        (
-            {"lazy": measured(20, 0.5, 0.5)},
-            "no setting is faster",
-        ),
-        (
-            {"lazy": measured(20, 0.5, 0.1, baseline=None)},
-            "no speedup and no kept score",
-        ),
+        ({"lazy": measured(20, 0.5, 0.2), "static_pruning": measured(20, 0.25, 0.1)},
+         r"lazy .* 2\.00 times .* 50\.00 against 50\.00 .* 2 faster .* only one .* 99%"),
+        ({"lazy": measured(20, 0.25, 0.1), "oracle": measured(20, 0.5, 0.1)},  # a diagnostic is no method
+         r"no setting .* keeps 99% .* lazy .* 4\.00 times .* 25\.00 against 50\.00"),
+        ({"lazy": measured(20, 0.0, 0.1, baseline=0.0)}, r"lazy .* 4\.00 times .* baseline scores 0"),
+        ({"lazy": measured(1, 0.5, 0.1)}, r"lazy .* 4\.00 times .* 1 example cannot .* 20"),
+        ({"lazy": measured(20, 0.5, 0.5)}, "no setting is faster"),
+        ({"lazy": measured(20, 0.5, 0.1, baseline=None)}, "no speedup and no kept score"),
         ({"baseline": measured(20, 0.5, 0.1, baseline=None)}, "only the baseline was measured"),
     ],
-)
+)  # fmt: skip
 def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str, list[Visit]], expected: str) -> None:
     for name, visits in runs.items():
         has_baseline = name == "baseline" or "baseline" in visits[0].answers
@@ -344,12 +317,12 @@ def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str
 def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
     for number, changes in enumerate([{}, {}, {"turns": 4, "data": {"hotpotqa": "cc dd"}}]):
         write_run(tmp_path / str(number), [example(number)], LAZY, "mini", **{"data": {"hotpotqa": "aa bb"}} | changes)
-    settings = overview.settings_grid(find_runs([tmp_path]))
+    settings = overview.settings_table(find_runs([tmp_path]))
     assert settings is not None
-    assert [[*row] for row in settings.rows] == [
+    assert settings.cells.to_numpy().tolist() == [
         ["mini (turns=4)", "turns", "4"], ["mini (turns=4)", "rows of hotpotqa", "cc dd"]
     ]  # fmt: skip
-    assert overview.settings_grid(find_runs([tmp_path / "0"])) is None
+    assert overview.settings_table(find_runs([tmp_path / "0"])) is None
     found, others = overview.findings(Results(find_runs([tmp_path])))
     assert found.startswith("mini on longbench: ")
     assert others == "Other settings, in tables only: mini (turns=4)."
@@ -459,5 +432,4 @@ def test_report_refuses_bad_arguments_and_traces(tmp_path: Path) -> None:
 def test_overview_counts_examples_not_turns(tmp_path: Path) -> None:
     runs = find_runs([write_run(tmp_path, [with_turns()], provenance={"started": "now"})])
     assert dict(overview.summary(runs))["Examples"] == "1, in 1 visit"
-    assert "1" in overview.runs_grid(runs).rows[0]
-    assert "3" not in overview.runs_grid(runs).rows[0]
+    assert overview.runs_table(runs).cells["examples"].tolist() == ["1"]

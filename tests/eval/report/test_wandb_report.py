@@ -1,7 +1,5 @@
 """A W&B Report's specification is made offline from stored runs; wandb_workspaces takes it as it is."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys
@@ -113,7 +111,7 @@ def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeyp
     logged: dict[str, Any] = {}
 
     class Run:
-        def __enter__(self) -> Run:
+        def __enter__(self) -> Any:
             return self
 
         def __exit__(self, *_: Any) -> None:
