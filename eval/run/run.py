@@ -19,7 +19,7 @@ from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
 from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, Example, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.arms import Arm, about_the_method, arms_asked, build_method, later_turns, parameters_of
+from eval.run.arms import Arm, about_the_method, arms_asked, build_method
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
@@ -62,11 +62,9 @@ class Run:
         keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
         spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=self.config.seed)
         spec.check()
-        if not Path(spec.source).is_dir() and spec.is_dummy and spec.tokenizer is None:
-            raise UserError(
-                "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
-                "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
-            )
+        has_tokenizer = Path(spec.source).is_dir() or not spec.is_dummy or spec.tokenizer is not None
+        expected = "FOLDER_OR_HUB_ID, as random weights (model.load_format=dummy) download nothing"
+        require(has_tokenizer, "model.tokenizer", "null", expected)
         return spec
 
     @cached_property
@@ -94,7 +92,6 @@ class Run:
             for settings in arms.values():
                 require(settings.get("name") != SERVER, "method", SERVER, with_server)
                 build_method(targets.check(settings))
-                later_turns(settings)
         return arms
 
     @property
@@ -223,15 +220,20 @@ class Run:
         """The arms that reach their target speedups, in order; the others are left out, with a line in the log."""
         if self.is_served:
             return tuple(Arm(label, settings) for label, settings in self.asked.items())
-        datasets, length = {dataset.name: dataset for dataset in self.datasets}, self.suite.length(self.data)
-        arms = list[Arm]()
+        arms, shape, length = list[Arm](), self.shape, self.suite.length(self.data)
         for label, settings in self.asked.items():
+            arm = Arm(label, settings)
             try:
-                solved = parameters_of(settings, datasets, self.shape, self.config.model.paper, length)
+                with about_the_method():
+                    at_depth = targets.at_depth(settings, shape.num_hidden_layers)
+                    for dataset in self.datasets:
+                        solved = targets.solved(at_depth, dataset, shape, self.config.model.paper, length)
+                        build_method(solved).check(shape)
+                        arm.parameters[dataset.name] = solved
             except OutOfReachError as error:
                 log.warning("left out: %s: %s", label, error)
             else:
-                arms.append(Arm(label, settings, solved))
+                arms.append(arm)
         if not {arm.label for arm in arms} - ({self.baseline} if len(self.asked) > 1 else set()):
             raise UserError("no method reaches its speedup on this model: give a lower one")
         return tuple(arms)
@@ -248,8 +250,8 @@ class Run:
         """The models that the arms need besides `spec`, each once."""
         if self.is_served:
             return ()
-        arms = self.asked.values()
-        return tuple(dict.fromkeys(spec for arm in arms for spec in build_method(targets.check(arm)).models()))
+        methods = [build_method(targets.check(settings)) for settings in self.asked.values()]
+        return tuple(dict.fromkeys(spec for method in methods for spec in method.models()))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -322,9 +324,8 @@ class Run:
     @property
     def name(self) -> str:
         """What it compares, for people: the label, or the method."""
-        others = [name_of(settings["name"]) for label, settings in self.asked.items() if label != self.baseline]
-        methods = list(dict.fromkeys(others)) or ["baseline"]
-        return self.config.label or (methods[0] if len(methods) == 1 else "comparison")
+        others = {name_of(settings["name"]) for label, settings in self.asked.items() if label != self.baseline}
+        return self.config.label or ("comparison" if len(others) > 1 else min(others, default="baseline"))
 
     @property
     def data_name(self) -> str:
@@ -333,7 +334,7 @@ class Run:
         if len(self.datasets) == 1:
             return self.datasets[0].name
         if len(tasks) == 1:
-            return next(iter(tasks))
+            return min(tasks)
         if len(tasks) == len(self.suite.all_tasks) or self.suite.whole in self.config.dataset:
             return self.suite.whole
         return f"{len(self.datasets)}_datasets"
@@ -411,8 +412,8 @@ def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
         name, unknown = settings.get("name", ""), settings.keys() - {*SERVER_SETTINGS, "name", "turns"}
         if name not in ("baseline", SERVER):
             raise UserError(
-                f"method={name} runs inside transformers: lazyllm-bench serve model=NAME method={name} port=8123 puts "
-                f"it behind a server; then compare with method=server method.url=http://127.0.0.1:8123/v1"
+                f"method={name} runs inside transformers: serve it (lazyllm-bench serve model=NAME method={name} "
+                "port=8123), then give method=server method.url=http://127.0.0.1:8123/v1"
             )
         if unknown:
             raise UserError(f"method server has no setting {min(unknown)!r}; it has {', '.join(SERVER_SETTINGS)}")

@@ -149,15 +149,9 @@ class Tracker:
     def _per_example(self, results: Results) -> Any:
         frame: Any = results.frame
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]]
-        texts = {
-            (*visit.key, number): (" | ".join(turn.answers), answer.text)
-            for visit in reversed(results.runs[0].visits)  # an arm's first answer is the one that counts
-            for number, (turn, answer) in enumerate(
-                zip(visit.turns, visit.answers.get(self.arm.name, ()), strict=False), start=1
-            )
-        }
-        keys = list(zip(rows["dataset"], rows["id"], rows["turn"], strict=True))
-        rows = rows.assign(gold=[texts[key][0] for key in keys], answer=[texts[key][1] for key in keys])
+        turns = list(results.measurements(rows))
+        gold = [" | ".join(turn.answers) for turn, _ in turns]
+        rows = rows.assign(gold=gold, answer=[answer.text for _, answer in turns])
         rows.insert(5, "ttft_speedup", beside(rows, frame)["ttft_s"] / rows["ttft_s"])
         cells: Any = rows.astype(object).where(rows.notna(), None)  # None without a baseline
         return self._wandb.Table(columns=list(cells), data=cells.to_numpy().tolist())

@@ -81,11 +81,8 @@ class Results:
         """For each row, the folder of the run that counts for its setting, seed and dataset."""
         started = {str(run.folder): run.started for run in self.runs}
         sizes = frame[frame["counts"]].groupby([*_MEASURED_ONCE, "folder"], sort=False)["id"].nunique().reset_index()
-        sizes = sizes.assign(started=sizes["folder"].map(started))
-        best = sizes.sort_values(["id", "started", "folder"], kind="stable").drop_duplicates(
-            _MEASURED_ONCE, keep="last"
-        )
-        best = best.set_index(_MEASURED_ONCE)["folder"].rename("chosen")
+        sizes = sizes.assign(started=sizes["folder"].map(started)).sort_values(["id", "started", "folder"])
+        best = sizes.groupby(_MEASURED_ONCE)["folder"].last().rename("chosen")
         return frame[_MEASURED_ONCE].join(best, on=_MEASURED_ONCE)["chosen"]
 
     @property
@@ -121,12 +118,11 @@ class Results:
         return by_task(self.frame)
 
     def measurements(self, rows: Any) -> Iterator[tuple[Turn, Measurement]]:
-        """What lies behind each of these rows of the frame: what was asked, and the answer. For lists, which are in no
-        column."""
-        visits: dict[tuple[str, str, str], list[Visit]] = {}
+        """What was asked and answered in each of these rows of the frame, with the lists that are in no column."""
+        visits = defaultdict[tuple[str, str, str], list[Visit]](list)
         for run in self.runs:
             for visit in run.visits:
-                visits.setdefault((str(run.folder), *visit.key), []).append(visit)
+                visits[str(run.folder), *visit.key].append(visit)
         names = ["folder", "dataset", "id", "visit", "arm", "turn"]
         for folder, dataset, example, number, arm, turn in rows[names].itertuples(index=False):
             visit = visits[folder, dataset, example][number]
@@ -135,11 +131,10 @@ class Results:
     @cached_property
     def usual(self) -> Results:
         """The runs that differ least from the others of their model. Figures show only these; tables show all."""
-        least: dict[str, int] = {}
+        counts = defaultdict[str, list[int]](list)
         for run in self.runs:
-            name = run.model.removesuffix(run.variant)
-            least[name] = min(len(run.differences), least.get(name, len(run.differences)))
-        runs = [run for run in self.runs if len(run.differences) == least[run.model.removesuffix(run.variant)]]
+            counts[run.model.removesuffix(run.variant)].append(len(run.differences))
+        runs = [run for run in self.runs if len(run.differences) == min(counts[run.model.removesuffix(run.variant)])]
         return self if len(runs) == len(self.runs) else Results(runs)
 
 
@@ -148,7 +143,7 @@ def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool =
 
     where, newest: as in `chosen`. Raises UserError if there is none, or if a file is damaged.
     """
-    named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
+    named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.visits])
     runs = [run for run in named if len(run.rows)]
     if not runs:
         raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
@@ -169,7 +164,7 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
     are unique to the run.
     """
     compared = _compared_values(runs)
-    seen: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    seen = defaultdict[tuple[str, str], list[str]](list)
     for run, own in sorted(zip(runs, compared, strict=True), key=_began):
         for key, value in own.items():
             seen[run.model, key].append(value)
@@ -215,9 +210,8 @@ def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
         names[run.model] |= compared[-1].keys()
     for run, own in zip(runs, compared, strict=True):
         own |= dict.fromkeys(sorted(names[run.model] - own.keys()))
-        own |= {
-            f"code of {arm['method']['name']}": arm["code"] for arm in run.identity["arms"].values() if "code" in arm
-        }
+        arms = run.identity["arms"].values()
+        own |= {f"code of {arm['method']['name']}": arm["code"] for arm in arms if "code" in arm}
         suites = {DATASETS[name].suite for name in run.identity["data"] if name in DATASETS}
         own |= {f"code of {suite}": run.identity.get("suite_code") for suite in suites}
         own |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
@@ -245,13 +239,10 @@ def _began(pair: tuple[StoredRun, Any]) -> str:
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select the stored runs of a command."""
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
-    parser.add_argument(
-        "--where", action="append", default=[], metavar="KEY=VALUE",
-        help="only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--newest", action="store_true", help="only runs that share a table with the newest run of their model"
-    )
+    where = "only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be repeated"
+    parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE", help=where)
+    newest = "only runs that share a table with the newest run of their model"
+    parser.add_argument("--newest", action="store_true", help=newest)
 
 
 def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = False) -> list[StoredRun]:
@@ -259,7 +250,7 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
     left = list(runs)
     for condition in where if left else ():
         key, equals, value = condition.partition("=")
-        known = [_described(run) for run in left]
+        known = [{"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)} for run in left]
         if not equals or not any(key in values for values in known):
             names = ", ".join(sorted({name for values in known for name in values if "parameters." not in name}))
             raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {names}")
@@ -270,14 +261,5 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
     if newest:
         pairs = list(zip(left, _compared_values(left), strict=True))
         latest = {run.model: values for run, values in sorted(pairs, key=_began)}
-        left = [
-            run
-            for run, values in pairs
-            if all(latest[run.model].get(name, value) == value for name, value in values.items())
-        ]
+        left = [run for run, own in pairs if own.items() <= (own | latest[run.model]).items()]
     return left
-
-
-def _described(run: StoredRun) -> dict[str, str]:
-    """`as_text` of the run's config and identity."""
-    return {"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)}
