@@ -115,7 +115,7 @@ def provenance(results: Results) -> list[dict[str, Any]]:
             "fingerprint": run.about["fingerprint"],
             "model": run.model,
             "arms": run.identity["arms"],
-            "examples": len(run.answered),
+            "examples": len(run.keys),
             "failed": len(run.failed),
             "visits_sha256": run.visits_sha256,
             "provenance": run.about.get("provenance"),

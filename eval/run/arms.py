@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from eval.benchmarks.datasets import format_value
 from eval.run import targets
 from eval.run.config import CONF
 from eval.run.settings import RunConfig
-from eval.store.runs import format_value
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method, by_name, is_file, known, make, name_of, settings_of

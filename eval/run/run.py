@@ -41,10 +41,7 @@ RUNS = Path("runs")  # the folder of runs without `out`, and `hydra.sweep.dir` o
 
 @dataclass(frozen=True)
 class Run:
-    """A model, examples, and the arms that answer each of them. Every property may raise UserError.
-
-    config: the settings.
-    """
+    """A model, examples, and the arms that answer each of them. Every property may raise UserError."""
 
     config: RunConfig
 
@@ -119,7 +116,7 @@ class Run:
         require(config.subset == "first" or self.limit is not None, "subset", config.subset, "limit=50 or so with it")
         rows = None if self.limit is None else self.limit if config.split is None else 2 * self.limit
         data = DataSettings(
-            dir=Path(config.data.dir) if config.data.dir is not None else None,
+            dir=None if config.data.dir is None else Path(config.data.dir),
             on_error="skip" if config.data.on_error == "skip" else "raise",
             limit=rows if config.subset == "first" else None,  # of each two rows, one is in a split
             options=None if suite.options is None else getattr(config, suite.name),
@@ -137,18 +134,15 @@ class Run:
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
-        """Those whose rows can be loaded, all of one suite.
-
-        Datasets of a whole suite without rows are left out, with a line in the log.
-        """
+        """Those of one suite whose rows can be loaded; of a whole suite the others are left out, with a log line."""
         config, named, data = self.config, self._named, self.data
         for dataset in named:
             self.suite.check(dataset, data)
         reasons = {dataset: reason for dataset in named if (reason := missing_rows(dataset, data)) is not None}
         is_whole = not config.dataset or config.dataset.get(self.suite.whole)
-        for dataset, reason in reasons.items():
-            if not is_whole or len(reasons) == len(named):
-                raise UserError(f"{dataset.name}: {reason}")
+        if reasons and (not is_whole or len(reasons) == len(named)):
+            dataset, reason = next(iter(reasons.items()))
+            raise UserError(f"{dataset.name}: {reason}")
         for reason in dict.fromkeys(reasons.values()):
             left_out = ", ".join(dataset.name for dataset in reasons if reasons[dataset] == reason)
             log.warning("left out: %s: %s", left_out, reason)
@@ -197,15 +191,15 @@ class Run:
             return {}
         from eval.server import Server, describe
 
-        server, servers, described = self.config.server, dict[str, Server](), list[tuple[Server, Server]]()
+        server, asked, servers = self.config.server, dict[str, Server](), dict[str, Server]()
         for label, settings in self.asked.items():
             url: Any = settings.get("url") or server.url
             kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
             extra = {**(server.extra_body or {}), **(settings.get("extra_body") or {})}
             name = settings.get("model") or self.config.model.name
-            asked = Server(url, name, kind, server.api, extra, server.api_key_env, server.timeout_s)
-            servers[label] = next((found for one, found in described if one == asked), None) or describe(asked)
-            described.append((asked, servers[label]))
+            asked[label] = Server(url, name, kind, server.api, extra, server.api_key_env, server.timeout_s)
+            same = next(other for other in asked if asked[other] == asked[label])
+            servers[label] = servers[same] if same in servers else describe(asked[label])
         return servers
 
     @cached_property
@@ -217,7 +211,7 @@ class Run:
 
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
-        """The arms that reach their target speedups, in order; the others are left out, with a line in the log."""
+        """The arms that reach their target speedups, in order; the others are left out, with a log line."""
         if self.is_served:
             return tuple(Arm(label, settings) for label, settings in self.asked.items())
         arms, shape, length = list[Arm](), self.shape, self.suite.length(self.data)
@@ -354,7 +348,7 @@ class Run:
     def check(self) -> Run:
         """Refuse what the settings, the model's files, rows at hand and servers rule out. Returns the run.
 
-        No torch is imported for it. What takes torch to know is refused before rows are made (`identity`).
+        No torch is imported for it; what takes torch to know is refused before rows are made (`identity`).
         """
         config, suite = self.config, self.suite
         check_writable(Path(config.out or RUNS))

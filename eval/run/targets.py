@@ -2,10 +2,8 @@
 
 The paper does not publish the parameters behind its Table 1. Ours are solved for (`Method.solve`): a method's
 `target_parameter` is set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is
-the one that the paper measured for the task and the model. `Method.table1` holds the values of parameters that are not
-solved for.
-
-eval/analysis/published/table1_parameters.csv lists all of table1's parameters.
+the one that the paper measured for the task and the model. `Method.table1` holds the parameters that are not solved
+for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
 from __future__ import annotations

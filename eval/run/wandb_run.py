@@ -60,17 +60,16 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass
 class Tracker:
-    """Shows an arm of a run in W&B, if it works. sums: over this job's visits that hold the arm's answer."""
+    """Shows an arm of a run in W&B, while that works.
 
-    works: bool
+    number: the arm's, from 0. sums: over this job's visits that hold the arm's answer.
+    """
+
     run: StoredRun
     arm: StoredArm
+    number: int
+    works: bool = True
     sums: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether its W&B run also holds what belongs to all arms: the run's table and pictures."""
-        return self.arm.name == next(iter(self.run.arms))
 
     @_harmless
     def start(self, config: TrackerConfig, part: str) -> None:
@@ -81,11 +80,10 @@ class Tracker:
         self._wandb, about = wandb, self.run.about
         values = about["config"] | {key: value for key, value in about.items() if key != "config"}
         values |= {"arm": self.arm.name, "setting": self.arm.label}
-        number = list(self.run.arms).index(self.arm.name)
         given: Any = {key: getattr(config, key) for key in ("project", "entity", "mode", "tags")}
         self._run = wandb.init(
             dir=str(self.run.folder.absolute()),
-            id=f"{about['fingerprint']}{part}-{number}",  # so a resumed run has the same W&B runs
+            id=f"{about['fingerprint']}{part}-{self.number}",  # so a resumed run has the same W&B runs
             name=f"{self.run.model}, {self.arm.name}{part}",
             group=config.group or about["config"].get("label") or self.run.folder.name,
             job_type="run",
@@ -137,7 +135,7 @@ class Tracker:
         values = named.drop(columns=["run", "kind", "task", "method"]).astype(object).melt("name").dropna()
         self._run.summary.update({f"{name}/{column}": value for name, column, value in values.itertuples(index=False)})
         self._run.log({"per_example": self._per_example(results)})
-        if self.is_first:
+        if self.number == 0:  # what belongs to all arms
             artifact, folder = self._wandb.Artifact(f"run-{self.run.about['fingerprint']}", type="run"), self.run.folder
             for pattern in ("run.json", "visits*.jsonl*", "summary.*", "traces/*.json"):
                 for file in folder.glob(pattern):
@@ -171,7 +169,7 @@ def open_trackers(config: TrackerConfig, run: StoredRun, part: str = "") -> Iter
     part: as of `Tracker`.
     """
     arms = run.arms.values() if config.name == "wandb" else ()
-    trackers, exit_code = [Tracker(True, run, arm) for arm in arms], 1
+    trackers, exit_code = [Tracker(run, arm, number) for number, arm in enumerate(arms)], 1
     with ExitStack() as closed:
         for tracker in trackers:
             tracker.start(config, part)

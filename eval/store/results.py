@@ -55,12 +55,11 @@ class Results:
         model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
         run), method, settings (canonical JSON of the hyperparameters), label (the same for people), seed, is_baseline,
         dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens (of the turn's message), turn (from 1),
-        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`. Scores are 0 to 100; step_s is the
-        mean decoding step (NaN for answers of one token).
+        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`. Scores are 0 to 100.
 
-        counts: whether the row is the one answer of its arm that tables count: the first of its run, and of several
-        runs of a setting and seed that of the run with most examples of the dataset, then of the newest (`choices`).
-        The other rows are there for `beside` only. Raises UserError.
+        counts: whether tables count the row: the first answer of its arm in its run, and of several runs of a setting
+        and seed that with most examples of the dataset, then the newest (`choices`). The others serve `beside` only.
+        Raises UserError.
         """
         import pandas as pd
 
@@ -143,7 +142,7 @@ def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool =
 
     where, newest: as in `chosen`. Raises UserError if there is none, or if a file is damaged.
     """
-    named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.visits])
+    named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
     runs = [run for run in named if len(run.rows)]
     if not runs:
         raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
@@ -158,10 +157,9 @@ def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
 def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """The runs, with `differences` and `variant` set, such as ` (dtype=bfloat16)`.
 
-    Runs share a table if runs of one model agree in everything but arms, data and seed, runs of one method or suite in
-    its code, and all runs in the rows and templates of a dataset. `differences` holds the values that are not the most
-    common ones of the model; of equally common ones, the newest run's counts. `variant` names the fewest of them that
-    are unique to the run.
+    Runs share a table if those of one model agree in everything but arms, data and seed, those of one method or suite
+    in its code, and all in the rows and templates of a dataset. `differences` holds the values that are not the most
+    common of the model (of equally common ones, the newest run's is). `variant` names the fewest that tell it apart.
     """
     compared = _compared_values(runs)
     seen = defaultdict[tuple[str, str], list[str]](list)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.folder import files_of, read_about, read_planned, read_visits
 from eval.store.visit import MEASURED, SCALES, Measurement, Visit
 from lazyllm.errors import UserError
@@ -66,6 +66,11 @@ class StoredRun:
         """Every visit, in order. Raises UserError."""
         return read_visits(self.folder) if self.given is None else list(self.given)
 
+    @property
+    def may_have_visits(self) -> bool:
+        """False only if the run has no visit; none is read."""
+        return self.given is not None or any(file.stat().st_size for file in files_of(self.folder, "visits"))
+
     @cached_property
     def arms(self) -> dict[str, StoredArm]:
         """{label: arm}, in the order of tables."""
@@ -94,6 +99,11 @@ class StoredRun:
             if visit.answers:
                 answered.setdefault(visit.key, set()).update(visit.answers)
         return answered
+
+    @property
+    def keys(self) -> list[tuple[str, str]]:
+        """(dataset, id) of each example that any arm has answered."""
+        return list(self.answered)
 
     @property
     def done(self) -> set[tuple[str, str]]:
@@ -264,13 +274,6 @@ def is_ablation(settings: Mapping[str, Any]) -> bool:
 def counted(number: int, noun: str) -> str:
     """`1 run`, `2,000 runs`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def format_value(value: Any) -> str:
-    """A setting's value as shown, as in YAML's flow style."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:

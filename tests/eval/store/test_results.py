@@ -44,61 +44,55 @@ def test_no_run_is_refused(tmp_path: Path) -> None:
         find_runs([tmp_path])
 
 
+DROP = {"method": {"name": "random_drop", "keep": 0.5}}
+
+
 @pytest.mark.parametrize(
-    ("identity", "variant"),
+    ("runs", "variants"),
     [
-        ({"engine": "another"}, "engine=another"),
-        ({"engine": "0123456789abcdef"}, "engine=0123"),
-        ({"versions": {"torch": "3"}}, "versions.torch=3"),
-        ({"max_new_tokens": 3}, "max_new_tokens=3"),
+        ([{}, {"engine": "another"}, {"seed": 1}], ["", "engine=another", ""]),
+        ([{}, {"engine": "0123456789abcdef"}, {}], ["", "engine=0123", ""]),
+        ([{}, {"versions": {"torch": "3"}}, {}], ["", "versions.torch=3", ""]),
+        ([{}, {"max_new_tokens": 3}, {}], ["", "max_new_tokens=3", ""]),
         # the first four digits of the hash of the rows that differ
-        ({"data": {"hotpotqa": "another"}}, f"rows {fingerprint({'rows of hotpotqa': 'another'})[:4]}"),
-        ({"turns": 4, "data": {"hotpotqa": "another"}}, "turns=4"),  # as short as tells it apart
+        (
+            [{}, {"data": {"hotpotqa": "another"}}, {}],
+            ["", f"rows {fingerprint({'rows of hotpotqa': 'another'})[:4]}", ""],
+        ),
+        # as short as tells it apart
+        ([{}, {"turns": 4, "data": {"hotpotqa": "another"}}, {}], ["", "turns=4", ""]),
+        ([{}, {}, {"dtype": "x", "threads": 2}, {"dtype": "x"}, {"threads": 2}],
+         ["", "", "dtype=x, threads=2", "dtype=x", "threads=2"]),
+        ([{}, {}, {"engine": "0123456789abcdef"}, {"engine": "0123fedcba987654"}],
+         ["", "", "engine=01234567", "engine=0123fedc"]),
+        # a method's and a suite's code count only where they ran
+        ([{}, DROP | {"seed": 3}, {"data": {"hops": "1"}, "suite_code": "t"}], ["", "", ""]),
+        ([{}, DROP, {"suite_code": "u"}], ["", "", "code of longbench=u"]),
+        # of equally common settings, the newest run has the plain name
+        ([{"provenance": PROVENANCE | {"started": "2026-01-02"}}, {"engine": "b"}], ["", "engine=b"]),
     ],
-)
-def test_model_name_tells_runs_apart_that_share_no_table(tmp_path: Path, identity: dict, variant: str) -> None:
+)  # fmt: skip
+def test_model_name_tells_runs_apart_that_share_no_table(
+    tmp_path: Path, runs: list[dict[str, Any]], variants: list[str]
+) -> None:
     usual: dict[str, Any] = {
-        "data": {"hotpotqa": "1234 5678"}, "device": "a", "versions": {"torch": "2"}, "max_new_tokens": None,
-        "turns": 1,
+        "data": {"hotpotqa": "1234 5678"}, "versions": {"torch": "2"}, "max_new_tokens": None, "turns": 1,
+        "dtype": "usual", "threads": 1, "suite_code": "s",
     }  # fmt: skip
-    write_run(tmp_path / "a", [visit(0)], **usual)
-    write_run(tmp_path / "b", [visit(0)], **usual | identity)
-    write_run(tmp_path / "c", [visit(1)], **usual, seed=1)
-    runs = find_runs([tmp_path])
-    assert [run.model for run in runs] == ["tiny", f"tiny ({variant})", "tiny"]
-    assert list(Results(runs).frame["model"].unique()) == ["tiny", f"tiny ({variant})"]
-    assert len(runs[1].differences) == len(identity)  # all of them, for the table of settings
+    for number, changes in enumerate(runs):
+        write_run(tmp_path / str(number), [visit(number)], **usual | changes)
+    found = find_runs([tmp_path])
+    names = [f"tiny ({variant})" if variant else "tiny" for variant in variants]
+    assert [run.model for run in found] == names
+    assert list(Results(found).frame["model"].unique()) == list(dict.fromkeys(names))
+    if len(variants) == 3 and variants[1]:  # all differences, for the table of settings
+        assert len(found[1].differences) == len(runs[1])
 
 
-def test_a_methods_and_a_suites_code_tell_runs_apart_only_where_they_ran(tmp_path: Path) -> None:
-    data = {"data": {"hotpotqa": "1"}, "suite_code": "s"}
-    write_run(tmp_path / "a", [visit(0)], **data)
-    write_run(tmp_path / "b", [visit(0)], {"name": "random_drop", "keep": 0.5}, seed=3, **data)
-    write_run(tmp_path / "c", [visit(0)], data={"hops": "1"}, suite_code="t")
-    assert [run.model for run in find_runs([tmp_path])] == ["tiny"] * 3
-    write_run(tmp_path / "d", [visit(1)], **data | {"suite_code": "u"})
-    assert [run.model for run in find_runs([tmp_path])] == ["tiny"] * 3 + ["tiny (code of longbench=u)"]
-
-
-def test_model_name_has_more_facts_if_others_share_the_first(tmp_path: Path) -> None:
-    odd = [{}, {}, {"dtype": "x", "threads": 2}, {"dtype": "x"}, {"threads": 2}]
-    for number, identity in enumerate(odd):
-        write_run(tmp_path / str(number), [visit(0)], **{"dtype": "usual", "threads": 1} | identity)
-    names = [run.model for run in find_runs([tmp_path])]
-    assert names == ["tiny", "tiny", "tiny (dtype=x, threads=2)", "tiny (dtype=x)", "tiny (threads=2)"]
-
-
-def test_model_names_differ_though_their_hashes_begin_alike(tmp_path: Path) -> None:
-    for number, code in enumerate(["1", "1", "0123456789abcdef", "0123fedcba9876543"]):
-        write_run(tmp_path / str(number), [visit(0)], engine=code)
-    assert [run.model for run in find_runs([tmp_path])][2:] == ["tiny (engine=01234567)", "tiny (engine=0123fedc)"]
-
-
-def test_newest_of_equally_common_settings_has_the_plain_name(tmp_path: Path) -> None:
-    for name, started in (("a", "2026-01-02"), ("b", "2026-01-01")):
-        write_run(tmp_path / name, [visit(0)], provenance=PROVENANCE | {"started": started}, engine=name)
-    assert [run.model for run in find_runs([tmp_path])] == ["tiny", "tiny (engine=b)"]
-    assert [run.folder.name for run in find_runs([tmp_path], newest=True)] == ["a"]
+def test_newest_runs_share_a_table_with_the_newest_of_their_model(tmp_path: Path) -> None:
+    for name, started, engine in (("a", "2026-01-02", "1"), ("b", "2026-01-01", "2"), ("c", "2026-01-01", "1")):
+        write_run(tmp_path / name, [visit(0)], provenance=PROVENANCE | {"started": started}, engine=engine)
+    assert [run.folder.name for run in find_runs([tmp_path], newest=True)] == ["a", "c"]
 
 
 def test_where_selects_by_config_and_identity(tmp_path: Path) -> None:
