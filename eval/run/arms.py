@@ -69,8 +69,8 @@ def _given(config: RunConfig) -> dict[str, dict[str, Any]]:
     compare = config.compare or {name_of(config.method.get("name", "")): config.method}
     if isinstance(compare, list) and all(isinstance(name, str) for name in compare):
         compare = {name_of(name): _shipped(name) for name in compare}
-    is_arms = isinstance(compare, dict) and all(isinstance(arm, dict) for arm in compare.values())
-    require(is_arms, "compare", compare, "[lazy, fastkv], or {label: {name: lazy, ...}, ...}")
+    if not isinstance(compare, dict) or not all(isinstance(arm, dict) for arm in compare.values()):
+        raise UserError(f"compare={compare}: expected [lazy, fastkv], or {{label: {{name: lazy, ...}}, ...}}")
     return {str(label): arm for label, arm in compare.items()}
 
 

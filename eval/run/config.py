@@ -235,7 +235,7 @@ def one_line(error: Exception) -> UserError:
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
     message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))
-    unknown = re.match(r"Could not override '([^']+)'", message)
+    unknown = re.match(r"(?:Could not override|Key) '([^']+)'", message)
     if unknown is not None and unknown[1].startswith("method."):
         message += " (lazyllm-bench methods lists the settings of each method)"
     elif unknown is not None:
@@ -243,7 +243,9 @@ def one_line(error: Exception) -> UserError:
         near = difflib.get_close_matches(unknown[1], dict.fromkeys(keys), 1)
         message += f" ({f'did you mean {near[0]}? ' if near else ''}--help lists all keys)"
     if isinstance(error, OverrideParseException):
-        message += " (a value with special signs takes quotes: KEY='\"VALUE\"'; a mapping's key takes none)"
+        message += (
+            " (a value with special signs takes quotes, for the shell too: KEY='\"VALUE\"'; a mapping's key none)"
+        )
     return UserError(message)
 
 
@@ -258,7 +260,9 @@ def to_run_config(config: DictConfig) -> RunConfig:
         plain = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.to_container(config)))
     except MissingMandatoryValue as error:
         value = "FOLDER_OR_HUB_ID" if error.full_key == "model.name" else "VALUE"
-        raise UserError(f"{error.full_key} has no default: give {error.full_key}={value}") from error
+        raise UserError(
+            f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
+        ) from error
     except OmegaConfBaseException as error:  # a reference to no setting, for example
         raise one_line(error) from error
     assert isinstance(plain, RunConfig)

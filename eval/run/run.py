@@ -59,9 +59,11 @@ class Run:
         keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
         spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=self.config.seed)
         spec.check()
-        has_tokenizer = Path(spec.source).is_dir() or not spec.is_dummy or spec.tokenizer is not None
-        expected = "FOLDER_OR_HUB_ID, as random weights (model.load_format=dummy) download nothing"
-        require(has_tokenizer, "model.tokenizer", "null", expected)
+        if not Path(spec.source).is_dir() and spec.is_dummy and spec.tokenizer is None:
+            raise UserError(
+                "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
+                "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+            )
         return spec
 
     @cached_property
