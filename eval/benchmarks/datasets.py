@@ -136,3 +136,10 @@ def register_configs() -> None:
     for name, datasets in CHOICES.items():
         node = {**({name: True} if name in kept else {}), **{dataset.name: True for dataset in datasets}}
         store(group="dataset", name=name, node=node)
+
+
+def format_value(value: Any) -> str:
+    """A setting's value as shown, as in YAML's flow style."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

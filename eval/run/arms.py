@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from eval.benchmarks.datasets import format_value
 from eval.run import targets
 from eval.run.config import CONF
 from eval.run.settings import RunConfig
@@ -41,7 +42,7 @@ class Arm:
     @property
     def turns(self) -> str:
         """What later turns of a conversation do, as in `lazyllm.start`."""
-        return later_turns(self.settings)
+        return self.settings.get("turns", "continue")
 
 
 def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -112,25 +113,12 @@ def _list_fields(kind: type[Method]) -> set[str]:
     return annotated | {name for name, default in settings_of(kind).items() if isinstance(default, list | tuple)}
 
 
-def format_value(value: Any) -> str:
-    """A setting's value as shown, as in YAML's flow style."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {format_value(inner)}" for key, inner in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def build_method(settings: Mapping[str, Any]) -> Method:
     """A method from its settings: `name` and hyperparameters. Raises UserError."""
+    turns = settings.get("turns", "continue")
+    require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
     own = {key: value for key, value in settings.items() if key not in _NOT_THE_METHODS}
     return make(settings.get("name", ""), own)
-
-
-def later_turns(settings: Mapping[str, Any]) -> str:
-    """What later turns of a conversation do with a method's settings (`lazyllm.start`). Raises UserError."""
-    turns = settings.get("turns", "continue")
-    if turns not in TURNS:
-        raise UserError(f"method.turns={turns}: give {' or '.join(TURNS)}")
-    return turns
 
 
 @contextmanager
@@ -142,23 +130,6 @@ def about_the_method() -> Iterator[None]:
         raise
     except (ValueError, TypeError) as error:
         raise UserError(f"method: {error}") from error
-
-
-def parameters_of(
-    settings: dict[str, Any], datasets: Mapping[str, Any], model_config: Any, column: str | None, length: int | None
-) -> dict[str, dict[str, Any]]:
-    """{dataset: a method's settings with numbers for targets}, checked against the model.
-
-    datasets: {name: Dataset}. column, length: as of `targets.solved`. Raises UserError, OutOfReachError.
-    """
-    parameters = {}
-    with about_the_method():
-        at_depth = targets.at_depth(settings, model_config.num_hidden_layers)
-        for name, dataset in datasets.items():
-            solved = targets.solved(at_depth, dataset, model_config, column, length)
-            build_method(solved).check(model_config)
-            parameters[name] = solved
-    return parameters
 
 
 def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
@@ -175,10 +146,5 @@ def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
         value = settings.get(key, default)
         if key in (kind.target_parameter, "seed", *kind.shown_parameters) or value != default:
             written[key] = value
-    turns = later_turns(settings)
+    turns = settings.get("turns", "continue")
     return written if turns == "continue" else written | {"turns": turns}
-
-
-def plain(value: Any) -> Any:
-    """The value with keys as in JSON."""
-    return {str(key): plain(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -56,13 +56,10 @@ def make_cases(run: Any) -> list[Case]:
     """The cases of a run, in order. Raises UserError for a prompt that the model or an arm's method cannot take."""
     model, longest, limit = run.config.model, run.positions, run.max_prompt_tokens
     if None in (model.max_prompt_tokens, model.chat):
-        log.info(
-            "%s: %sprompts beyond %d tokens lose their middle; %s",
-            *(model.name, "" if longest is None else f"has {longest} positions, so ", limit),
-            "prompts have its own chat template"
-            if run.chat.uses_template(run.tokenizer)
-            else "it has no chat template: prompts are plain text",
-        )
+        has = "" if longest is None else f"has {longest} positions, so "
+        told = ("it has no chat template: prompts are plain text", "prompts have its own chat template")
+        chat = told[run.chat.uses_template(run.tokenizer)]
+        log.info("%s: %sprompts beyond %d tokens lose their middle; %s", model.name, has, limit, chat)
     return [case for data in run.loaded for case in _cases(run, data)]
 
 
@@ -84,11 +81,11 @@ def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
         needed = tokens + new_tokens - (not run.is_served)  # the last new token has no position here; servers count it
         if longest is not None and needed > longest:
             fits = longest - needed + min(prompt.tokens_before_truncation, limit)
+            instead = f"set model.max_prompt_tokens={fits}, or less" if dataset.truncate else run.suite.shorter
             of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
             raise UserError(
                 f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
-                f"{longest} positions: "
-                f"{f'set model.max_prompt_tokens={fits}, or less' if dataset.truncate else run.suite.shorter}"
+                f"{longest} positions: {instead}"
             )
         yield Case(dataset, example, prompt, max_new_tokens, end_ids)
 

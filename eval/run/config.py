@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -118,10 +118,8 @@ def _defaults(name: str) -> dict[str, Any]:
         try:
             OmegaConf.create({key: written})
         except OmegaConfBaseException as error:
-            raise UserError(
-                f"method {name!r} has the default {default!r} of {key!r}: expected a number, text, true, false, null, "
-                "or a list or mapping of these"
-            ) from error
+            expected = "a number, text, true, false, null, or a list or mapping of these"
+            raise UserError(f"method {name!r} has the default {default!r} of {key!r}: expected {expected}") from error
         defaults[key] = "${seed}" if key == "seed" else written
     return defaults | {"turns": "continue"} | ({"seeds": None} if "seed" in defaults else {})
 
@@ -141,10 +139,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
             try:
                 version(package)
             except PackageNotFoundError as error:
-                raise UserError(
-                    f"hydra/launcher={launcher} needs the package {package}: run pip install --editable '.[{extra}]' "
-                    "in the repository's folder"
-                ) from error
+                needs = f"needs the package {package}: pip install --editable '.[{extra}]' in the repository"
+                raise UserError(f"{argument} {needs}") from error
         if key.startswith(("hydra/", "hydra.")) and launcher != "basic" and not sweep:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
     _check_method_is_read(arguments)
@@ -154,16 +150,12 @@ def _check_method_is_read(arguments: Sequence[str]) -> None:
     """Refuse `method` beside `compare`, or beside an experiment that has arms and does not read it."""
     given = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
     key = next((key for key in given if key == "method" or key.startswith("method.")), None)
-    if key is None:
-        return
     compare, by = given.get("compare"), f"compare={given.get('compare')}"
-    if compare is None:
-        for name in given.get("experiment", "").split(","):
-            file = CONF / "experiment" / f"{name}.yaml"
-            text = file.read_text(encoding="utf-8") if file.is_file() else ""
-            if re.search(r"^compare:", text, re.MULTILINE):
-                compare, by = text, f"experiment={name}"
-    if compare in (None, "null") or "${method" in compare:
+    for name in given.get("experiment", "").split(",") if compare is None else ():
+        file = CONF / "experiment" / f"{name}.yaml"
+        if file.is_file() and "\ncompare:" in (text := file.read_text(encoding="utf-8")):
+            compare, by = text, f"experiment={name}"
+    if key is None or compare in (None, "null") or "${method" in compare:
         return
     value = given[key]
     if key != "method":
@@ -243,32 +235,18 @@ def one_line(error: Exception) -> UserError:
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
     message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))
-    if unknown := re.match(r"Could not override '([^']+)'", message):
-        key, hint = unknown[1], "--help lists all keys"
-        if key.startswith("method."):
-            hint = "lazyllm-bench methods lists the settings of each method"
-        else:
-            keys = [known for known, _, _ in documented(RunConfig())]
-            near = difflib.get_close_matches(
-                key, dict.fromkeys([*keys, *(known.partition(".")[0] for known in keys)]), 1
-            )
-            hint = f"did you mean {near[0]}? {hint}" if near else hint
-        message += f" ({hint})"
+    unknown = re.match(r"(?:Could not override|Key) '([^']+)'", message)
+    if unknown is not None and unknown[1].startswith("method."):
+        message += " (lazyllm-bench methods lists the settings of each method)"
+    elif unknown is not None:
+        keys = [part for key, _, _ in documented(RunConfig()) for part in (key, key.partition(".")[0])]
+        near = difflib.get_close_matches(unknown[1], dict.fromkeys(keys), 1)
+        message += f" ({f'did you mean {near[0]}? ' if near else ''}--help lists all keys)"
     if isinstance(error, OverrideParseException):
         message += (
             " (a value with special signs takes quotes, for the shell too: KEY='\"VALUE\"'; a mapping's key none)"
         )
     return UserError(message)
-
-
-def _check_known(settings: Any, group: str = "") -> None:
-    """Refuse keys that `++` has added to the schema. Raises UserError."""
-    known = {item.name for item in fields(settings)}
-    for key, value in vars(settings).items():
-        if key not in known:
-            raise UserError(f"unknown key {group}{key}: --help lists all keys")
-        if is_dataclass(value):
-            _check_known(value, f"{group}{key}.")
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
@@ -277,7 +255,9 @@ def to_run_config(config: DictConfig) -> RunConfig:
     Raises UserError.
     """
     try:
-        plain = OmegaConf.to_object(config)
+        # into the schema again, as `++` adds any key
+        schema = OmegaConf.structured(OmegaConf.get_type(config))
+        plain = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.to_container(config)))
     except MissingMandatoryValue as error:
         value = "FOLDER_OR_HUB_ID" if error.full_key == "model.name" else "VALUE"
         raise UserError(
@@ -286,7 +266,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:  # a reference to no setting, for example
         raise one_line(error) from error
     assert isinstance(plain, RunConfig)
-    _check_known(plain)
     choices = {
         "data.on_error": ("raise", "skip"),
         "subset": SUBSETS,

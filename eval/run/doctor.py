@@ -120,9 +120,7 @@ def check_rows(suites: Sequence[Suite]) -> State:
     for suite in suites:
         if not fetched.get(suite.name, True):
             return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
-    if fetched:
-        return OK, f"{', '.join(fetched)} is in the cache"
-    return NOT_NEEDED, f"{suites[0].name} makes its own"
+    return (OK, f"{', '.join(fetched)} is in the cache") if fetched else (NOT_NEEDED, "the suite makes its own")
 
 
 def gigabytes_of(model: str) -> float:
@@ -152,11 +150,12 @@ def examine(models: Sequence[str]) -> dict[str, State]:
     """The state of each thing that runs of the models need. Raises UserError for an unknown model."""
     gpu = first_gpu()
     checks: dict[str, Callable[[], State]] = {
+        "Python": lambda: (OK, platform.python_version()),  # others cannot install it
         "torch": lambda: check_torch(gpu),
         "GPU": lambda: check_gpu(gpu, max(map(gigabytes_of, models))),
         "attention": lambda: check_attention(gpu, states["torch"][0] == OK),
     }
-    states = {"Python": (OK, platform.python_version())}  # others cannot install it
+    states = dict[str, State]()
     for thing, check in checks.items():
         try:
             states[thing] = check()

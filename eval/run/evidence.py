@@ -20,13 +20,9 @@ def of_evidence(prompt: BuiltPrompt, turn: int, out: Generation, earlier: Sequen
     positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
     if not len(positions):
         return {}
-    in_prefill, revived = evidence_computed(out, positions, earlier)
-    return {
-        "evidence_tokens": len(positions),
-        "evidence_recall": float(in_prefill[-1]),
-        "evidence_prefill": in_prefill.tolist(),
-        "evidence_revived": revived.tolist(),
-    }
+    prefill, revived = (shares.tolist() for shares in evidence_computed(out, positions, earlier))
+    found = {"evidence_tokens": len(positions), "evidence_recall": prefill[-1]}
+    return {**found, "evidence_prefill": prefill, "evidence_revived": revived}
 
 
 def evidence_positions(prompt: BuiltPrompt) -> np.ndarray:

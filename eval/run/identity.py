@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmarks.rows import sha256_of
 from eval.run import targets
-from eval.run.arms import Arm, build_method, canonical, plain
+from eval.run.arms import Arm, build_method, canonical
 from lazyllm.machine import device_name, git_commit
 from lazyllm.methods import by_name, code_of, name_of
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 def code_sha256(parts: tuple[str, ...]) -> str:
     """16 hex digits of the SHA-256 of sources, Python's without comments, docstrings and layout.
 
-    parts: folders with their subfolders, and files, relative to the folder of the packages.
+    parts: files, and folders with their subfolders, relative to the folder of the packages.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -132,7 +132,10 @@ def identity_of(run: Any) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. Raises UserError."""
     config = run.config
     limit, chat = run.max_prompt_tokens, _chat_identity(run)  # refused before rows are made, which may take minutes
-    return {
+    # splits share no table; rounding differs by the number of answers that decode together
+    optional = {"turns": config.turns, "split": config.split, "fidelity": config.fidelity}
+    optional["batch_size"] = run.batch_size if run.batch_size > 1 else None
+    identity = {
         **(_served_identity(run) if run.is_served else _model_identity(run)),
         **_data_identity(run),
         **chat,
@@ -141,23 +144,19 @@ def identity_of(run: Any) -> dict[str, Any]:
         "max_prompt_tokens": limit,
         "seed": config.seed,
         "warmup": config.warmup,
-        **({"turns": config.turns} if config.turns is not None else {}),
-        **({"split": config.split} if config.split is not None else {}),  # splits share no table
-        **({"fidelity": config.fidelity} if config.fidelity is not None else {}),
-        **({"batch_size": run.batch_size} if run.batch_size > 1 else {}),  # rounding differs by the number of answers
+        **{key: value for key, value in optional.items() if value is not None},
         "arms": {arm.label: _arm_identity(run, arm) for arm in run.arms},
         "baseline": run.baseline,
     }
+    return json.loads(json.dumps(identity))  # with keys and lists as in run.json
 
 
 def _data_identity(run: Any) -> dict[str, Any]:
     """What identifies rows and answers. `limit` is left out, so it may be raised."""
     config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
+    rows = {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in run.loaded}
     identity: dict[str, Any] = {
-        "data": {
-            data.dataset.name: f"{data.data_sha256[:16]} {data.config_sha256[:16]} v{run.suite.version}"
-            for data in run.loaded
-        },
+        "data": {name: f"{hashes} v{run.suite.version}" for name, hashes in rows.items()},
         "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
     }
     if config.subset == "by_length":  # equal for all who chose the same rows
@@ -170,7 +169,7 @@ def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
     if run.is_served:
         server = run.servers[arm.label]
         reported = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
-        method = {key: plain(value) for key, value in arm.settings.items() if key != "turns"}
+        method = {key: value for key, value in arm.settings.items() if key != "turns"}
         return {"method": method, "server": reported}
     # of the method's other models: a local one's hash, a hub model's commit
     others = [
@@ -179,8 +178,8 @@ def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
     ]
     solved = {data: settings | {"name": name_of(settings["name"])} for data, settings in arm.parameters.items()}
     return {
-        "method": plain(canonical(arm.settings, run.model_config.num_hidden_layers)),
-        "parameters": plain(solved) if targets.uses_preset(arm.settings) else None,
+        "method": canonical(arm.settings, run.model_config.num_hidden_layers),
+        "parameters": solved if targets.uses_preset(arm.settings) else None,
         "code": method_code(arm.settings["name"]),
         **({"weights": others} if others else {}),
     }
@@ -212,10 +211,9 @@ def _model_identity(run: Any) -> dict[str, Any]:
 def _served_identity(run: Any) -> dict[str, Any]:
     """What identifies how all servers are asked."""
     config = run.config
-    asked = {key: plain(getattr(config.server, key)) for key in ("api", "cache", "extra_body")}
     return {
         "model": config.model.name,
-        "server": asked,
+        "server": {key: getattr(config.server, key) for key in ("api", "cache", "extra_body")},
         "load": {"concurrency": config.load.concurrency, "rate": config.load.rate},
         "engine": code_sha256(SERVED),
         "versions": versions(),
@@ -227,19 +225,22 @@ def _chat_identity(run: Any) -> dict[str, Any]:
     chat, tokenizer = run.chat, run.tokenizer
     about: dict[str, Any] = {"chat": run.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
     if chat.uses_template(tokenizer):
-        about |= {
-            "chat": "auto",
-            "chat_args": chat.template_args(tokenizer),
-            "system": chat.system,
-            "today": chat.today if chat.reads_clock(tokenizer) else None,
-        }
+        today = chat.today if chat.reads_clock(tokenizer) else None
+        about |= {"chat": "auto", "chat_args": chat.template_args(tokenizer), "system": chat.system, "today": today}
     return {key: value for key, value in about.items() if value}
 
 
 def provenance_of(run: Any) -> dict[str, Any]:
-    """Where, when and with which code the run's first job ran. Not part of the identity."""
-    device = None if run.is_served else devices_in_use(run.spec)[0]
-    return {"git_commit": git_commit(), "versions": versions(), "machine": machine(device), "started": now()}
+    """Where, when and with which code the run's first job ran: not part of the identity, without folders and hosts."""
+    machine = {
+        "device": "server" if run.is_served else device_name(devices_in_use(run.spec)[0]),
+        "cpu": device_name(torch.device("cpu")),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cuda": torch.version.cuda,
+    }
+    return {"git_commit": git_commit(), "versions": versions(), "machine": machine, "started": now()}
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -250,9 +251,9 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def weights_sha256(source: str) -> str | None:
-    """SHA-256 of a local checkpoint: its config, and name, size and samples of its weight files. None for a hub id.
+    """SHA-256 of a local checkpoint: its config, and name, size and samples, not all 13 GB, of its weight files.
 
-    Samples distinguish checkpoints without reading 13 GB; a hub checkpoint is identified by its commit.
+    None for a hub id, whose commit identifies it.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -261,14 +262,12 @@ def weights_sha256(source: str) -> str | None:
     weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     for file in sorted([folder / "config.json", *weights]):
         size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        is_small = size <= _SAMPLES * _SAMPLE_BYTES
         with file.open("rb") as opened:
-            digest.update(f"{file.name}\0{size}\0".encode())
-            if size <= _SAMPLES * _SAMPLE_BYTES:
-                digest.update(opened.read())
-                continue
-            for sample in range(_SAMPLES):
-                opened.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-                digest.update(opened.read(_SAMPLE_BYTES))
+            for sample in range(1 if is_small else _SAMPLES):
+                opened.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1) if sample else 0)
+                digest.update(opened.read(-1 if is_small else _SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -277,20 +276,8 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def machine(device: torch.device | None) -> dict[str, Any]:
-    """The machine of a run, as the summary reports it. Names no folder and no host. device: None behind a server."""
-    return {
-        "device": device_name(device) if device is not None else "server",
-        "cpu": device_name(torch.device("cpu")),
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cuda": torch.version.cuda,
-    }
-
-
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+    except importlib.metadata.PackageNotFoundError:  # a checkout
         return "not installed"

@@ -56,7 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     finished: list[RunResult] = []  # of the jobs in this process
 
     def work(config: DictConfig) -> None:
-        finished.append(run_job(config))
+        with job():
+            run = Run(to_run_config(config)).check()
+            logging.info("loading torch and transformers")
+            from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
+
+            finished.append(measure(run))
         if failed := finished[-1].failed:
             raise FailedExamplesError(failed)
 
@@ -83,16 +88,6 @@ def parse_gate(text: str) -> dict[str, float]:
     if not bounds or None in bounds:
         raise UserError(f"--gate {text!r}: expected bounds such as 'score>=-1 ttft>=1.2'")
     return {bound[1]: float(bound[2]) for bound in bounds if bound is not None}
-
-
-def run_job(config: DictConfig) -> RunResult:
-    """One job: the run that a composed config describes. Raises UserError."""
-    with job():
-        run = Run(to_run_config(config)).check()
-        logging.info("loading torch and transformers")
-        from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
-
-        return measure(run)
 
 
 def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby, islice
 from pathlib import Path
 
 import torch
@@ -43,11 +44,7 @@ DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earli
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run.
-
-    results, table: None while other shards have examples to measure. failed: how many answers failed, and why; "" for
-    none.
-    """
+    """A finished run. results, table: None while other shards have examples to measure. failed: as of `_failed`."""
 
     folder: Path
     results: Results | None
@@ -72,8 +69,9 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
             _measure_missing(run, store, trackers, load or (lambda: load_model(run)))
             if part:
                 store.reload()  # with the other shards' visits so far
-            result = _result(run, store)
-            pictures = _summarise(run, result.results, result.table, trackers) if result.results else []
+            result, pictures = _result(run, store), list[Path]()
+            if result.results is not None and result.table is not None:
+                pictures = _summarise(run, result.results, result.table, trackers)
     if result.table is not None and show:
         screen = console()
         screen.print(result.table.to_rich(screen.width))
@@ -90,41 +88,32 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
 
 def _result(run: Run, store: RunStore) -> RunResult:
     """The results of all the run's examples, planned ones first. Raises FailedExamplesError if no arm has answered."""
-    keys, arms = _all_keys(run, store), {arm.label for arm in run.arms}
-    pending = [key for key in keys if key not in store.visits]
-    failed = _failed(run, store)
+    stored = _stored(run, store)
+    pending, failed = [key for key in _all_keys(run, store) if key not in store.visits], _failed(stored)
     if pending:
-        log.info(
-            "%s: other shards have %d examples to measure; the last shard makes the table", run.folder, len(pending)
-        )
+        log.info("%s: other shards have %d examples to measure; the last makes the table", run.folder, len(pending))
         return RunResult(run.folder, None, None, failed)
-    if not any(arms & store.answered(key) for key in keys):
+    if not stored.answered:
         raise FailedExamplesError(f"no answer: {failed}")
-    results = Results([_stored(run, store)])
+    results = Results([stored])
     title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
     return RunResult(run.folder, results, run_table(results, title), failed)
 
 
-def _failed(run: Run, store: RunStore) -> str:
+def _failed(run: StoredRun) -> str:
     """How many answers are missing, as all tries failed, and why the first; "" for none."""
-    missing, first = 0, ""
-    for key, visits in store.visits.items():
-        lacking = {arm.label for arm in run.arms} - store.answered(key)
-        failures = {label: why for visit in visits for label, why in visit.failures.items() if label in lacking}
-        missing += len(failures)
-        for label, why in failures.items():
-            first = first or f"{label} on {key[0]}, row {key[1]}: {why.reason}"
-    if not missing:
+    if not (failed := run.failed):
         return ""
+    (dataset, example, arm), reason = next(iter(failed.items()))
     return (
-        f"{counted(missing, 'answer')} failed and {'is' if missing == 1 else 'are'} not in the table, the first of "
-        f"{first}. {store.folder} holds all; the same command tries them again"
+        f"{counted(len(failed), 'answer')} failed and {'is' if len(failed) == 1 else 'are'} not in the table, the "
+        f"first of {arm} on {dataset}, row {example}: {reason}. {run.folder} holds all; the same command tries them "
+        "again"
     )
 
 
-def _summarise(run: Run, results: Results, table: Table | None, trackers: list[Tracker]) -> list[Path]:
+def _summarise(run: Run, results: Results, table: Table, trackers: list[Tracker]) -> list[Path]:
     """Write the run's table and its pictures into its folder, and show them in W&B. Returns the pictures."""
-    assert table is not None  # at least one arm has answered, so there are results
     folder = run.folder
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())
@@ -229,14 +218,14 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: C
         if lacking := [arm for arm in run.arms if arm.label not in answered]:
             again = [arm for arm in run.arms if arm in lacking or arm.label == run.baseline]
             todo.append(Todo(case, in_turn(again, number)))
-    untraced = _untraced(run, store)
-    ours = len(run.ours)
+    untraced, ours = _untraced(run, store), len(run.ours)
     log.info("%s: %s, %d of them already measured", run.folder, counted(ours, "example"), ours - len(todo))
     if not todo and not untraced:
         return
     devices = () if run.is_served else devices_in_use(run.spec)
     holder = f"process {os.getpid()} for {run.folder}"
-    with device_lock.held(devices, holder), _noted(store, devices, len(todo)), _opened(run, devices, load) as subject:
+    with device_lock.held(devices, holder), _noted(store, devices, len(todo)), released(devices):
+        subject = Servers(run) if run.is_served else _bench(run, load)
         if todo:
             _measure(subject, todo, run.config.warmup, store, trackers)
         for case, labels in untraced.items():
@@ -251,34 +240,25 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: C
 
 def _untraced(run: Run, store: RunStore) -> dict[Case, set[str]]:
     """{case: labels of arms} without the trace that the run asks for; the baseline's only if it is the only arm."""
-    traced, untraced = dict[str, int](), dict[Case, set[str]]()
     labels = {arm.label for arm in run.arms if arm.label != run.baseline or len(run.arms) == 1}
-    for case in run.cases:
-        number = traced[case.dataset.name] = traced.get(case.dataset.name, 0) + 1
-        if number <= run.config.trace and case in run.ours:
-            untraced[case] = {label for label in labels if not _trace_file(store, case, label).is_file()}
-    return {case: lacking for case, lacking in untraced.items() if lacking}
+    untraced = dict[Case, set[str]]()
+    for _, cases in groupby(run.cases, key=lambda case: case.dataset.name):
+        for case in islice(cases, run.config.trace):
+            lacking = {label for label in labels if not _trace_file(store, case, label).is_file()}
+            if lacking and case in run.ours:
+                untraced[case] = lacking
+    return untraced
 
 
 def _trace_file(store: RunStore, case: Case, label: str) -> Path:
     return store.folder / "traces" / Trace.file_name(*case.key, label)
 
 
-@contextmanager
-def _opened(
-    run: Run, devices: tuple[torch.device, ...], load: Callable[[], PreTrainedModel]
-) -> Iterator[Bench | Servers]:
-    """What the run measures: its servers, or its model in this process."""
-    if run.is_served:
-        yield Servers(run)
-        return
+def _bench(run: Run, load: Callable[[], PreTrainedModel]) -> Bench:
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    forced = run.config.fidelity is not None
-    with released(devices):
-        yield Bench(
-            load(), run.tokenizer, run.chat, run.arms, run.baseline, forced, run.config.evidence, run.batch_size
-        )
+    forced, evidence = run.config.fidelity is not None, run.config.evidence
+    return Bench(load(), run.tokenizer, run.chat, run.arms, run.baseline, forced, evidence, run.batch_size)
 
 
 def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:

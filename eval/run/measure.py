@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +15,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.benchmarks import SUITES
@@ -34,14 +33,7 @@ from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import Greedy, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError, place_of, reason_of
-from lazyllm.measuring import (
-    attention_events,
-    attention_kernel,
-    read_peak,
-    release_memory,
-    reset_peak,
-    utilisation,
-)
+from lazyllm.measuring import attention_events, attention_kernel, read_peak, release_memory, reset_peak, utilisation
 from lazyllm.methods import Baseline, Method
 from lazyllm.methods.support.other_models import bytes_beside, models_beside, park, unload
 from lazyllm.spec import ModelSpec
@@ -62,8 +54,8 @@ class Todo:
 def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
     """The arms in the order of a run's visit with this number, from 0.
 
-    The order rotates with every second visit, and every other visit reverses it. So in 2 visits each arm comes before
-    any other once and after it once, and in 2 k visits of k arms each arm has each place twice.
+    It rotates with every second visit, and every other visit reverses it: in 2 visits each arm comes before any other
+    once and after it once, and in 2 k visits of k arms each arm has each place twice.
     """
     first = number // 2 % len(arms)
     order = (*arms[first:], *arms[:first])
@@ -71,10 +63,7 @@ def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 
 def converse(model: PreTrainedModel, case: Case, method: Method, turns: str) -> Iterator[Generation]:
-    """The case's answers, turn by turn. Every turn follows the method's own answers, as in a real conversation.
-
-    turns: as of `lazyllm.start`.
-    """
+    """The case's answers, turn by turn, each behind the method's own earlier ones. turns: as of `lazyllm.start`."""
     with start(model, case.prompt.as_input(), method, turns=turns) as conversation:
         out = conversation.answer(None, **case.answering)
         yield out
@@ -137,14 +126,20 @@ class Bench:
     parks: bool = False
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
-        """Run each arm `runs` times on the first prompt, after a prefill of the first arm that is profiled.
+        """Run each arm `runs` times on the first prompt, so that the first visit is no slower than the others.
 
-        So the first visit is no slower than the others. If that prompt does not fit into memory, the shortest one
-        takes its place; measuring the first records the failure.
+        Before that, a prefill of the first arm is profiled. If memory does not hold the prompt, the shortest one takes
+        its place.
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
+            options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
+            run = partial(generate, self.model, case.prompt.as_input(), **options)
+            calls = [partial(run, arm.method(case.dataset.name)) for arm in self.arms] * runs
             try:
-                self._warm_up_on(case, runs)
+                if calls:  # of a prefill alone, as decoding runs other kernels
+                    self.attention_kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
+                for call in calls:
+                    call()
                 return
             except UserError:
                 raise
@@ -154,15 +149,6 @@ class Bench:
             if lacks_memory:
                 self._make_room()
             free(*devices_of(self.model))
-
-    def _warm_up_on(self, case: Case, runs: int) -> None:
-        options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
-        methods = [arm.method(case.dataset.name) for arm in self.arms]
-        calls = [partial(generate, self.model, case.prompt.as_input(), method, **options) for method in methods] * runs
-        if calls:  # of a prefill alone, as decoding runs other kernels
-            self.attention_kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
-        for call in calls:
-            call()
 
     def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:
         """The visits: each arm's answers, or its failure: out of memory, logits that are not finite, an error in it.
@@ -175,7 +161,7 @@ class Bench:
             if one not in together:
                 yield self._visit(one, {arm.label: self._answers_or_failure(one.case, arm) for arm in one.arms})
         together.sort(key=lambda one: -len(one.case.prompt.token_ids))
-        outcomes: dict[Todo, dict[str, _Answers | Failure]] = {one: {} for one in together}
+        outcomes = defaultdict[Todo, dict[str, _Answers | Failure]](dict)
         waiting = deque((one, arm) for one in together for arm in one.arms)
         for done, arm, outcome in self._decode(waiting, self.batch_size):
             outcomes[done][arm.label] = outcome
@@ -202,11 +188,8 @@ class Bench:
         self._rehearse(case, arm)
         answers = _Answers(method, arm.turns, [], [])
         reset_peak(*devices)
-        if case.prompt.turns:
-            outs = converse(self.model, case, method, arm.turns)
-        else:
-            outs = iter([generate(self.model, case.prompt.as_input(), method, **case.answering)])
-        for out in outs:
+        alone = [] if case.prompt.turns else [generate(self.model, case.prompt.as_input(), method, **case.answering)]
+        for out in alone or converse(self.model, case, method, arm.turns):
             answers.outs.append(out)
             peak = read_peak(*devices)
             others = sum(bytes_beside(method.models(), device) for device in devices)
@@ -284,8 +267,11 @@ class Bench:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
         failures = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, Failure)}
         answers = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, _Answers)}
-        baseline = answers.get(self.baseline or "")
-        forced_baseline = cache(lambda: self._forced_baseline(one.case, baseline.outs[0].token_ids) if baseline else {})
+        baseline, logits = (
+            answers.get(self.baseline or ""),
+            partial(forced_logits, self.model, one.case.prompt.as_input()),
+        )
+        of_baseline = cache(partial(logits, Baseline()))
         measured: dict[str, list[Measurement]] = {}
         for label, own in answers.items():
             try:
@@ -296,7 +282,10 @@ class Bench:
                         for turn, theirs, ours in zip(turns, baseline.outs, own.outs, strict=True)
                     ]
                     # forced in the first turn only: in later turns, the two have different texts before them
-                    turns[0] = replace(turns[0], **self._forced(one.case, own.method, forced_baseline))
+                    for name, ids in self._answers_to_force(one.case, baseline).items():
+                        kl, log_likelihood = of_forced(of_baseline(ids), logits(own.method, ids), ids)
+                        forced = {f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood}
+                        turns[0] = replace(turns[0], **forced)
                 measured[label] = turns
             except UserError:
                 raise
@@ -304,25 +293,14 @@ class Bench:
                 failures[label] = _failure(one.case, error)
         if failures:
             free(*devices_of(self.model))
-        labels = [arm.label for arm in self.arms if arm.label in measured]
-        return visit_of(
-            one, {label: measured[label] for label in labels}, failures, attention_kernel=self.attention_kernel
-        )
+        return visit_of(one, self.arms, measured, failures, attention_kernel=self.attention_kernel)
 
-    def _forced_baseline(self, case: Case, answer: list[int]) -> dict[str, tuple[list[int], Tensor]]:
-        """{"answer" and "gold": (its tokens, the baseline's logits before each)}."""
+    def _answers_to_force(self, case: Case, baseline: _Answers) -> dict[str, tuple[int, ...]]:
+        """The tokens of the baseline's answer and of the gold one; none unless `forced`."""
+        if not self.forced:
+            return {}
         gold = gold_token_ids(self.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
-        answers = {"answer": answer, "gold": gold}
-        prompt = case.prompt.as_input()
-        return {name: (ids, forced_logits(self.model, prompt, Baseline(), ids)) for name, ids in answers.items()}
-
-    def _forced(self, case: Case, method: Method, of_baseline: Any) -> dict[str, float]:
-        """The fields of `Measurement` of answers that are fed to a method; none unless `forced`."""
-        found: dict[str, float] = {}
-        for name, (token_ids, theirs) in of_baseline().items() if self.forced else ():
-            ours = forced_logits(self.model, case.prompt.as_input(), method, token_ids)
-            found[f"{name}_kl"], found[f"{name}_log_likelihood"] = of_forced(theirs, ours, token_ids)
-        return found
+        return {"answer": tuple(baseline.outs[0].token_ids), "gold": tuple(gold)}
 
     def _measurement(self, case: Case, turn: int, answers: _Answers) -> Measurement:
         out = answers.outs[turn]
@@ -360,8 +338,10 @@ def _arms_to_begin(waiting: deque[tuple[Todo, Arm]], inside: Mapping[Request, tu
     return 1 if any(one is newest for one, _ in inside.values()) else sum(one is newest for one, _ in waiting)
 
 
-def visit_of(one: Todo, answers: dict[str, list[Measurement]], failures: dict[str, Failure], **others: Any) -> Visit:
-    """The visit of a case. answers, failures: by arm. others: fields of `Visit`."""
+def visit_of(
+    one: Todo, arms: Sequence[Arm], answers: dict[str, list[Measurement]], failures: dict[str, Failure], **others: Any
+) -> Visit:
+    """The visit of a case. arms: the run's, in order. answers, failures: by arm. others: fields of `Visit`."""
     case = one.case
     turns = [
         Turn(
@@ -379,7 +359,7 @@ def visit_of(one: Todo, answers: dict[str, list[Measurement]], failures: dict[st
         groups=list(case.example.groups),
         turns=turns,
         order=[arm.label for arm in one.arms],
-        answers=answers,
+        answers={arm.label: answers[arm.label] for arm in arms if arm.label in answers},
         failures=failures,
         **others,
     )
@@ -404,13 +384,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _failure(case: Case, error: Exception) -> Failure:
+    advice = f" ({place_of(error)})"
     if is_out_of_memory(error):
-        advice = (
-            f"; out of memory at {len(case.prompt.token_ids)} prompt tokens: lower model.max_prompt_tokens, or "
-            "give model.quantise=int8 or model.device_map=auto"
-        )
-    else:
-        advice = f" ({place_of(error)})"
+        tokens, more = len(case.prompt.token_ids), "give model.quantise=int8 or model.device_map=auto"
+        advice = f"; out of memory at {tokens} prompt tokens: lower model.max_prompt_tokens, or {more}"
     return Failure(reason=reason_of(error) + advice, traceback=traceback.format_exc())
 
 
@@ -420,9 +397,10 @@ def free(*devices: torch.device) -> None:
         release_memory(*devices)
         read_clock(*devices)  # waits for them
     except RuntimeError as error:
+        names, why = ", ".join(map(str, devices)), " ".join(str(error).split())
         raise UserError(
-            f"{', '.join(map(str, devices))} does not recover from the last failure ({' '.join(str(error).split())}), "
-            "so all other examples would fail. Finished ones are safe: give the same command again"
+            f"{names} does not recover from the last failure ({why}). Finished examples are safe: give the same "
+            "command again"
         ) from error
 
 

@@ -19,7 +19,7 @@ from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
 from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, Example, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.arms import Arm, about_the_method, arms_asked, build_method, later_turns, parameters_of
+from eval.run.arms import Arm, about_the_method, arms_asked, build_method
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
@@ -41,10 +41,7 @@ RUNS = Path("runs")  # the folder of runs without `out`, and `hydra.sweep.dir` o
 
 @dataclass(frozen=True)
 class Run:
-    """A model, examples, and the arms that answer each of them. Every property may raise UserError.
-
-    config: the settings.
-    """
+    """A model, examples, and the arms that answer each of them. Every property may raise UserError."""
 
     config: RunConfig
 
@@ -94,7 +91,6 @@ class Run:
             for settings in arms.values():
                 require(settings.get("name") != SERVER, "method", SERVER, with_server)
                 build_method(targets.check(settings))
-                later_turns(settings)
         return arms
 
     @property
@@ -122,7 +118,7 @@ class Run:
         require(config.subset == "first" or self.limit is not None, "subset", config.subset, "limit=50 or so with it")
         rows = None if self.limit is None else self.limit if config.split is None else 2 * self.limit
         data = DataSettings(
-            dir=Path(config.data.dir) if config.data.dir is not None else None,
+            dir=None if config.data.dir is None else Path(config.data.dir),
             on_error="skip" if config.data.on_error == "skip" else "raise",
             limit=rows if config.subset == "first" else None,  # of each two rows, one is in a split
             options=None if suite.options is None else getattr(config, suite.name),
@@ -140,18 +136,15 @@ class Run:
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
-        """Those whose rows can be loaded, all of one suite.
-
-        Datasets of a whole suite without rows are left out, with a line in the log.
-        """
+        """Those of one suite whose rows can be loaded; of a whole suite the others are left out, with a log line."""
         config, named, data = self.config, self._named, self.data
         for dataset in named:
             self.suite.check(dataset, data)
         reasons = {dataset: reason for dataset in named if (reason := missing_rows(dataset, data)) is not None}
         is_whole = not config.dataset or config.dataset.get(self.suite.whole)
-        for dataset, reason in reasons.items():
-            if not is_whole or len(reasons) == len(named):
-                raise UserError(f"{dataset.name}: {reason}")
+        if reasons and (not is_whole or len(reasons) == len(named)):
+            dataset, reason = next(iter(reasons.items()))
+            raise UserError(f"{dataset.name}: {reason}")
         for reason in dict.fromkeys(reasons.values()):
             left_out = ", ".join(dataset.name for dataset in reasons if reasons[dataset] == reason)
             log.warning("left out: %s: %s", left_out, reason)
@@ -200,15 +193,15 @@ class Run:
             return {}
         from eval.server import Server, describe
 
-        server, servers, described = self.config.server, dict[str, Server](), list[tuple[Server, Server]]()
+        server, asked, servers = self.config.server, dict[str, Server](), dict[str, Server]()
         for label, settings in self.asked.items():
             url: Any = settings.get("url") or server.url
             kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
             extra = {**(server.extra_body or {}), **(settings.get("extra_body") or {})}
             name = settings.get("model") or self.config.model.name
-            asked = Server(url, name, kind, server.api, extra, server.api_key_env, server.timeout_s)
-            servers[label] = next((found for one, found in described if one == asked), None) or describe(asked)
-            described.append((asked, servers[label]))
+            asked[label] = Server(url, name, kind, server.api, extra, server.api_key_env, server.timeout_s)
+            same = next(other for other in asked if asked[other] == asked[label])
+            servers[label] = servers[same] if same in servers else describe(asked[label])
         return servers
 
     @cached_property
@@ -220,18 +213,23 @@ class Run:
 
     @cached_property
     def arms(self) -> tuple[Arm, ...]:
-        """The arms that reach their target speedups, in order; the others are left out, with a line in the log."""
+        """The arms that reach their target speedups, in order; the others are left out, with a log line."""
         if self.is_served:
             return tuple(Arm(label, settings) for label, settings in self.asked.items())
-        datasets, length = {dataset.name: dataset for dataset in self.datasets}, self.suite.length(self.data)
-        arms = list[Arm]()
+        arms, shape, length = list[Arm](), self.shape, self.suite.length(self.data)
         for label, settings in self.asked.items():
+            arm = Arm(label, settings)
             try:
-                solved = parameters_of(settings, datasets, self.shape, self.config.model.paper, length)
+                with about_the_method():
+                    at_depth = targets.at_depth(settings, shape.num_hidden_layers)
+                    for dataset in self.datasets:
+                        solved = targets.solved(at_depth, dataset, shape, self.config.model.paper, length)
+                        build_method(solved).check(shape)
+                        arm.parameters[dataset.name] = solved
             except OutOfReachError as error:
                 log.warning("left out: %s: %s", label, error)
             else:
-                arms.append(Arm(label, settings, solved))
+                arms.append(arm)
         if not {arm.label for arm in arms} - ({self.baseline} if len(self.asked) > 1 else set()):
             raise UserError("no method reaches its speedup on this model: give a lower one")
         return tuple(arms)
@@ -248,8 +246,8 @@ class Run:
         """The models that the arms need besides `spec`, each once."""
         if self.is_served:
             return ()
-        arms = self.asked.values()
-        return tuple(dict.fromkeys(spec for arm in arms for spec in build_method(targets.check(arm)).models()))
+        methods = [build_method(targets.check(settings)) for settings in self.asked.values()]
+        return tuple(dict.fromkeys(spec for method in methods for spec in method.models()))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -322,9 +320,8 @@ class Run:
     @property
     def name(self) -> str:
         """What it compares, for people: the label, or the method."""
-        others = [name_of(settings["name"]) for label, settings in self.asked.items() if label != self.baseline]
-        methods = list(dict.fromkeys(others)) or ["baseline"]
-        return self.config.label or (methods[0] if len(methods) == 1 else "comparison")
+        others = {name_of(settings["name"]) for label, settings in self.asked.items() if label != self.baseline}
+        return self.config.label or ("comparison" if len(others) > 1 else min(others, default="baseline"))
 
     @property
     def data_name(self) -> str:
@@ -333,7 +330,7 @@ class Run:
         if len(self.datasets) == 1:
             return self.datasets[0].name
         if len(tasks) == 1:
-            return next(iter(tasks))
+            return min(tasks)
         if len(tasks) == len(self.suite.all_tasks) or self.suite.whole in self.config.dataset:
             return self.suite.whole
         return f"{len(self.datasets)}_datasets"
@@ -353,7 +350,7 @@ class Run:
     def check(self) -> Run:
         """Refuse what the settings, the model's files, rows at hand and servers rule out. Returns the run.
 
-        No torch is imported for it. What takes torch to know is refused before rows are made (`identity`).
+        No torch is imported for it; what takes torch to know is refused before rows are made (`identity`).
         """
         config, suite = self.config, self.suite
         check_writable(Path(config.out or RUNS))
@@ -411,8 +408,8 @@ def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
         name, unknown = settings.get("name", ""), settings.keys() - {*SERVER_SETTINGS, "name", "turns"}
         if name not in ("baseline", SERVER):
             raise UserError(
-                f"method={name} runs inside transformers: lazyllm-bench serve model=NAME method={name} port=8123 puts "
-                f"it behind a server; then compare with method=server method.url=http://127.0.0.1:8123/v1"
+                f"method={name} runs inside transformers: serve it (lazyllm-bench serve model=NAME method={name} "
+                "port=8123), then give method=server method.url=http://127.0.0.1:8123/v1"
             )
         if unknown:
             raise UserError(f"method server has no setting {min(unknown)!r}; it has {', '.join(SERVER_SETTINGS)}")

@@ -63,18 +63,16 @@ class Servers:
             order = [arm.label for arm in (in_turn(self.run.arms, number) if load.is_shared else block[0].arms)]
             answers: list[dict[str, list[Answer] | Failure]] = [{} for _ in block]
             for label in order:
-                asked = [(number, arm) for number, one in enumerate(block) for arm in one.arms if arm.label == label]
+                asked = [(place, arm) for place, one in enumerate(block) for arm in one.arms if arm.label == label]
                 futures = []
                 with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
-                    for number, arm in asked:
-                        futures.append(pool.submit(self._converse, arm, block[number].case))
+                    for place, arm in asked:
+                        futures.append(pool.submit(self._converse, arm, block[place].case))
                         time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
                     wait(futures, return_when=FIRST_EXCEPTION)
-                    pool.shutdown(
-                        cancel_futures=True
-                    )  # a server that is gone ends the run: the other examples would fail too
-                for (number, _), future in zip(asked, futures, strict=True):
-                    answers[number][label] = future.result()
+                    pool.shutdown(cancel_futures=True)  # after an error, as a server that is gone fails all others too
+                for (place, _), future in zip(asked, futures, strict=True):
+                    answers[place][label] = future.result()
             for one, given in zip(block, answers, strict=True):
                 arms = tuple(sorted(one.arms, key=lambda arm: order.index(arm.label)))
                 yield self._visit(Todo(one.case, arms), given)
@@ -158,13 +156,14 @@ class Servers:
         failures = {label: outcome for label, outcome in given.items() if isinstance(outcome, Failure)}
         answers = {label: outcome for label, outcome in given.items() if not isinstance(outcome, Failure)}
         baseline, measured = answers.get(self.run.baseline or ""), dict[str, list[Measurement]]()
-        for label in (arm.label for arm in self.run.arms if arm.label in answers):
-            turns = self._measurements(one.case, answers[label])
+        for label, own in answers.items():
+            measured[label] = self._measurements(one.case, own)
             if baseline is not None and label != self.run.baseline:
-                same = [int(own.text == other.text) for own, other in zip(answers[label], baseline, strict=True)]
-                turns = [replace(turn, same_answer=equal) for turn, equal in zip(turns, same, strict=True)]
-            measured[label] = turns
-        return visit_of(one, measured, failures)
+                measured[label] = [
+                    replace(turn, same_answer=int(ours.text == theirs.text))
+                    for turn, ours, theirs in zip(measured[label], own, baseline, strict=True)
+                ]
+        return visit_of(one, self.run.arms, measured, failures)
 
     def _measurements(self, case: Case, answers: Sequence[Answer]) -> list[Measurement]:
         chat, measured, so_far = self.run.chat, list[Measurement](), 0.0

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from eval.store.folder import files_of, read_about, read_jobs, read_planned
-from eval.store.runs import StoredRun, counted
+from eval.store.runs import StoredRun, counted, run_folders
 from lazyllm.errors import UserError, parser_of
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE = "done", "running", "unclear", "failed", "incomplete"
@@ -53,10 +53,7 @@ class Status:
 
 def status(folders: Sequence[Path]) -> list[Status]:
     """Every run in or below the folders. Raises UserError if a folder does not exist, or if no run is found."""
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder; give the folder that holds the runs, e.g. runs")
-    runs = sorted({file.parent for folder in folders for file in folder.rglob("run.json")})
+    runs = run_folders(folders)
     if not runs:
         raise UserError(f"no run in or below {', '.join(map(str, folders))}; give the folder that holds the runs")
     return [_status(folder) for folder in runs]
@@ -65,13 +62,10 @@ def status(folders: Sequence[Path]) -> list[Status]:
 def _status(folder: Path) -> Status:
     try:
         run = StoredRun(folder, read_about(folder / "run.json"))
-        answered: dict[tuple[str, str], set[str]] = {}
-        for visit in run.visits:
-            answered.setdefault(visit.key, set()).update(visit.answers)
-        keys, planned = {key for key, labels in answered.items() if labels >= run.arms.keys()}, read_planned(folder)
-        seconds = max((file.stat().st_mtime for file in files_of(folder, "visits") if answered), default=None)
+        done, planned = run.done, read_planned(folder)
+        seconds = max((file.stat().st_mtime for file in files_of(folder, "visits") if run.visits), default=None)
         last = None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        missing = len(set(planned or ()) - keys)
+        missing = len(set(planned or ()) - done)
         failed = Counter((arm, reason) for (_, _, arm), reason in run.failed.items())
         findings = [(FAILED, f"{number} of {arm} failed: {reason}") for (arm, reason), number in failed.most_common(3)]
         for file, events in read_jobs(folder).items():
@@ -82,9 +76,9 @@ def _status(folder: Path) -> Status:
         elif state == INCOMPLETE:
             lacks = "its number of examples is unknown" if planned is None else f"{counted(missing, 'example')} missing"
             findings.append((INCOMPLETE, f"{lacks}; the same command goes on{_with_shards(folder)}"))
-        done, expected = (len(keys), None) if planned is None else (len(planned) - missing, len(planned))
+        number, expected = (len(done), None) if planned is None else (len(planned) - missing, len(planned))
         why = "; ".join(reason for _, reason in findings if reason)
-        return Status(folder.name, run.model, [*run.arms], state, done, expected, failed.total(), last, why)
+        return Status(folder.name, run.model, [*run.arms], state, number, expected, failed.total(), last, why)
     except (ValueError, KeyError, TypeError) as error:  # a damaged run; the others are still listed
         return Status(folder.name, "", [], FAILED, 0, None, 0, None, str(error))
 

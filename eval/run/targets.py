@@ -2,10 +2,8 @@
 
 The paper does not publish the parameters behind its Table 1. Ours are solved for (`Method.solve`): a method's
 `target_parameter` is set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is
-the one that the paper measured for the task and the model. `Method.table1` holds the values of parameters that are not
-solved for.
-
-eval/analysis/published/table1_parameters.csv lists all of table1's parameters.
+the one that the paper measured for the task and the model. `Method.table1` holds the parameters that are not solved
+for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
 from __future__ import annotations
@@ -50,18 +48,20 @@ def check(settings: dict[str, Any]) -> dict[str, Any]:
     """
     if is_tuned(settings.get("schedule")):
         settings = settings | {"schedule": "none"}
-    presets = {key: value for key, value in settings.items() if is_preset(value)}
-    if not presets:
+    if not uses_preset(settings):
         return settings
     name = settings.get("name", "")
-    kind = by_name(name)
-    for key, value in presets.items():
+    kind, checked = by_name(name), dict(settings)
+    for key, value in settings.items():
+        if not is_preset(value):
+            continue
         if key in kind.table1 and value != "table1":
             raise UserError(f"method {name!r} cannot be solved for {key}={value}: give a number")
         if key != kind.target_parameter and key not in kind.table1:
             raise UserError(f"method {name!r} takes no preset as {key}={value}; give a number")
-    # a target_parameter without a default is a keep ratio
-    return settings | {key: 0.5 if (default := settings_of(kind)[key]) is MISSING else default for key in presets}
+        default = settings_of(kind)[key]
+        checked[key] = 0.5 if default is MISSING else default  # a target_parameter without a default is a keep ratio
+    return checked
 
 
 def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
@@ -104,10 +104,10 @@ def solved(
     others = {key: value for key, value in settings.items() if key not in ("name", "turns")}
     solution = kind.solve(others, model_config, tokens, target)
     if solution is None:
-        layers = model_config.num_hidden_layers
         instead = "name a draft" if others.get("draft", "") is None else "give less"
         raise OutOfReachError(
-            f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on {layers} layers; {instead}"
+            f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on "
+            f"{model_config.num_hidden_layers} layers; {instead}"
         )
     return settings | {str(kind.target_parameter): solution}
 
@@ -163,8 +163,5 @@ def _file(reference: str) -> Path:
     for file in (SHIPPED / f"{name}.yaml", path / FILE, path):
         if file.is_file():
             return file
-    shipped = ", ".join(PREFIX + file.stem for file in sorted(SHIPPED.glob("*.yaml"))) or "none yet"
-    raise UserError(
-        f"no tuned schedule {name!r}: expected a file in conf/tuned ({shipped}), a study's folder with {FILE}, or "
-        "a path to such a file"
-    )
+    shipped = ", ".join(PREFIX + file.stem for file in sorted(SHIPPED.glob("*.yaml")))
+    raise UserError(f"no tuned schedule {name!r}: expected one of {shipped}, or tuned/PATH of a {FILE} or its folder")

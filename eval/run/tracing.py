@@ -39,9 +39,9 @@ def traces(
 
 def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:
     """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
-    names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
     if prompt.spans is None:
         return [str(tokenizer.decode([token_id])) for token_id in prompt.token_ids]
+    names: Any = tokenizer.convert_ids_to_tokens(list(prompt.token_ids))
     texts, done = [], 0
     for name, (first, stop) in zip(names, prompt.spans.tolist(), strict=True):
         texts.append(prompt.text[done:stop] if stop > first else str(name))

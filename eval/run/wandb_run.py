@@ -60,17 +60,16 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass
 class Tracker:
-    """Shows an arm of a run in W&B, if it works. sums: over this job's visits that hold the arm's answer."""
+    """Shows an arm of a run in W&B, while that works.
 
-    works: bool
+    number: the arm's, from 0. sums: over this job's visits that hold the arm's answer.
+    """
+
     run: StoredRun
     arm: StoredArm
+    number: int
+    works: bool = True
     sums: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether its W&B run also holds what belongs to all arms: the run's table and pictures."""
-        return self.arm.name == next(iter(self.run.arms))
 
     @_harmless
     def start(self, config: TrackerConfig, part: str) -> None:
@@ -81,11 +80,10 @@ class Tracker:
         self._wandb, about = wandb, self.run.about
         values = about["config"] | {key: value for key, value in about.items() if key != "config"}
         values |= {"arm": self.arm.name, "setting": self.arm.label}
-        number = list(self.run.arms).index(self.arm.name)
         given: Any = {key: getattr(config, key) for key in ("project", "entity", "mode", "tags")}
         self._run = wandb.init(
             dir=str(self.run.folder.absolute()),
-            id=f"{about['fingerprint']}{part}-{number}",  # so a resumed run has the same W&B runs
+            id=f"{about['fingerprint']}{part}-{self.number}",  # so a resumed run has the same W&B runs
             name=f"{self.run.model}, {self.arm.name}{part}",
             group=config.group or about["config"].get("label") or self.run.folder.name,
             job_type="run",
@@ -137,7 +135,7 @@ class Tracker:
         values = named.drop(columns=["run", "kind", "task", "method"]).astype(object).melt("name").dropna()
         self._run.summary.update({f"{name}/{column}": value for name, column, value in values.itertuples(index=False)})
         self._run.log({"per_example": self._per_example(results)})
-        if self.is_first:
+        if self.number == 0:  # what belongs to all arms
             artifact, folder = self._wandb.Artifact(f"run-{self.run.about['fingerprint']}", type="run"), self.run.folder
             for pattern in ("run.json", "visits*.jsonl*", "summary.*", "traces/*.json"):
                 for file in folder.glob(pattern):
@@ -149,15 +147,9 @@ class Tracker:
     def _per_example(self, results: Results) -> Any:
         frame: Any = results.frame
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]]
-        texts = {
-            (*visit.key, number): (" | ".join(turn.answers), answer.text)
-            for visit in reversed(results.runs[0].visits)  # an arm's first answer is the one that counts
-            for number, (turn, answer) in enumerate(
-                zip(visit.turns, visit.answers.get(self.arm.name, ()), strict=False), start=1
-            )
-        }
-        keys = list(zip(rows["dataset"], rows["id"], rows["turn"], strict=True))
-        rows = rows.assign(gold=[texts[key][0] for key in keys], answer=[texts[key][1] for key in keys])
+        turns = list(results.measurements(rows))
+        gold = [" | ".join(turn.answers) for turn, _ in turns]
+        rows = rows.assign(gold=gold, answer=[answer.text for _, answer in turns])
         rows.insert(5, "ttft_speedup", beside(rows, frame)["ttft_s"] / rows["ttft_s"])
         cells: Any = rows.astype(object).where(rows.notna(), None)  # None without a baseline
         return self._wandb.Table(columns=list(cells), data=cells.to_numpy().tolist())
@@ -177,7 +169,7 @@ def open_trackers(config: TrackerConfig, run: StoredRun, part: str = "") -> Iter
     part: as of `Tracker`.
     """
     arms = run.arms.values() if config.name == "wandb" else ()
-    trackers, exit_code = [Tracker(True, run, arm) for arm in arms], 1
+    trackers, exit_code = [Tracker(run, arm, number) for number, arm in enumerate(arms)], 1
     with ExitStack() as closed:
         for tracker in trackers:
             tracker.start(config, part)

@@ -12,14 +12,8 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Method
 from lazyllm.spec import ModelSpec
 
-_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "int8": 1,
-    "bnb_int8": 1,
-    "int4": 0.5,
-    "bnb_nf4": 0.5,
-}  # bytes of a number; other dtypes have 2
+# Bytes of a number; other dtypes have 2
+_BYTES = {"float64": 8, "float32": 4, "int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
 ROWS = 8  # the most answers that decode together, unless the settings give a number
 USABLE = 0.9  # share of a device's memory
 
@@ -134,10 +128,10 @@ class Model:
 def rows_of_answers(
     asked: int | None, spec: ModelSpec, methods: Collection[Method], n: int, new_tokens: int, memory: float | None
 ) -> int:
-    """The number of answers that decode together, those of all arms.
+    """The number of answers that decode together. Raises UserError if those of a method cannot.
 
     asked: the setting `batch_size`. methods: all that answer. n: tokens of the longest prompt. memory: bytes of the
-    accelerators; None for a CPU, or if it is not known. Raises UserError if a method's answers cannot be packed.
+    accelerators; None for a CPU, or if it is not known.
     """
     alone = [method.label for method in methods if not method.can_batch]
     if alone and (asked or 1) > 1:

@@ -96,10 +96,10 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
             found.append(_row("dataset", name, task, [sizes[name]], drawn[name], seeds[name]))
         if names:
             task_draws.append(_with_ratios(np.mean([drawn[name] for name in names], axis=0)))
-            task_seeds.append(_mean_of_common([seeds[name] for name in names]))
+            task_seeds.append(seeds[names].mean(axis=1, skipna=False))
             found.append(_row("task", task, task, [sizes[name] for name in names], task_draws[-1], task_seeds[-1]))
-    drawn_all = _with_ratios(np.mean(task_draws, axis=0))
-    return [*found, _row("all", "all", "all", list(sizes.values()), drawn_all, _mean_of_common(task_seeds))]
+    drawn_all, seeds_all = _with_ratios(np.mean(task_draws, axis=0)), pd.concat(task_seeds, axis=1)
+    return [*found, _row("all", "all", "all", list(sizes.values()), drawn_all, seeds_all.mean(axis=1, skipna=False))]
 
 
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.ndarray]:
@@ -186,14 +186,9 @@ def _with_ratios(drawn: np.ndarray) -> np.ndarray:
 
 
 def _row(
-    level: str,
-    name: str,
-    task: str,
-    sizes: Sequence[tuple[int, int]],
-    drawn: np.ndarray,
-    seed_scores: dict[int, float],
+    level: str, name: str, task: str, sizes: Sequence[tuple[int, int]], drawn: np.ndarray, seed_scores: Any
 ) -> dict[str, Any]:
-    """sizes: (examples, turns) of each dataset."""
+    """sizes: (examples, turns) of each dataset. seed_scores: a series; missing where a seed lacks an example."""
     drawn = drawn[:, : len(VALUES)]
     low, high = np.full((2, len(VALUES)), np.nan)
     if min(size for size, _ in sizes) > 1:  # a single example of a dataset has no spread
@@ -205,7 +200,7 @@ def _row(
         "examples": sum(size for size, _ in sizes),
         "turns": sum(turns for _, turns in sizes),
         "datasets": len(sizes),
-        "score_seed_std": np.std(list(seed_scores.values()), ddof=1) if len(seed_scores) > 1 else float("nan"),
+        "score_seed_std": seed_scores.std(),
         **dict(zip(_FORMS, np.stack([drawn[0], low, high], axis=1).ravel(), strict=True)),
     }
 
@@ -243,19 +238,11 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) -> dict[str, dict[int, float]]:
-    """{dataset: {seed: official score}}, seeds with every example of the dataset only. codes: as in `_per_example`."""
-    seeds: dict[str, dict[int, float]] = {name: {} for name in sizes}
-    keys: Any
-    values: Any = frame["score"]
-    means = values.groupby([frame["dataset"], frame["seed"], codes], sort=False).mean()
-    for keys, scores in means.groupby(level=[0, 1], sort=False):
-        dataset, seed = keys
-        if len(scores) == sizes[dataset]:
-            seeds[dataset][seed] = dataset_score((scores / 100).to_list())
-    return seeds
-
-
-def _mean_of_common(parts: Sequence[dict[int, float]]) -> dict[int, float]:
-    """{seed: mean over the parts}, for the seeds that all parts have."""
-    return {seed: float(np.mean([part[seed] for part in parts])) for seed in parts[0] if all(seed in p for p in parts)}
+def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) -> Any:
+    """[seeds, datasets] official scores; missing where a seed lacks an example. codes: as in `_per_example`."""
+    score: Any = frame["score"]
+    means = score.groupby([frame["seed"], frame["dataset"], codes], sort=False).mean()
+    answers = means.groupby(level=[0, 1], sort=False)
+    scores = answers.agg(lambda one: dataset_score((one / 100).to_list()))
+    is_whole = answers.size() == scores.index.get_level_values(1).map(sizes)
+    return scores.where(is_whole).unstack()

@@ -112,31 +112,29 @@ class RunStore:
 def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], part: str = "") -> Iterator[RunStore]:
     """Open the store in `folder` (created if missing) and lock it against other processes until the block ends.
 
-    identity: decides whether visits belong together. about: config and provenance, for people. part: as in `RunStore`.
-    Jobs of different shards may work in the folder at the same time; a job of the whole run works alone.
-    Raises UserError if another process works in the folder, or if it holds a run with another identity.
+    identity: as in JSON; decides whether visits belong together. about: config and provenance, for people. part: as in
+    `RunStore`. Jobs of different shards may work in the folder at the same time; a job of the whole run works alone.
+    Raises UserError if another process works in the folder, if it holds a run with another identity, or visits without
+    run.json.
     """
     with ExitStack() as held:
         with _locked(folder / ".lock-run.json", timeout=-1):  # no other job starts meanwhile
-            _lock_part(folder, part, held)
-            content = about_in(folder, identity)
-            if content is None:
+            held.enter_context(_locked(folder / f".lock{part}"))
+            for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
+                with _locked(other):  # raises if it is held
+                    pass
+            if not (folder / "run.json").exists():
+                if files_of(folder, "visits"):
+                    raise UserError(f"{folder}: holds visits but no run.json; give another folder with out=FOLDER")
                 content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
-                text = json.dumps(content, indent=2, default=str) + "\n"
-                write_whole(folder / "run.json", text)
-                content = json.loads(text)
+                write_whole(folder / "run.json", json.dumps(content, indent=2, default=str) + "\n")
+            content = read_about(folder / "run.json")
+            check_same(folder, "run", content["identity"], identity)
         if not part:
             for partial in folder.glob(".*.partial"):  # what a killed process was writing
                 with suppress(OSError):
                     partial.unlink()
         yield RunStore(folder, part, content)
-
-
-def _lock_part(folder: Path, part: str, held: ExitStack) -> None:
-    held.enter_context(_locked(folder / f".lock{part}"))
-    for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
-        with _locked(other):  # raises if it is held
-            pass
 
 
 @contextmanager
@@ -147,18 +145,15 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     except OSError as error:
-        raise UserError(
-            f"{file.parent}: the run folder cannot be written ({error}); give another with out=FOLDER"
-        ) from error
+        raise UserError(f"{file.parent}: cannot be written ({error}); give another with out=FOLDER") from error
     try:
         lock.acquire()
     except Timeout as error:
         last = [events[-1] for events in read_jobs(file.parent).values()]
         jobs = [event for event in last if event["event"] == "begin"]
         others = [f"process {job['process']} on {job['host']} since {job['time']}" for job in jobs] or ["preparing"]
-        raise InUseError(
-            f"{file.parent}: another process is working in this run folder ({', '.join(others)})"
-        ) from error
+        told = f"{file.parent}: another process is working in this run folder ({', '.join(others)})"
+        raise InUseError(told) from error
     except OSError as error:  # some cluster file systems do not support locks
         log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
     try:
@@ -301,20 +296,6 @@ def _data(file: Path) -> bytes:
         return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: cannot be read ({error}); fix that, or start a new run with out=FOLDER") from error
-
-
-def about_in(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """run.json's content; None if there is none.
-
-    Raises UserError for a run with another identity, or visits without run.json.
-    """
-    if not (folder / "run.json").exists():
-        if files_of(folder, "visits"):
-            raise UserError(f"{folder}: holds visits but no run.json; give another folder with out=FOLDER")
-        return None
-    content = read_about(folder / "run.json")
-    check_same(folder, "run", content["identity"], json.loads(canonical(identity)))
-    return content
 
 
 def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, Any]) -> None:

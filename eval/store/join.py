@@ -12,11 +12,8 @@ _VISIT = ["folder", "dataset", "id", "turn", "visit"]  # what two answers share 
 def beside(rows: Any, among: Any) -> Any:
     """For each of these rows of `Results.frame`, the row of its run's baseline of the same visit and turn.
 
-    It is the only way there: two answers may be compared only if they were measured within seconds of
-    each other, on the same prompt.
-
-    among: the whole frame.
-    Returns a frame with the index of `rows`; a row is missing (NaN) if the baseline has no answer in that visit.
+    Two answers may be compared only if they were measured within seconds of each other, on the same prompt.
+    among: the whole frame. The result has the index of `rows`, and NaN where the visit holds no baseline's answer.
     """
     wanted = pd.MultiIndex.from_frame(rows[_VISIT])
     found = among[among["is_baseline"]].set_index(_VISIT, drop=False).reindex(wanted)

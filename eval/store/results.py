@@ -55,12 +55,11 @@ class Results:
         model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
         run), method, settings (canonical JSON of the hyperparameters), label (the same for people), seed, is_baseline,
         dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens (of the turn's message), turn (from 1),
-        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`. Scores are 0 to 100; step_s is the
-        mean decoding step (NaN for answers of one token).
+        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`. Scores are 0 to 100.
 
-        counts: whether the row is the one answer of its arm that tables count: the first of its run, and of several
-        runs of a setting and seed that of the run with most examples of the dataset, then of the newest (`choices`).
-        The other rows are there for `beside` only. Raises UserError.
+        counts: whether tables count the row: the first answer of its arm in its run, and of several runs of a setting
+        and seed that with most examples of the dataset, then the newest (`choices`). The others serve `beside` only.
+        Raises UserError.
         """
         import pandas as pd
 
@@ -81,11 +80,8 @@ class Results:
         """For each row, the folder of the run that counts for its setting, seed and dataset."""
         started = {str(run.folder): run.started for run in self.runs}
         sizes = frame[frame["counts"]].groupby([*_MEASURED_ONCE, "folder"], sort=False)["id"].nunique().reset_index()
-        sizes = sizes.assign(started=sizes["folder"].map(started))
-        best = sizes.sort_values(["id", "started", "folder"], kind="stable").drop_duplicates(
-            _MEASURED_ONCE, keep="last"
-        )
-        best = best.set_index(_MEASURED_ONCE)["folder"].rename("chosen")
+        sizes = sizes.assign(started=sizes["folder"].map(started)).sort_values(["id", "started", "folder"])
+        best = sizes.groupby(_MEASURED_ONCE)["folder"].last().rename("chosen")
         return frame[_MEASURED_ONCE].join(best, on=_MEASURED_ONCE)["chosen"]
 
     @property
@@ -121,12 +117,11 @@ class Results:
         return by_task(self.frame)
 
     def measurements(self, rows: Any) -> Iterator[tuple[Turn, Measurement]]:
-        """What lies behind each of these rows of the frame: what was asked, and the answer. For lists, which are in no
-        column."""
-        visits: dict[tuple[str, str, str], list[Visit]] = {}
+        """What was asked and answered in each of these rows of the frame, with the lists that are in no column."""
+        visits = defaultdict[tuple[str, str, str], list[Visit]](list)
         for run in self.runs:
             for visit in run.visits:
-                visits.setdefault((str(run.folder), *visit.key), []).append(visit)
+                visits[str(run.folder), *visit.key].append(visit)
         names = ["folder", "dataset", "id", "visit", "arm", "turn"]
         for folder, dataset, example, number, arm, turn in rows[names].itertuples(index=False):
             visit = visits[folder, dataset, example][number]
@@ -135,11 +130,10 @@ class Results:
     @cached_property
     def usual(self) -> Results:
         """The runs that differ least from the others of their model. Figures show only these; tables show all."""
-        least: dict[str, int] = {}
+        counts = defaultdict[str, list[int]](list)
         for run in self.runs:
-            name = run.model.removesuffix(run.variant)
-            least[name] = min(len(run.differences), least.get(name, len(run.differences)))
-        runs = [run for run in self.runs if len(run.differences) == least[run.model.removesuffix(run.variant)]]
+            counts[run.model.removesuffix(run.variant)].append(len(run.differences))
+        runs = [run for run in self.runs if len(run.differences) == min(counts[run.model.removesuffix(run.variant)])]
         return self if len(runs) == len(self.runs) else Results(runs)
 
 
@@ -163,13 +157,12 @@ def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
 def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """The runs, with `differences` and `variant` set, such as ` (dtype=bfloat16)`.
 
-    Runs share a table if runs of one model agree in everything but arms, data and seed, runs of one method or suite in
-    its code, and all runs in the rows and templates of a dataset. `differences` holds the values that are not the most
-    common ones of the model; of equally common ones, the newest run's counts. `variant` names the fewest of them that
-    are unique to the run.
+    Runs share a table if those of one model agree in everything but arms, data and seed, those of one method or suite
+    in its code, and all in the rows and templates of a dataset. `differences` holds the values that are not the most
+    common of the model (of equally common ones, the newest run's is). `variant` names the fewest that tell it apart.
     """
     compared = _compared_values(runs)
-    seen: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    seen = defaultdict[tuple[str, str], list[str]](list)
     for run, own in sorted(zip(runs, compared, strict=True), key=_began):
         for key, value in own.items():
             seen[run.model, key].append(value)
@@ -215,9 +208,8 @@ def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
         names[run.model] |= compared[-1].keys()
     for run, own in zip(runs, compared, strict=True):
         own |= dict.fromkeys(sorted(names[run.model] - own.keys()))
-        own |= {
-            f"code of {arm['method']['name']}": arm["code"] for arm in run.identity["arms"].values() if "code" in arm
-        }
+        arms = run.identity["arms"].values()
+        own |= {f"code of {arm['method']['name']}": arm["code"] for arm in arms if "code" in arm}
         suites = {DATASETS[name].suite for name in run.identity["data"] if name in DATASETS}
         own |= {f"code of {suite}": run.identity.get("suite_code") for suite in suites}
         own |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
@@ -245,13 +237,10 @@ def _began(pair: tuple[StoredRun, Any]) -> str:
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select the stored runs of a command."""
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
-    parser.add_argument(
-        "--where", action="append", default=[], metavar="KEY=VALUE",
-        help="only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--newest", action="store_true", help="only runs that share a table with the newest run of their model"
-    )
+    where = "only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be repeated"
+    parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE", help=where)
+    newest = "only runs that share a table with the newest run of their model"
+    parser.add_argument("--newest", action="store_true", help=newest)
 
 
 def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = False) -> list[StoredRun]:
@@ -259,7 +248,7 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
     left = list(runs)
     for condition in where if left else ():
         key, equals, value = condition.partition("=")
-        known = [_described(run) for run in left]
+        known = [{"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)} for run in left]
         if not equals or not any(key in values for values in known):
             names = ", ".join(sorted({name for values in known for name in values if "parameters." not in name}))
             raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {names}")
@@ -270,14 +259,5 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
     if newest:
         pairs = list(zip(left, _compared_values(left), strict=True))
         latest = {run.model: values for run, values in sorted(pairs, key=_began)}
-        left = [
-            run
-            for run, values in pairs
-            if all(latest[run.model].get(name, value) == value for name, value in values.items())
-        ]
+        left = [run for run, own in pairs if own.items() <= (own | latest[run.model]).items()]
     return left
-
-
-def _described(run: StoredRun) -> dict[str, str]:
-    """`as_text` of the run's config and identity."""
-    return {"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)}

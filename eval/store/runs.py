@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.folder import files_of, read_about, read_planned, read_visits
 from eval.store.visit import MEASURED, SCALES, Measurement, Visit
 from lazyllm.errors import UserError
@@ -79,9 +79,7 @@ class StoredRun:
             method, is_baseline = arm["method"], name == baseline
             settings = settings_in(method)
             if baseline is not None and not is_baseline and arm == self.identity["arms"][baseline]:
-                settings["label"] = (
-                    name  # the A/A test's arm has the baseline's settings; its label keeps it in a row of its own
-                )
+                settings["label"] = name  # the A/A test's arm: a row of its own
             arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
         return arms
 
@@ -108,9 +106,14 @@ class StoredRun:
         return list(self.answered)
 
     @property
+    def done(self) -> set[tuple[str, str]]:
+        """(dataset, id) of each example that every arm has answered."""
+        return {key for key, arms in self.answered.items() if arms >= self.arms.keys()}
+
+    @property
     def datasets(self) -> list[str]:
         """Datasets with answers, in order."""
-        return list(dict.fromkeys(dataset for dataset, _ in self.keys))
+        return list(dict.fromkeys(dataset for dataset, _ in self.answered))
 
     @property
     def failed(self) -> dict[tuple[str, str, str], str]:
@@ -126,7 +129,7 @@ class StoredRun:
     def unfinished(self) -> str:
         """`4 of 120 examples`, if an arm lacks an answer to one that was planned; else ""."""
         planned = set(read_planned(self.folder) or ())
-        done = planned & {key for key, arms in self.answered.items() if arms >= self.arms.keys()}
+        done = planned & self.done
         return "" if done == planned else f"{len(done)} of {counted(len(planned), 'example')}"
 
     @property
@@ -198,21 +201,16 @@ def rows_of_visits(visits: Sequence[Visit], arms: Mapping[str, StoredArm]) -> pd
     frame: Any = pd.DataFrame(keys, columns=names)
     numbers = np.array([_NUMBERS(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
     frame[[*SCALES]] = numbers * [*SCALES.values()]
-    frame["step_s"] = np.array([_step_s(one) for one in measured], dtype=float)
-    frame["generated_tokens"] = np.array([_generated_tokens(one) for one in measured], dtype=float)
-    frame["pct_answered"] = np.array([100.0 if one.text else 0.0 for one in measured])
-    described = {name: vars(arm) | {"label": arm.label} for name, arm in arms.items()}
+    for name, value_of in _DERIVED.items():
+        frame[name] = np.array([value_of(one) for one in measured], dtype=float)
     for column in ("method", "label", "seed", "is_baseline"):
-        frame[column] = frame["arm"].map({name: about[column] for name, about in described.items()})
+        frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in arms.items()})
     frame["settings"] = frame["arm"].map({name: canonical_json(arm.settings) for name, arm in arms.items()})
     for name in ("task", "suite"):
         frame[name] = frame["dataset"].map({key: getattr(dataset, name) for key, dataset in DATASETS.items()})
-    order = {
-        name: place for place, name in enumerate(arms)
-    }  # arms have their tables' order, whatever was measured first
-    place = frame["arm"].map(order)
-    frame = frame.assign(place=place).sort_values("place", kind="stable").drop(columns="place")
-    return frame.reset_index(drop=True)[[*ROW_COLUMNS]]
+    # arms in the order of tables, whatever was measured first
+    places = frame["arm"].map({name: place for place, name in enumerate(arms)})
+    return frame.iloc[places.argsort(kind="stable")].reset_index(drop=True)[[*ROW_COLUMNS]]
 
 
 ROW_COLUMNS = (
@@ -232,6 +230,13 @@ def _generated_tokens(one: Measurement) -> int | None:
     if one.token_ids is not None:
         return len(one.token_ids)
     return None if one.request is None else one.request.completion_tokens
+
+
+_DERIVED: dict[str, Callable[[Measurement], float | None]] = {
+    "step_s": _step_s,
+    "generated_tokens": _generated_tokens,
+    "pct_answered": lambda one: 100 if one.text else 0,
+}
 
 
 def canonical_json(settings: Mapping[str, Any]) -> str:
@@ -258,7 +263,7 @@ def label_of(method: str, settings: Mapping[str, Any]) -> str:
     if settings.get("label") is not None:
         return settings["label"]
     shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
-    return ", ".join([method, *(f"{key}={_plain(value)}" for key, value in shown.items())])
+    return ", ".join([method, *(f"{key}={format_value(value)}" for key, value in shown.items())])
 
 
 def is_ablation(settings: Mapping[str, Any]) -> bool:
@@ -271,16 +276,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {inner}" for key, inner in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """The folders of all runs in these and their subfolders, by name. Raises UserError."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; give the folder of the runs, as written by python run.py")
+    found = {file.parent for folder in folders for file in folder.rglob("run.json") if ".partial/" not in str(file)}
+    return sorted(found)
 
 
 def stored_runs(folders: Sequence[Path]) -> list[StoredRun]:
     """All runs in the folders and their subfolders, by name, also without visits. Raises UserError."""
-    missing = [str(folder) for folder in folders if not folder.is_dir()]
-    if missing:
-        raise UserError(f"{missing[0]}: no such folder; give the folder of the runs, as written by python run.py")
-    found = {file.parent for folder in folders for file in folder.rglob("run.json") if ".partial/" not in str(file)}
-    return [StoredRun(folder, read_about(folder / "run.json")) for folder in sorted(found)]
+    return [StoredRun(folder, read_about(folder / "run.json")) for folder in run_folders(folders)]

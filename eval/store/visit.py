@@ -11,14 +11,13 @@ import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 
 PROMPT_END = 600  # characters at a prompt's end that a visit keeps, for people to read
 
@@ -252,6 +251,8 @@ class Trace:
     group_starts, computed: as in `Measurement`.
     """
 
+    __pydantic_config__ = _STRICT
+
     dataset: str
     id: str
     arm: str
@@ -278,8 +279,6 @@ class Trace:
 def read_trace(file: Path) -> Trace:
     """The trace in a file. Raises UserError if it is not a trace."""
     try:
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        values["selected"] = [{int(layer): kept for layer, kept in step.items()} for step in values["selected"]]
-        return Trace(**values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{file}: not a trace ({type(error).__name__}: {error})") from error
+        return TypeAdapter(Trace).validate_json(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{file}: not a trace ({reason_of(error)})") from error

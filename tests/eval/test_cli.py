@@ -38,7 +38,7 @@ COMMANDS = {
     "run --help": (0, "\nmax_new_tokens=null"),
     "run -m modl=tiny,llama2": (2, "error: Could not override 'modl'"),
     "run modl=tiny": (2, "error: Could not override 'modl': Key 'modl' not in 'RunConfig' (did you mean model?"),
-    "run +foo=1": (2, "error: unknown key foo: --help lists all keys"),
+    "run +foo=1": (2, "error: Key 'foo' not in 'RunConfig' (--help lists all keys)"),
     "run model=lama2": (2, "error: model=lama2: did you mean llama2? expected one of coder"),
     "run method=nosuch": (2, "error: method=nosuch: expected one of asl, baseline"),
     "run method=lazy,asl": (2, "error: Ambiguous value for argument 'method=lazy,asl'"),

@@ -36,7 +36,6 @@ import eval.run.loop
 from eval.benchmarks.datasets import load
 from eval.run.run import Run
 from eval.store.folder import read_visits
-from eval.store.visit import Measurement
 from lazyllm.methods import StaticPruning
 from tests.runs import small_run
 
@@ -52,16 +51,11 @@ HANG_S = 120  # a job that takes longer hangs
 
 @dataclass
 class Counts:
-    """Counts of what happened.
-
-    kills: jobs that died by SIGKILL and were started again. half_lines: of these, left an incomplete visit.
-    examples_redone: incomplete lines whose visits were made again. runs: finished run folders,
-    equal to the undisturbed one.
-    """
+    """kills: jobs that died by SIGKILL and were started again. half_lines: of these, left an incomplete visit.
+    runs: finished run folders, equal to the undisturbed one."""
 
     kills: int = 0
     half_lines: int = 0
-    examples_redone: int = 0
     runs: int = 0
 
 
@@ -127,9 +121,9 @@ def die_at_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def halves_in(folder: Path) -> int:
-    """How many files of visits end in an incomplete line."""
-    return sum(not file.read_bytes().endswith(b"\n") for file in folder.glob("visits*.jsonl") if file.stat().st_size)
+def ends_in_half(folder: Path) -> bool:
+    """Whether a file of visits ends in an incomplete line."""
+    return any(not file.read_bytes().endswith(b"\n") for file in folder.glob("visits*.jsonl") if file.stat().st_size)
 
 
 def whole_lines(folder: Path) -> dict[str, list[bytes]]:
@@ -147,14 +141,11 @@ def outcomes(folder: Path) -> dict[tuple[str, str, str], Any]:
     """{(dataset, id, arm): its first answers, without times}"""
     found: dict[tuple[str, str, str], Any] = {}
     for visit in read_visits(folder):
+        prompts = [(turn.sha256, turn.answers) for turn in visit.turns]
         for label, answers in visit.answers.items():
-            prompts = [(turn.sha256, turn.answers) for turn in visit.turns]
-            found.setdefault((*visit.key, label), (prompts, [_outcome(answer) for answer in answers]))
+            outcome = [(one.text, one.token_ids, one.score, one.computed, one.same_answer) for one in answers]
+            found.setdefault((*visit.key, label), (prompts, outcome))
     return found
-
-
-def _outcome(answer: Measurement) -> tuple[Any, ...]:
-    return answer.text, answer.token_ids, answer.score, answer.computed, answer.same_answer
 
 
 def doubled(folder: Path) -> list[tuple[str, str, str]]:
@@ -192,7 +183,7 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
     while counts.kills < kills:
         out = folder / str(counts.runs) / "run"
         out.parent.mkdir()
-        done, halves = False, 0
+        done = False
         while not done:
             lines = whole_lines(out)
             signal_number = ended_by(next_job(out.parent, lines))
@@ -203,11 +194,8 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
                 assert now[name][: len(before)] == before, f"{out / name}: a finished visit was changed or lost"
             if not done:
                 counts.kills += 1
-                if halves_in(out):
-                    counts.half_lines += 1
-                    halves += 1
+                counts.half_lines += ends_in_half(out)
         assert not doubled(out), f"{out}: {doubled(out)[0]} was answered twice"
-        counts.examples_redone += halves
         counts.runs += 1
         assert outcomes(out) == expected, f"{out}: other answers than the undisturbed run's"
         assert without_times(out) == whole, f"{out}: another summary than the undisturbed run's"

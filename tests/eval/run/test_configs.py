@@ -188,8 +188,8 @@ def test_published_experiments_have_their_arms() -> None:
     ("overrides", "message"),
     [
         # unknown keys and choices, with the nearest known one; more of them in tests/eval/test_cli.py
-        (["++limits=1"], "unknown key limits: --help lists all keys"),
-        (["++model.nam=1"], "unknown key model.nam: --help lists all keys"),
+        (["++limits=1"], "Key 'limits' not in 'RunConfig' (did you mean limit? --help lists all keys)"),
+        (["++model.nam=1"], "Key 'nam' not in 'ModelConfig' (--help lists all keys)"),
         (["limt=1"], "Could not override 'limt': Key 'limt' not in 'RunConfig' (did you mean limit? --help lists"),
         (["~limt"], "Could not delete from config. 'limt' does not exist"),
         (["model.nam=tiny"], "Key 'nam' not in 'ModelConfig' (did you mean model.name?"),

@@ -33,5 +33,4 @@ def test_killed_run_ends_as_if_it_had_not_been(rows: int) -> None:
     print(counts)
     assert counts["kills"] == KILLS
     assert counts["half_lines"] >= 2  # every other kill is in the middle of a write, though not always a record's
-    assert 1 <= counts["examples_redone"] <= counts["half_lines"]
     assert counts["runs"] >= 1

@@ -14,11 +14,10 @@ import torch
 import eval.run.measure
 from eval.analysis.run_table import run_table
 from eval.cli import main
-from eval.run.loop import RunResult, measure, show_together
+from eval.run.loop import measure, show_together
 from eval.run.measure import free
 from eval.store.folder import RunStore, read_about, read_visits
 from eval.store.results import Results, find_runs
-from eval.store.runs import StoredRun
 from eval.store.visit import Visit
 from lazyllm import Generation
 from lazyllm.errors import FailedExamplesError, UserError
@@ -154,9 +153,10 @@ def test_model_loads_once_only_if_needed_and_leaves_the_memory(tmp_path: Path, m
         return model
 
     monkeypatch.setattr("eval.run.loop.load_weights", counted)
-    for _ in range(2):
-        measure(small_run(tmp_path / "run"), show=False)
-        assert len(loaded) == 1
+    tables = [measure(small_run(tmp_path / "run"), show=False).table for _ in range(2)]
+    assert len(loaded) == 1
+    first, stored = (table.to_csv() for table in tables if table is not None)
+    assert first == stored
     gc.collect()
     assert loaded[0]() is None  # its memory is free for the next job of a sweep
 
@@ -219,13 +219,21 @@ def test_shard_measures_nothing_again(tmp_path: Path, monkeypatch) -> None:
     assert measure(small_run(tmp_path / "new").changed(shard="7/7"), show=False).results is None
 
 
-def test_job_that_breaks_off_says_why(tmp_path: Path, monkeypatch) -> None:
+def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
+    def full(_self: RunStore, event: dict) -> None:
+        if event["event"] == "end":
+            raise UserError("jobs.jsonl: no room")
+
     monkeypatch.setattr("eval.run.loop.load_weights", no_weights)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="no such weights"):
         measure(small_run(tmp_path / "run"), show=False)
     begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
     assert (begin["event"], begin["examples"]) == ("begin", 6)
     assert (end["event"], end["error"]) == ("end", "UserError: no such weights")
+    monkeypatch.setattr(RunStore, "note", full)
+    with pytest.raises(UserError, match="no such weights"):
+        measure(small_run(tmp_path / "run"), show=False)
+    assert "jobs.jsonl: no room" in caplog.text
 
 
 def test_logits_that_are_not_finite_fail_their_answer_only(tmp_path: Path, monkeypatch) -> None:
@@ -319,18 +327,6 @@ def test_full_disk_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
     assert len({visit.key for visit in read_visits(tmp_path / "run")}) == file.read_bytes().count(b"\n") == 6
 
 
-def test_error_of_a_job_is_told_even_if_it_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
-    def full(_self: RunStore, event: dict) -> None:
-        if event["event"] == "end":
-            raise UserError("jobs.jsonl: no room")
-
-    monkeypatch.setattr("eval.run.loop.load_weights", no_weights)
-    monkeypatch.setattr(RunStore, "note", full)
-    with pytest.raises(UserError, match="no such weights"):
-        measure(small_run(tmp_path / "run"), show=False)
-    assert "jobs.jsonl: no room" in caplog.text
-
-
 def test_resumed_run_sets_damaged_line_aside_and_measures_its_example_again(tmp_path: Path, monkeypatch) -> None:
     config = small_run(tmp_path / "run")
     measure(config, show=False)
@@ -367,14 +363,3 @@ def test_sweep_ends_in_one_table_whose_runs_are_joined_within_themselves(capsys,
         own = result.table.frame.query("kind == 'all'")["ttft_speedup"].tolist()
         rows = together[(together["run"] == result.folder.name) & (together["kind"] == "all")]
         assert rows["ttft_speedup"].tolist() == own
-
-
-def test_result_of_a_run_with_nothing_to_do_is_the_stored_one(tmp_path: Path) -> None:
-    first, second = (measure(small_run(tmp_path / "run"), show=False) for _ in range(2))
-    assert isinstance(first, RunResult)
-    assert first.table is not None
-    assert second.table is not None
-    assert first.table.to_csv() == second.table.to_csv()
-    (run,) = find_runs([tmp_path])
-    assert isinstance(run, StoredRun)
-    assert list(run.arms) == ["baseline", "lazy"]

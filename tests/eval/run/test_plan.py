@@ -119,24 +119,6 @@ def test_decoding_by_hand(name: str, rows: int) -> None:
     assert model.conversation(named(name), [3000], 3, rows=rows)[1] == Work(flops, read)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("name", ROWS)
-def test_a_step_reads_the_weights_and_what_it_attends_to(name: str, rows: int) -> None:
-    method, model = ROWS[name].pruning, Model.of(TINY)
-    for n, turns in ((1, "continue"), (40, "continue"), (700, "continue"), (700, "recompute")):
-        for work in model.conversation(method, [n, 30, 1], 6, turns):
-            assert work.read >= model.weights
-            assert work.flops > 0
-        one, more = (model.conversation(method, [n], new, rows=rows)[1] for new in (2, 6))
-        assert one.read >= model.weights // rows + 8 * 2 * model.kv_bytes  # at least a prompt token and the new one
-        assert one.flops >= 8 * LayerShape.of(model.config).linear_flops
-        assert more.read > 5 * one.read  # later steps attend to more
-        assert more.flops > 5 * one.flops
-        baseline = model.conversation(Baseline(), [n], 2, rows=rows)[1]
-        assert one.read <= baseline.read
-        assert one.flops <= baseline.flops
-
-
 def test_later_turn_of_lazyllm_by_hand() -> None:
     """Generated tokens stay in every layer; the prompts of both turns are pruned as one."""
     model = Model.of(LLAMA2)
@@ -219,12 +201,6 @@ def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
     again = costs_of(run.changed(aa_test=True), rows, None)
     assert [one.arm for one in again] == ["baseline", "static_pruning", "baseline again"]
     assert again[0].work == again[2].work
-
-
-def test_table_1_prefills_the_baseline_once(caplog: pytest.LogCaptureFixture) -> None:
-    planned = costs(["experiment=table1", "model=tiny", "dataset=lookup", "limit=1"], None)
-    assert len(planned) == 9
-    assert [one.arm for one in planned].count("baseline") == 1
 
 
 def test_sweep_lists_each_arm_without_shards_and_logs_those_out_of_reach(caplog: pytest.LogCaptureFixture) -> None:

@@ -264,7 +264,7 @@ def test_blocks_under_load_rotate_too(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method=lazy"], "method=lazy runs inside transformers: lazyllm-bench serve"),
+        (["method=lazy"], "method=lazy runs inside transformers: serve it (lazyllm-bench serve"),
         (["server.url=localhost:80"], "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1"),
         (["server.url=http://me:secret@a/v1"], "a URL with a name or password would be stored"),
         (["model.tokenizer=null"], "model.tokenizer=null: expected FOLDER_OR_HUB_ID of the served model"),

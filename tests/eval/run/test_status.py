@@ -16,20 +16,14 @@ from eval import cli
 from eval.run.status import Status, status
 from eval.store.folder import PLANNED, open_store, planned_text
 from eval.store.visit import Failure
+from tests.eval.store.test_folder import ABOUT, IDENTITY
 from tests.eval.store.visits import visit
 
-IDENTITY = {
-    "model": "tiny",
-    "arms": {name: {"method": {"name": name}, "parameters": None} for name in ("baseline", "lazy")},
-    "baseline": "baseline",
-    "seed": 0,
-}
 BEGAN, ENDED = "2026-11-21T10:00:00Z", "2026-11-21T10:00:10Z"
 
 
 def make(folder: Path, done: int, planned: int | None = None, **identity: Any) -> Path:
-    about = {"config": {"model": {"name": "tiny", "paper": None}, "server": {"url": None}}}
-    with open_store(folder, IDENTITY | identity, about) as store:
+    with open_store(folder, IDENTITY | identity, ABOUT) as store:
         for number in range(done):
             if not store.visits.get(visit(number).key):
                 store.append(visit(number))

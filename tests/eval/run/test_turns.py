@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ import eval.run.measure
 import lazyllm
 from eval.run.arms import Arm
 from eval.run.cases import Case
-from eval.run.loop import load_model, measure
+from eval.run.loop import load_model
 from eval.run.measure import Bench, Todo
 from eval.run.run import Run
 from eval.run.settings import ModelConfig
-from eval.store.folder import read_visits
-from eval.store.results import Results
 from eval.store.visit import Measurement, Visit
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
@@ -195,42 +192,6 @@ def test_evidence_of_a_turn_counts_tokens_computed_by_its_first_one() -> None:
         share = sum(token in kept for token in tokens) / len(tokens)
         assert measured.evidence_prefill == [1, 1, *[share] * 6]
         assert measured.evidence_revived == [0] * 8
-
-
-@pytest.mark.slow
-def test_run_interrupted_in_a_turn_is_resumed_with_whole_rows(tmp_path: Path, monkeypatch) -> None:
-    converse, calls = eval.run.measure.converse, 0
-
-    def interrupted(*arguments: Any) -> Any:
-        nonlocal calls
-        for out in converse(*arguments):
-            calls += 1
-            if calls == 2 * TURNS + 2:  # the second row's second turn
-                raise KeyboardInterrupt
-            yield out
-
-    config = run_of(limit=2, out=str(tmp_path / "run"))
-    with monkeypatch.context() as patch:
-        patch.setattr(eval.run.measure, "converse", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            measure(config, show=False)
-    file = tmp_path / "run" / "visits.jsonl"
-    [line] = file.read_text().splitlines()
-    file.write_text(f"{line}\n{line[: len(line) // 2]}")  # as after a kill in the middle of the second
-    table = measure(config, show=False).table
-    visits = read_visits(tmp_path / "run")
-    assert [visit.key for visit in visits] == [case.key for case in config.cases]
-    frame: Any = Results.read([tmp_path]).frame
-    lazy, baseline = (frame[frame["is_baseline"] == is_it] for is_it in (False, True))
-    assert lazy["turn"].tolist() == baseline["turn"].tolist() == [1, 2, 3] * 2
-    assert lazy["prompt_tokens"].tolist() == [turn.tokens for visit in visits for turn in visit.turns]
-    assert table is not None
-    row = table.frame[table.frame["method"] == "static_pruning"].iloc[0]
-    assert row["examples"] == 2
-    assert row["score"] == pytest.approx(lazy["score"].mean(), abs=0.01)
-    assert row["ttft_speedup"] == pytest.approx(baseline["ttft_s"].sum() / lazy["ttft_s"].sum())
-    measure(config.changed(limit=1), show=False)  # nothing is measured again
-    assert read_visits(tmp_path / "run") == visits
 
 
 def test_more_turns_than_a_row_has_are_refused(caplog) -> None:

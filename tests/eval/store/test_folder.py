@@ -51,16 +51,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def other_schema(folder: Path) -> None:
-    (folder / "run.json").write_text(json.dumps({"schema": 99, "identity": IDENTITY}))
-
-
 def damaged_shard(folder: Path) -> None:
     (folder / "visits-2-of-2.jsonl").write_text('{"dataset": "hotpotqa"}\n')
-
-
-def older_version(folder: Path) -> None:
-    (folder / "run.json").write_text(json.dumps({"schema": 2, "identity": {"paired": True}}))
 
 
 def no_description(folder: Path) -> None:
@@ -82,10 +74,10 @@ def description(content: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "part", "parts_of_message"),
     [
-        (other_schema, "", ["run.json", "99", "out="]),
         (no_description, "", ["run.json", "out="]),
         (damaged_shard, "-1-of-2", ["visits-2-of-2.jsonl:1", "without shard="]),
-        (older_version, "", ["run.json", "schema 2", "reads 3", "another out=FOLDER"]),
+        (description('{"schema": 2, "identity": {"paired": true}}'), "", ["run.json", "schema 2", "reads 3", "out="]),
+        (description('{"schema": 99, "identity": {}}'), "", ["run.json", "schema 99", "out="]),
         (directory_for("visits.jsonl"), "", ["visits.jsonl", "out="]),
         (directory_for("run.json"), "", ["run.json", "out="]),
         *(

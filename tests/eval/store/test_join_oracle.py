@@ -10,6 +10,7 @@ import pytest
 
 from eval.analysis.run_table import arm_groups, comparisons, run_table
 from eval.benchmarks.datasets import DATASETS
+from eval.store.aggregate import COLUMNS, by_task
 from eval.store.aggregate import VALUES as TABLE_VALUES
 from eval.store.join import beside
 from eval.store.results import Results, with_variants
@@ -97,6 +98,18 @@ def test_by_hand_tasks_are_means_of_datasets_and_the_whole_is_the_mean_of_tasks(
     assert rows["all"]["ttft_speedup"][0] == 3
     assert rows["all"]["relative_score"][0] == pytest.approx(100 * 62.5 / 75)
     assert math.isnan(rows["all"]["score"][1])  # one example of a dataset has no spread
+
+
+def test_rows_are_in_the_order_of_tables() -> None:
+    visits = [one(name, "a", baseline={}, lazy={"rouge_l": 0.5}) for name in ("trec", "musique", "hotpotqa")]
+    table = Results([run_of(visits, ["baseline", "lazy"])]).by_task
+    assert list(table.columns) == list(by_task(Results([]).frame).columns) == COLUMNS
+    lazy = table[table["method"] == "lazy"]
+    assert lazy[["level", "name", "task"]].to_numpy().tolist() == [
+        ["dataset", "hotpotqa", "multi_doc_qa"], ["dataset", "musique", "multi_doc_qa"],
+        ["task", "multi_doc_qa", "multi_doc_qa"], ["dataset", "trec", "few_shot"], ["task", "few_shot", "few_shot"],
+        ["all", "all", "all"],
+    ]  # fmt: skip
 
 
 def test_by_hand_seeds_and_turns_are_one_example() -> None:

@@ -152,7 +152,7 @@ def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     assert run_of("method=keep_last", "method.layer=3").asked["keep_last"] == given | {"turns": "continue"}
     assert canonical(given | {"turns": "continue"}, 8) == canonical(given, 8) == given
     assert canonical(given | {"turns": "recompute"}, 8) == given | {"turns": "recompute"}
-    with pytest.raises(UserError, match="turns=never: give continue or recompute"):
+    with pytest.raises(UserError, match="turns=never: expected continue or recompute"):
         run_of("method=keep_last", "method.layer=3", "method.turns=never")
     lots = run_of("method=draws_lots", "seed=3").asked["draws_lots"]
     # the run's seed, as for lazyllm's own
