@@ -133,9 +133,8 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
     steered, revived = steps_of(model, SteeredLazy(drift=0.2), 200, 6)
     assert revived[0] > 0
     assert revived[1:] == [0] * 5
-    for step, (ours, theirs) in enumerate(zip(steered[1:], baseline[1:], strict=True)):
-        # after a revival, each group determines again which tokens it has not stored
-        assert ours.work - theirs.work <= (17 if step == 0 else 16) * boundaries
+    for ours, theirs in zip(steered[1:], baseline[1:], strict=True):
+        assert ours.work - theirs.work <= 15 * boundaries
         assert ours.names["scaled_dot_product_attention"] == LAYERS
     # keeping everything makes no boundary
     keeping, _ = steps_of(model, Lazy({3: 1.0, 6: 1.0}), 200, 3)
@@ -174,7 +173,7 @@ def test_operations_of_steps_that_revive_beside_the_models_own_step() -> None:
     assert min(revived) > 20
     steering = 5 + boundaries  # a draw of importance in each step, and its use at each boundary
     for step in steered[1:]:  # the first one makes what later steps use again
-        assert step.work - steering <= 1.2 * theirs.work
+        assert step.work - steering <= 1.18 * theirs.work
 
 
 def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive() -> None:
