@@ -9,13 +9,17 @@
       max_new_tokens: 32
 
 Fields are those of `OwnDataset`. A path is relative to the YAML file, and in conf/dataset to the working folder. Rows
-come through the package `datasets`.
+of the hub come through the package `datasets`, which guesses types: it would take "0042" of a CSV file for 42.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
+import io
 import string
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
@@ -26,12 +30,21 @@ import yaml
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.metrics import METRICS, check_gold, score_example
-from eval.benchmarks.rows import Rows, is_answers, loaded, prompt_parts, sha256_of
+from eval.benchmarks.rows import (
+    Rows,
+    check_fields,
+    is_answers,
+    loaded,
+    parsed_json,
+    prompt_parts,
+    read_lines,
+    sha256_of,
+)
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of, require
 
 TASK = "own"
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +117,8 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
         number = getattr(own, key)
         require(type(number) is int and number >= least, f"{where}.{key}", number, f"{least} or more")
     require(bool(own.file) != bool(own.hub), f"{where}.file", own.file, "a file, or hub: OWNER/NAME instead")
-    readable = not own.file or _kind(own) is not None
-    require(readable, f"{where}.file", own.file, f"{', '.join(_READERS)}, also with .gz")
+    readable = not own.file or _kind(own) in _KINDS
+    require(readable, f"{where}.file", own.file, f"{', '.join(_KINDS)}, also with .gz")
     return own
 
 
@@ -114,9 +127,9 @@ def _places(template: str) -> list[str]:
     return [place for _, place, _, _ in string.Formatter().parse(template) if place is not None]
 
 
-def _kind(own: OwnDataset) -> str | None:
-    """The reader of `datasets` for the file."""
-    return _READERS.get(Path(own.file.removesuffix(".gz")).suffix)
+def _kind(own: OwnDataset) -> str:
+    """The ending of the file's name, without .gz."""
+    return Path(own.file.removesuffix(".gz")).suffix
 
 
 def _hub(own: OwnDataset) -> HubDataset:
@@ -132,7 +145,7 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The rows, through `datasets`. Raises UserError for an unusable row (unless skipped) or file."""
+    """The rows. Raises UserError for an unusable row (unless skipped) or file."""
     assert isinstance(dataset, OwnDataset)
     own = dataset.configuration, dataset.split
     rows = _file_rows(dataset) if dataset.file else _hub(dataset).rows(settings, "", *own)
@@ -142,27 +155,50 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def _file_rows(own: OwnDataset) -> Rows:
-    from tempfile import TemporaryDirectory
+    """The file's rows, with values as they stand in it: "0042" of a CSV stays a text, and a date in JSON too."""
+    data = Path(own.file).read_bytes()
+    try:
+        plain = gzip.decompress(data) if own.file.endswith(".gz") else data
+        match _kind(own):
+            case ".csv":
+                rows = _csv_rows(own.file, plain.decode("utf-8-sig"))
+            case ".parquet":
+                from pyarrow import BufferReader, parquet  # not at the top: slow to import, for these files only
 
-    from datasets import disable_progress_bars, load_dataset  # not at the top: it is slow to import
-    from datasets.exceptions import DatasetsError
-
-    disable_progress_bars()
-    with TemporaryDirectory() as cache:  # a changed file is read again
-        try:
-            read = load_dataset(str(_kind(own)), data_files=own.file, split="train", cache_dir=cache)
-            rows = [(f"{own.file}, row {number}", dict(row)) for number, row in enumerate(read, start=1)]
-        except (OSError, ValueError, DatasetsError) as error:
-            cause = error.__cause__  # the reader's own words, if `datasets` has others
-            reason = reason_of(cause if isinstance(cause, Exception) else error)
-            raise UserError(f"{own.file}: not a table of rows ({reason})") from error
-    return rows, own.file, hashlib.sha256(Path(own.file).read_bytes()).hexdigest()
+                table = parquet.read_table(BufferReader(plain)).to_pylist()
+                rows = [(f"{own.file}, row {number}", row) for number, row in enumerate(table, start=1)]
+            case ".json" if plain.lstrip().startswith(b"["):
+                listed = enumerate(parsed_json(plain), start=1)
+                rows = [(f"{own.file}, row {number}", row) for number, row in listed]
+            case _:
+                rows = list(read_lines(plain, own.file))
+    except (OSError, EOFError, ValueError, UserError, csv.Error) as error:
+        raise UserError(f"{own.file}: not a table of rows ({reason_of(error)})") from error
+    return rows, own.file, hashlib.sha256(data).hexdigest()
 
 
-def _example(own: OwnDataset, row: dict[str, Any], number: int) -> Example:
+def _csv_rows(source: str, text: str) -> list[tuple[str, Any]]:
+    """As of `read_lines`, of a CSV file with a line of names. Raises csv.Error."""
+    longest = csv.field_size_limit(sys.maxsize)  # a context may be longer than Python's limit
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        return [
+            (f"{source}:{reader.line_num}", UserError("not as many fields as the first line"))
+            if None in row or None in row.values()
+            else (f"{source}:{reader.line_num}", row)
+            for row in reader
+        ]
+    finally:
+        csv.field_size_limit(longest)
+
+
+def _example(own: OwnDataset, row: Any, number: int) -> Example:
+    check_fields(row, ())
+
     def field(name: str) -> Any:
         if row.get(name) is None:
-            raise UserError(f"field {name!r} is missing; the row has {', '.join(map(str, row))}")
+            lack = "is null" if name in row else f"is missing; the row has {', '.join(map(str, row))}"
+            raise UserError(f"field {name!r} {lack}")
         return row[name]
 
     def texts(name: str) -> list[str]:

@@ -33,9 +33,10 @@ class ASL(Prune):
     least one of these layers. Scores are FastKV's, summed over heads. Tokens keep their positions. Nothing is cut if
     the prompt has at most `keep` + `window` tokens.
 
-    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the earliest possible
-    cut; `Generation.computed` and `ideal_speedup(..., computed=...)` give the actual one. Each layer after which the
-    cut can be waits once for the device.
+    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the earliest likely
+    cut: one layer after that of the first variance, or at that layer if the threshold is above 1. `Generation.computed`
+    and `ideal_speedup(..., computed=...)` give the actual one. Each layer after which the cut can be waits once for the
+    device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
     Written from scratch; differs from the release in: a variance of 0 cuts; ties go to the lower position.
@@ -86,8 +87,9 @@ class ASL(Prune):
     def groups(self, num_layers: int, n: int) -> list[Group]:
         (first, earliest), kept, stored = self._ranked(num_layers), self._kept(n), self._stored(n)
         ranks, groups = kept < n and earliest < num_layers, []
+        cut = earliest if self.threshold > 1 else earliest + 1  # the first variance is no share of itself below 1
         for layer in range(1, num_layers + 1):
-            m = kept if ranks and layer > earliest else n
+            m = kept if ranks and layer > cut else n
             wanted = stored < n or (ranks and first <= layer < num_layers)
             scores = ScoreSpec((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else None
             groups.append(Group(range(layer - 1, layer), m, scores))

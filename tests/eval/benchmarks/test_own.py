@@ -140,8 +140,46 @@ def test_a_missing_field_of_a_description_is_named(key: str) -> None:
 )
 def test_a_bad_row_is_named_by_file_number_and_field(tmp_path: Path, row: dict[str, Any], field: str) -> None:
     file = written(tmp_path, ".jsonl", [ROWS[0] | {"answer": ["x"]}, ROWS[1] | {"answer": ["stone"]} | row])
-    with pytest.raises(UserError, match=rf"rows\.jsonl, row 2: .*{field}"):
+    with pytest.raises(UserError, match=rf"rows\.jsonl:2: .*{field}"):
         loaded(file)
+
+
+VALUES = ["0042", "10", "7.5", "None", "NA", "2020-01-05", "true", "12345678901234567890", 'ä, "ö"\nü']
+
+
+@pytest.mark.parametrize("kind", [".csv", ".jsonl", ".jsonl.gz", ".json", ".parquet"])
+def test_texts_stay_as_they_stand_in_the_file(tmp_path: Path, kind: str) -> None:
+    rows = [{**ROWS[0], "n": f"row {text}", "question": text, "answer": text} for text in VALUES]
+    file = written(tmp_path, kind, rows)
+    examples = loaded(file).examples
+    assert [example.answers for example in examples] == [(text,) for text in VALUES]
+    assert [example.input for example in examples] == [f"\nQuestion: {text}" for text in VALUES]
+
+
+def test_numbers_of_json_are_written_as_there(tmp_path: Path) -> None:
+    numbers = [5, 2.5, 12345678901234567890]
+    (tmp_path / "rows.json").write_text(json.dumps([{**ROWS[0], "n": n, "answer": n} for n in numbers]))
+    examples = loaded(tmp_path / "rows.json").examples
+    assert [example.answers[0] for example in examples] == ["5", "2.5", "12345678901234567890"]
+
+
+@pytest.mark.parametrize("line", ["aq copper.,Entry", "a,b,c,d,e,f"])
+def test_a_row_of_a_csv_file_with_another_number_of_fields_is_named(tmp_path: Path, line: str) -> None:
+    file = written(tmp_path, ".csv")
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(UserError, match=r"rows\.csv:4: not as many fields as the first line"):
+        loaded(file)
+
+
+def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
+    assert (
+        len(
+            loaded(written(tmp_path, ".csv", [ROWS[0] | {"report": "aq copper. bq river. " * 20_000}]))
+            .examples[0]
+            .context
+        )
+        == 420_000
+    )
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,7 @@ def test_asl_cuts_where_ranks_settle() -> None:
         assert measured == prefill_flops(model.config, [40] * 8) / prefill_flops(model.config, expected.passes[0])
         cuts.add(next(iter(expected.selected), None))
     assert len(cuts) >= 3
+    assert ASL(**own).tokens_per_layer(8, 40).count(40) == min(filter(None, cuts))  # the announced cut is the earliest
 
 
 def test_flops_of_selection_are_those_announced() -> None:
