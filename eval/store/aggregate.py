@@ -3,7 +3,9 @@
 A dataset's scores, lengths, seconds and bytes are means over its examples; its speedups are the baseline's summed time
 (or FLOPs) divided by the arm's, over answers of the same visits. A task's value is the mean over its datasets in every
 column, as LongBench computes scores; the overall value is the mean over tasks. The bootstrap draws examples within each
-dataset, the same ones for every column, so that an example stays paired with its own baseline.
+dataset, the same ones for every column, so that an example stays paired with its own baseline. Of n examples it draws
+n - 1, with which the variance of a dataset's mean is unbiased (Rao and Wu 1988); fewer than `FEWEST` examples of a
+dataset have no interval.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from eval.store.join import beside
 from eval.store.visit import MEASURED
 
 RESAMPLES = 2000
+FEWEST = 5  # least number of examples of each dataset for an interval: fewer may well agree by chance
 
 # {speedup: the cost of which it is the ratio}
 _SPEEDUPS = {
@@ -64,7 +67,8 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     What compares with the baseline is made from the answers that have one in the same visit (`beside`). A dataset's
     score is rounded as LongBench rounds it. Several seeds and turns of an example count as one example: values are
     means over them, and speedups compare summed times. A value is NaN if an answer lacks it, or if a baseline's score
-    is 0; both ends of an interval are NaN if a dataset has only one example. The baseline's own speedups are 1.
+    is 0; both ends of an interval are NaN if a dataset has fewer than `FEWEST` examples. The baseline's own speedups are
+    1.
     """
     rows: list[dict[str, Any]] = []
     counting: Any = frame[frame["counts"]]
@@ -140,11 +144,13 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.
 
 @lru_cache(maxsize=32)
 def _weights(dataset: str, n: int) -> np.ndarray:
-    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then at random with replacement.
+    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then n - 1 draws with replacement.
 
-    Each dataset has its own seed, so that a row does not depend on the other rows.
+    Each dataset has its own seed, so that a row does not depend on the other rows. NaN below `FEWEST` examples.
     """
-    picks = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n))
+    if n < FEWEST:
+        return np.vstack([np.ones((1, n)), np.full((RESAMPLES, n), np.nan)])
+    picks = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n - 1))
     offsets = n * np.arange(RESAMPLES)[:, None]
     counts = np.bincount((picks + offsets).ravel(), minlength=RESAMPLES * n).reshape(RESAMPLES, n)
     return np.vstack([np.ones((1, n)), counts])
@@ -152,12 +158,12 @@ def _weights(dataset: str, n: int) -> np.ndarray:
 
 def _dataset(name: str, examples: Mapping[str, np.ndarray]) -> np.ndarray:
     """The columns of `_COLUMN` of one dataset. examples: those of `_per_example`."""
-    n = len(examples["score"])
-    products = _weights(name, n) @ np.stack([*examples.values()], axis=1)  # a single one, as it dominates the cost
+    weights = _weights(name, len(examples["score"]))
+    products = weights @ np.stack([*examples.values()], axis=1)  # a single one, as it dominates the cost
     sums = dict(zip(examples, products.T, strict=True))
     drawn = np.full((len(products), len(_COLUMN)), np.nan)
     for column in (*MEASURED, "cache_bytes"):
-        drawn[:, _COLUMN[column]] = sums[column] / n
+        drawn[:, _COLUMN[column]] = sums[column] / weights.sum(axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):  # no pair: NaN
         for speedup, cost in _SPEEDUPS.items():
             drawn[:, _COLUMN[speedup]] = sums[f"reference_{cost}"] / sums[f"own_{cost}"]
@@ -190,9 +196,7 @@ def _row(
 ) -> dict[str, Any]:
     """sizes: (examples, turns) of each dataset. seed_scores: a series; missing where a seed lacks an example."""
     drawn = drawn[:, : len(VALUES)]
-    low, high = np.full((2, len(VALUES)), np.nan)
-    if min(size for size, _ in sizes) > 1:  # a single example of a dataset has no spread
-        low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
+    low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
     return {
         "level": level,
         "name": name,
@@ -222,18 +226,17 @@ def drawn_means(values: pd.DataFrame) -> np.ndarray:
     """
     tasks: dict[str, list[np.ndarray]] = {}
     for name, rows in values.groupby(level="dataset", sort=False):
-        drawn = _weights(str(name), len(rows)) @ rows.to_numpy() / len(rows)
-        if len(rows) == 1:
-            drawn[1:] = np.nan  # a single example of a dataset has no spread
+        weights = _weights(str(name), len(rows))
+        drawn = weights @ rows.to_numpy() / weights.sum(axis=1, keepdims=True)
         tasks.setdefault(DATASETS[str(name)].task, []).append(drawn)
     return np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Both ends of the 95 % interval of the mean; NaN for a single value."""
-    if len(values) < 2:
+    """Both ends of the 95 % interval of the mean; NaN below `FEWEST` values."""
+    if len(values) < FEWEST:
         return float("nan"), float("nan")
-    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values))).mean(axis=1)
+    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values) - 1)).mean(axis=1)
     low, high = np.percentile(drawn, [2.5, 97.5])
     return float(low), float(high)
 

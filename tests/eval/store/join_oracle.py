@@ -191,8 +191,8 @@ def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
 
 
 def picks_of(dataset: str, n: int) -> list[Picks]:
-    """All examples, then the documented draws of the bootstrap."""
-    draws = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n))
+    """All examples, then the documented draws of the bootstrap: n - 1 of n (Rao and Wu 1988)."""
+    draws = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n - 1))
     return [range(n), *draws.tolist()]
 
 
@@ -237,7 +237,7 @@ def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict
 
 
 def with_interval(name: str, values: list[dict[str, float]], fewest: int) -> tuple[float, float, float]:
-    if fewest < 2 or len(values) == 1:
+    if fewest < 5 or len(values) == 1:
         return values[0][name], NAN, NAN
     low, high = np.percentile([one[name] for one in values[1:]], [2.5, 97.5])
     return values[0][name], float(low), float(high)
