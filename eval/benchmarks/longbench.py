@@ -141,7 +141,6 @@ SUITE = Suite(
     score=score_example,
     called="all",
     tasks=TASKS,
-    rows_in_dir=True,
     cached=is_cached,
     published=PUBLISHED,
     in_paper=True,
@@ -156,7 +155,6 @@ SUITE_E = Suite(
     ),
     load=load_e,
     score=score_example,
-    rows_in_dir=True,
 )
 
 

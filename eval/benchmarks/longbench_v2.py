@@ -72,7 +72,6 @@ SUITE = Suite(
     ),
     load=load,
     score=score_example,
-    rows_in_dir=True,
     missing=_HUB.missing,
 )
 

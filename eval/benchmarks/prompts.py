@@ -174,7 +174,9 @@ def tokenizer_for_rows(model: ModelSpec | None, suite: str) -> PreTrainedTokeniz
 
 def _unprotected(context: str, protected: str) -> Ranges:
     """The ranges of the context without matches of the pattern (`Dataset.protected`)."""
-    matches = re.finditer(protected, context, re.MULTILINE) if protected else ()
+    if not protected:
+        return [(0, len(context))]
+    matches = re.finditer(protected, context, re.MULTILINE)
     edges = [0, *(edge for match in matches for edge in match.span()), len(context)]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 

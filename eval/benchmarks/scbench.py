@@ -107,7 +107,6 @@ SUITE = Suite(
     ),
     load=load,
     score=score_example,
-    rows_in_dir=True,
     missing=missing,
 )
 

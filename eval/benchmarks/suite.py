@@ -189,13 +189,13 @@ class Suite:
     in_paper: whether LazyLLM's paper reports this suite.
     reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths, 0 if it is
         unknown.
-    rows_in_dir: whether a given `data.dir` holds its rows, which are then read and checked before torch is imported.
-    rows_here: whether its rows need no other file, network or tokenizer, so that they are checked as early.
+    rows_here: whether its rows need no file, network or tokenizer, so that they are read before torch is imported.
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
     cached: whether all its files are in the caches, for a suite of models or of published sizes; None if it needs none.
     published: sizes by the name of the dataset, if they are published.
-    length: the tokens of prompt and answer by the settings; None if they depend on the rows only.
+    length: the tokens of prompt and answer by the settings; None if they depend on the rows only, which are then read
+        from a given `data.dir` before torch is imported.
     shorter: advice if a prompt is longer than the model's positions.
     """
 
@@ -211,7 +211,6 @@ class Suite:
     limit: int | None = None
     in_paper: bool = False
     reference_tokens: int | None = None
-    rows_in_dir: bool = False
     rows_here: bool = False
     check: Callable[[Dataset, DataSettings], None] = lambda dataset, settings: None
     missing: Callable[[Dataset, DataSettings], str | None] | None = None

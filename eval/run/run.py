@@ -370,7 +370,7 @@ class Run:
                 for settings in self.asked.values():
                     with about_the_method():
                         build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
-        if suite.rows_here or (suite.rows_in_dir and self.data.dir is not None):
+        if suite.rows_here or (suite.length(self.data) is None and self.data.dir is not None):
             _ = self.examples
         _ = self.servers
         return self

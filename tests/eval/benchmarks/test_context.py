@@ -131,12 +131,11 @@ def test_context_is_found_in_the_tokenizers_chat_template() -> None:
     tokenizer.chat_template = "given"
     settings: dict[str, Any] = dict(tokenizer=tokenizer, chat=CHAT_FORMATS["auto"])
     assert context_of(**settings) == ["0123456789"]
-    assert context_of(replace(ROW, instruction="", context=" 123 ", input=""), **settings) == [
-        "123"
-    ]  # the template strips
+    spaced = replace(ROW, instruction="", context=" 123 ", input="")  # the template strips
+    assert context_of(spaced, **settings) == ["123"]
     assert context_of(**settings, dataset=DATASETS["lcc"]) == ["0123456789"]
     tokenizer.around = ("Q: 0123456789|Who? ", "")  # if it occurs twice, its place is unknown
-    prompt = prompt_of(**settings)
+    prompt = prompt_of(ROW, **settings)
     assert prompt.context == ()
     with pytest.raises(ValueError, match="chat template changes the prompt's text"):
         PromptCompression(0.5).check_prompt(prompt.as_input())
@@ -145,7 +144,7 @@ def test_context_is_found_in_the_tokenizers_chat_template() -> None:
 def test_slow_tokenizer_is_refused_by_methods_that_need_offsets() -> None:
     tokenizer: Any = Characters()
     tokenizer.is_fast = False
-    prompt = prompt_of(tokenizer=tokenizer)
+    prompt = prompt_of(ROW, tokenizer)
     assert prompt.spans is None
     lazyllm.methods.Lazy().check_prompt(prompt.as_input())
     with pytest.raises(ValueError, match="gives no offsets"):

@@ -135,10 +135,11 @@ def test_messages_enter_the_template_as_they_are(settings) -> None:
     built = build_prompt(example, SUITE.datasets[0], tokenizer, chat=CHAT_FORMATS["auto"])
     assert built.text == expected
     assert built.tokens_before_truncation == len(built.token_ids)
-    plain = build_prompt(example, SUITE.datasets[0], tokenizer, chat=CHAT_FORMATS["llama2"]).text
+    plain = build_prompt(example, SUITE.datasets[0], tokenizer, chat=CHAT_FORMATS["llama2"])
+    assert [start == end for start, end in plain.context] == [True]  # known, and empty
     eos, bos = tokenizer.eos_token or "", tokenizer.bos_token or ""
     turns = [f"[INST]{asked}[/INST]{answer}{eos}{bos}" for asked, answer in zip(talk[::2], talk[1::2], strict=False)]
-    assert plain == "".join(turns) + f"[INST]{talk[-1]}[/INST]"
+    assert plain.text == "".join(turns) + f"[INST]{talk[-1]}[/INST]"
 
 
 def test_run_from_a_folder_scores_and_stores(settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
