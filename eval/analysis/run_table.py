@@ -16,14 +16,13 @@ import pandas as pd
 from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
 from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import VALUES, drawn_means, on_common_examples, rows_of
+from eval.store.aggregate import FEWEST, VALUES, drawn_means, on_common_examples, rows_of
 from eval.store.folder import read_planned
 from eval.store.join import beside
 from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
 from lazyllm.machine import accelerator
 
-FEWEST = 5  # least number of examples for an interval: with fewer, the bootstrap is too narrow (±0 if they agree)
 MANY = 12  # settings: with more, a terminal shows their means over tasks only
 # The most important come first: a narrow terminal shows as many as it has room for
 SHOWN = (
@@ -41,6 +40,7 @@ _COLUMNS = [
     *(column.name for column in _OF_FAILED), *forms(*VALUES),
 ]  # fmt: skip
 MEAN = "mean over tasks"
+NO_INTERVAL = f"fewer than {FEWEST} examples of a dataset"
 
 
 def run_table(results: Results, title: str) -> Table:
@@ -55,7 +55,7 @@ def run_table(results: Results, title: str) -> Table:
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
-    shown = without_narrow_intervals(frame)
+    shown = frame.copy()
     score, *others = (column for column in SHOWN if frame[column.name].notna().any() or column.name == "score")
     shown["shown_name"] = np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**")
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
@@ -69,14 +69,6 @@ def counts(frame: Any) -> list[Column]:
     """The column of examples, and that of turns if there are more of them."""
     has_turns = (frame["turns"] > frame["examples"]).any()
     return [EXAMPLES, Column("turns", "turns")] if has_turns else [EXAMPLES]
-
-
-def without_narrow_intervals(frame: Any) -> Any:
-    """The rows of a table, without ends of intervals where there are fewer than `FEWEST` examples."""
-    ends = [name for name in frame if name.endswith(("_low", "_high"))]
-    shown = frame.copy()
-    shown.loc[frame["examples"] < FEWEST, ends] = np.nan
-    return shown
 
 
 def run_json(table: Table, about: Mapping[str, Any]) -> str:
@@ -171,7 +163,7 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
 def _caption(results: Results, frame: Any) -> str:
     """Two sentences about the numbers, then one line for each warning or note about these runs."""
     lines = [
-        f"Scores 0 to 100. Intervals are not shown for n below {FEWEST}; the CSV has both ends.",
+        f"Scores 0 to 100. Fewer than {FEWEST} examples of a dataset have no interval.",
         "Speedups compare answers of the same visit; generation speedup compares whole answers, which may differ in "
         "length."
         if frame["ttft_speedup"].notna().any()
@@ -214,7 +206,7 @@ class Comparison:
 
     name: the arm's. is_aa_test: whether it is the baseline once more.
     score: the arm's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
-    intervals, which are NaN below `FEWEST` examples, and if a dataset has only one.
+    intervals, which are NaN if a dataset has fewer than `FEWEST` examples.
     examples, better, worse: all with both answers, and those that score higher or lower.
     p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
     answers, changed: of all turns, and those that differ in text or tokens; None if unknown.
@@ -232,16 +224,11 @@ class Comparison:
     changed: int | None
 
     @property
-    def no_interval(self) -> str:
-        """Why the ends of the intervals are missing."""
-        return f"fewer than {FEWEST} examples" if self.examples < FEWEST else "a dataset with one example"
-
-    @property
     def text(self) -> str:
         """All of it in one line."""
         score, ttft = f"score {self.score[0]:+.2f}", f"TTFT speedup {self.ttft[0]:.2f}"
         if np.isnan(self.score[1]):
-            score += f" (no interval: {self.no_interval})"
+            score += f" (no interval: {NO_INTERVAL})"
         else:
             score += " (95 % interval {1:+.2f} to {2:+.2f})".format(*self.score)
             ttft += " ({1:.2f} to {2:.2f})".format(*self.ttft)
@@ -267,8 +254,6 @@ def comparisons(results: Results) -> list[Comparison]:
             whole, same = rows_of(rows, frame)[-1], rows["same_answer"].dropna()
             score = with_ends(drawn_means(by_example)[:, 0])
             ttft = float(whole["ttft_speedup"]), float(whole["ttft_speedup_low"]), float(whole["ttft_speedup_high"])
-            if len(by_example) < FEWEST:
-                score, ttft = (score[0], np.nan, np.nan), (ttft[0], np.nan, np.nan)
             better, worse = (int((side * by_example > 0).to_numpy().sum()) for side in (1, -1))
             changed = None if same.empty else int((same < 100).sum())
             numbers = len(by_example), better, worse, binomial(better, worse), len(same), changed
@@ -285,15 +270,19 @@ def binomial(better: int, worse: int) -> float:
 def gate_failures(beside_baseline: Sequence[Comparison], bounds: Mapping[str, float]) -> list[str]:
     """Why a gate fails, a sentence for each arm and bound; none if every interval lies above its bound.
 
-    bounds: {"score" or "ttft": the least value}. The baseline once more (`aa_test`) is not asked.
+    bounds: {"score" or "ttft": the least value}. The baseline once more (`aa_test`) is not asked. If no example scores
+    worse, the bootstrap cannot show a loss: the score's interval begins at the greatest loss that n such examples leave
+    possible, the share of wrong answers with which n right ones have a chance of 2.5 % (Clopper and Pearson 1934).
     """
     asked = [one for one in beside_baseline if not one.is_aa_test]
     failures = [] if asked else ["no arm has answers beside the baseline"]
     for one in asked:
         for name, bound in bounds.items():
             value, low, _ = getattr(one, name)
+            if name == "score" and one.worse == 0:
+                low -= 100 * (1 - 0.025 ** (1 / one.examples))
             if np.isnan(low):
-                failures.append(f"{one.name}: {name} is {value:.2f}, without an interval: {one.no_interval}")
+                failures.append(f"{one.name}: {name} is {value:.2f}, without an interval: {NO_INTERVAL}")
             elif low < bound:
                 failures.append(f"{one.name}: the interval of {name} begins at {low:.2f}, below {bound:g}")
     return failures

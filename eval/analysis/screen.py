@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 
 from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
-from eval.analysis.run_table import FEWEST, SHOWN, counts, without_narrow_intervals
+from eval.analysis.run_table import SHOWN, counts
 from eval.analysis.table import LABEL, Column, Table, cells, console, forms
+from eval.store.aggregate import FEWEST
 from eval.store.results import Results, add_choice
 from lazyllm.errors import UserError, parser_of
 
@@ -74,10 +75,8 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
 
 def table_of(frame: Any) -> Table:
     """A `summary` as people read it."""
-    few = f"Intervals are not shown for n below {FEWEST}." if (frame["examples"] < FEWEST).any() else ""
-    sections = without_narrow_intervals(frame).assign(
-        section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"]
-    )
+    few = f"Fewer than {FEWEST} examples of a dataset have no interval." if frame["score_low"].isna().any() else ""
+    sections = frame.assign(section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"])
     columns = [Column("section", "model, suite, part"), LABEL, *(one for one in SHOWN if one.name in frame)]
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     shown = cells(sections, [*columns, *counts(frame), *unfinished])

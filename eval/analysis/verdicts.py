@@ -17,7 +17,6 @@ import yaml
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_ends
 from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
-from eval.analysis.run_table import FEWEST
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
 from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
@@ -69,10 +68,11 @@ class Claim:
         return HIGHER if low > paper + allowed else LOWER if high < paper - allowed else UNSEEN
 
     def _obeys(self, part: Value) -> str:
-        """Of one part: the whole interval obeys the rule, or none of it, or that cannot be seen."""
+        """Of one part: the whole interval obeys the rule, or none of it, or that cannot be seen, as in a tie."""
         sign, bound = self.holds.split()
         ends = {bool(_RULES[sign](end, float(bound))) for end in part[1:]}
-        return UNSEEN if np.isnan(part).any() or len(ends) > 1 else HOLDS if ends == {True} else FAILS
+        is_tie = set(part) == {float(bound)} and sign in "<>"
+        return UNSEEN if np.isnan(part).any() or len(ends) > 1 or is_tie else HOLDS if ends == {True} else FAILS
 
     def ours(self, parts: list[Value]) -> str:
         """The value for people; of several parts, the range and how many go which way."""
@@ -146,11 +146,8 @@ _BELONGS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def _values(rows: Any, column: str) -> list[Value]:
-    """The values of these rows of `by_task`; of few examples without an interval, which would be too narrow."""
-    rows = rows[rows[column].notna()]
-    numbers = rows[forms(column)].to_numpy(dtype=float, copy=True)
-    numbers[rows["examples"].to_numpy() < FEWEST, 1:] = np.nan
-    return [tuple(map(float, row)) for row in numbers]  # type: ignore[misc]  # three each
+    """The values of these rows of `by_task`."""
+    return [tuple(row) for row in rows.loc[rows[column].notna(), forms(column)].to_numpy(dtype=float).tolist()]
 
 
 def _by_task(

@@ -67,8 +67,7 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     What compares with the baseline is made from the answers that have one in the same visit (`beside`). A dataset's
     score is rounded as LongBench rounds it. Several seeds and turns of an example count as one example: values are
     means over them, and speedups compare summed times. A value is NaN if an answer lacks it, or if a baseline's score
-    is 0; both ends of an interval are NaN if a dataset has fewer than `FEWEST` examples. The baseline's own speedups are
-    1.
+    is 0; both ends of an interval are NaN if a dataset has fewer than `FEWEST` examples. The baseline's speedups are 1.
     """
     rows: list[dict[str, Any]] = []
     counting: Any = frame[frame["counts"]]

@@ -20,6 +20,8 @@ from tests.conftest import ROOT
 from tests.eval.store.made import LAZY, PROVENANCE, write_run
 from tests.eval.store.visits import measurement, turn
 
+pytestmark = pytest.mark.usefixtures("two_have_an_interval")
+
 BOARD = ROOT / "results" / "board"
 NUMBER = re.compile(r"\d+\.\d+")
 

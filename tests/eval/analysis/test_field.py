@@ -11,6 +11,8 @@ from lazyllm.methods import METHODS
 from tests.eval.analysis.made import ARM, drawn, example, line, over, stored, texts
 from tests.eval.store.made import alone
 
+pytestmark = pytest.mark.usefixtures("two_have_an_interval")
+
 BASELINE = {"prefill_flops": 600}
 
 

@@ -11,6 +11,8 @@ from eval.store.runs import StoredRun
 from eval.store.visit import Visit
 from tests.eval.analysis.made import ARM, PRESETS, line, over, preset, stored
 
+pytestmark = pytest.mark.usefixtures("two_have_an_interval")
+
 MULTI_DOC_QA = ("hotpotqa", "2wikimqa", "musique")
 
 

@@ -5,6 +5,8 @@ from eval.store.results import Results
 from eval.store.runs import StoredRun
 from tests.eval.analysis.made import example, line, stored, swept
 
+pytestmark = pytest.mark.usefixtures("two_have_an_interval")
+
 
 def test_ranking_by_hand() -> None:
     runs = [

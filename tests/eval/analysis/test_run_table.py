@@ -50,6 +50,7 @@ def console_text(table: Table, width: int = 120) -> str:
     return console.export_text()
 
 
+@pytest.mark.usefixtures("two_have_an_interval")
 def test_run_table_has_arms_by_dataset_task_and_their_mean() -> None:
     """Every value comes from `eval.store.aggregate`, whose tests check them."""
     table = run_table(Results([stored(VISITS)]), "")
@@ -79,6 +80,7 @@ def test_run_table_without_baseline_has_no_speedup() -> None:
     assert "No speedup" in table.caption
 
 
+@pytest.mark.usefixtures("two_have_an_interval")
 def test_run_table_has_the_same_numbers_in_every_form() -> None:
     table = run_table(Results([stored(VISITS)]), "a run")
     lines = list(csv.DictReader(io.StringIO(table.to_csv())))

@@ -10,6 +10,8 @@ from eval.store.runs import StoredRun
 from eval.store.visit import Visit
 from tests.eval.analysis.made import conversation, drawn, example, stored, texts
 
+pytestmark = pytest.mark.usefixtures("two_have_an_interval")
+
 KEEP = {"layer": 2, "keep": "1.5x"}
 
 

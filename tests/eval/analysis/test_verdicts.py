@@ -25,7 +25,7 @@ def claim(**values: Any) -> Claim:
         ("> 99", [(99.5, 99.1, 99.9)], "holds"),
         ("> 99", [(99.5, 98.0, 99.9)], "cannot be seen"),
         ("> 99", [(98.0, 97.0, 98.9)], "does not hold"),
-        ("> 0", [(0.0, 0.0, 0.0)], "does not hold"),  # no gain is no gain
+        ("> 0", [(0.0, 0.0, 0.0)], "cannot be seen"),  # a tie, as of two full scores
         (">= 0", [(0.0, 0.0, 0.0)], "holds"),
         ("<= 100", [(100.0, 100.0, 100.0)], "holds"),
         ("> 1", [(0.5, NAN, NAN)], "cannot be seen"),

@@ -30,6 +30,8 @@ from lazyllm.methods import Lazy, Method, RandomDrop, StaticPruning
 from tests.eval.store.made import LAZY, alone, write_run
 from tests.eval.store.visits import measurement, turn, visit
 
+pytestmark = pytest.mark.usefixtures("two_have_an_interval")
+
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--<script>{{ 7 * 7 }}&amp;'
 MACHINE = {"device": "one core", "cpu": "one core", "cpu_count": 1, "threads": 1, "platform": "Linux", "cuda": None}
 PROVENANCE = {"git_commit": "c0ffee", "started": "2026-01-02T03:04:05Z", "versions": {"torch": "9"}, "machine": MACHINE}
