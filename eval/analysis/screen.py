@@ -53,10 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     """A row for each setting on each suite: the mean over tasks, then by task or length.
 
-    Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, ttft_speedup,
-    generation_speedup, pct_prompt_tokens_computed, kl, each with `_low` and `_high`, examples, turns, unfinished.
+    Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, score_difference
+    (from the baseline's on the same examples), ttft_speedup, generation_speedup, pct_prompt_tokens_computed, kl, each
+    with `_low` and `_high`, examples, turns, unfinished.
     """
-    values = forms("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl")
+    values = forms(
+        "score", "score_difference", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl"
+    )
     table: Any = results.by_task
     table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(columns={"name": "part"})
     if by == "length":
@@ -75,9 +78,15 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
 
 def table_of(frame: Any) -> Table:
     """A `summary` as people read it."""
-    few = f"Fewer than {FEWEST} examples of a dataset have no interval." if frame["score_low"].isna().any() else ""
     sections = frame.assign(section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"])
-    columns = [Column("section", "model, suite, part"), LABEL, *(one for one in SHOWN if one.name in frame)]
+    score, *others = (one for one in SHOWN if one.name in frame)
+    sentences = list[str]()
+    if (sections.groupby("section")["examples"].nunique() > 1).any():
+        others.insert(0, Column("score_difference", "score - baseline", 2))
+        sentences.append("Rows of another n hold other examples; score - baseline is of the same ones.")
+    if frame["score_low"].isna().any():
+        sentences.append(f"Fewer than {FEWEST} examples of a dataset have no interval.")
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
-    shown = cells(sections, [*columns, *counts(frame), *unfinished])
-    return Table("results", "Results", few, frame, shown, keys=2)
+    keys = Column("section", "model, suite, part"), LABEL
+    shown = cells(sections, [*keys, score, *counts(frame), *others, *unfinished])
+    return Table("results", "Results", " ".join(sentences), frame, shown, keys=len(keys))

@@ -32,7 +32,8 @@ from lazyllm.models.tokenizers import has_chat_template
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
 ESTIMATE = (
     "an estimate: each prompt has its dataset's published mean number of words, at 1.6 tokens a word (3.5 in code), "
-    "cut at model.max_prompt_tokens; after lazyllm-bench fetch, with the same arguments, plan counts the prompts"
+    "cut at model.max_prompt_tokens. Single prompts are longer and need more memory: after lazyllm-bench fetch, with "
+    "the same arguments, plan counts them"
 )
 
 
@@ -96,11 +97,14 @@ def rows_of(run: Run) -> list[Rows]:
 
 
 def is_estimated(run: Run) -> bool:
-    """Whether the run's data or tokenizer are not in the caches, and its suite publishes sizes."""
+    """Whether the run's data or tokenizer are not in the caches, and its suite publishes sizes.
+
+    Rows that were given (`data.dir`) are always counted.
+    """
     suite, spec = run.suite, run.spec
-    if not suite.published:
+    if not suite.published or run.data.dir is not None:
         return False
-    if run.data.dir is None and suite.cached is not None and not suite.cached():
+    if suite.cached is not None and not suite.cached():
         return True
     try:
         read_config(spec)

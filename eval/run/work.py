@@ -9,7 +9,7 @@ from typing import Any
 
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.errors import UserError
-from lazyllm.methods import Method
+from lazyllm.methods import Baseline, Method, Select
 from lazyllm.spec import ModelSpec
 
 # Bytes of a number; other dtypes have 2
@@ -96,7 +96,9 @@ class Model:
         turns: as in `lazyllm.start`. rows: answers that decode together, if there is one turn.
         """
         together = rows if len(messages) == 1 else 1
-        n, later, generated, works = 0, 0, 0, list[Work]()
+        n, later, generated = 0, 0, 0
+        # a diagnostic lets the full model answer first
+        works = self.conversation(Baseline(), messages[:1], new_tokens) if method.diagnostic else list[Work]()
         for turn, message in enumerate(messages):
             last = int(turn > 0)  # the last token of the answer before runs with the message
             if turn > 0 and turns == "continue":
@@ -114,6 +116,8 @@ class Model:
         """Bytes of each part at the peak of `rows` answers; "working" is one layer of a prefill besides its input."""
         shape, layers = LayerShape.of(self.config), self.config.num_hidden_layers
         tokens = method.tokens_per_layer(layers, n)
+        if isinstance(method, Select) and (method.diagnostic or method.scoring_flops(self.config, n)):
+            tokens = [n] * layers  # the model itself may select, for which it runs the whole prompt first
         scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
         others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
         return {

@@ -116,7 +116,21 @@ def test_decoding_by_hand(name: str, rows: int) -> None:
         flops += 32 * linear + logits + attended * 4 * 4096
         read += attended * 2 * 2 * 4096
     read += 2 * (2 * 6_738_415_616) // rows
-    assert model.conversation(named(name), [3000], 3, rows=rows)[1] == Work(flops, read)
+    assert model.conversation(named(name), [3000], 3, rows=rows)[-1] == Work(flops, read)
+
+
+def test_a_diagnostic_answers_with_the_full_model_first() -> None:
+    model, oracle = Model.of(LLAMA2), named("oracle keep=0.1")
+    answered = model.conversation(Baseline(), [3000], 5)
+    assert model.conversation(oracle, [3000], 5)[:-2] == answered
+    assert model.memory(oracle, 3000, 5) == model.memory(Baseline(), 3000, 5)
+
+
+@pytest.mark.parametrize(("name", "is_whole"), [("gemfilter keep=300", True), ("random_drop keep=0.1", False)])
+def test_memory_holds_a_prompt_that_the_model_itself_scores(name: str, is_whole: bool) -> None:
+    model = Model.of(LLAMA2)
+    whole, own = (sum(model.memory(method, 3000, 5).values()) for method in (Baseline(), named(name)))
+    assert (own == whole) == is_whole
 
 
 def test_later_turn_of_lazyllm_by_hand() -> None:
