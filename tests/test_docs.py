@@ -178,7 +178,8 @@ def test_site_holds_every_page_and_what_it_links_to(tmp_path: Path) -> None:
     assert set(PAGES) <= set(gathered)
     for page in tmp_path.rglob("*.md"):
         for link, _ in site.links(page.read_text(encoding="utf-8")):
-            assert (page.parent / link).is_file(), f"{page}: {link}"
+            target = page.parent / link
+            assert (target / "README.md" if target.is_dir() else target).is_file(), f"{page}: {link}"
 
 
 def test_a_link_to_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

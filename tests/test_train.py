@@ -35,7 +35,7 @@ def tiny_tokenizer():
 @pytest.fixture
 def coder(monkeypatch: pytest.MonkeyPatch) -> train.CoderTrainer:
     monkeypatch.setattr(train, "training_files", lambda: TEXTS)
-    return train.CoderTrainer(384)
+    return train.CoderTrainer()
 
 
 def test_suite_words_newline_and_specials_are_single_tokens(tiny_tokenizer) -> None:
@@ -129,11 +129,11 @@ def test_training_ends_with_a_model_and_is_the_same_each_time(
 ) -> None:
     stages = train.Stage(128, 6, tokens=256), train.Stage(64, 3, tokens=128, rate=0.5, decay=1024)
     monkeypatch.setattr(torch.optim, "Muon", partial(torch.optim.Muon, ns_steps=1))  # of 5, which take most of the time
-    changed = {"TOKENS_PER_STEP": 128, "SHOW_EVERY": 1, "LENGTHS": (128,) * 4, "STAGES": stages}
+    changed = {"TOKENS_PER_STEP": 128, "CODER_TOKENS": 384, "SHOW_EVERY": 1, "LENGTHS": (128,) * 4, "STAGES": stages}
     for constant, value in {**changed, "training_files": lambda: TEXTS}.items():
         monkeypatch.setattr(train, constant, value)
     for folder in ("once", "again"):
-        trainer = train.TinyTrainer() if name == "tiny" else train.CoderTrainer(384)
+        trainer = train.TinyTrainer() if name == "tiny" else train.CoderTrainer()
         trainer.train(tmp_path / folder)
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
         assert [(line["tokens"], line["length"]) for line in lines] == [

@@ -13,13 +13,13 @@ from pathlib import Path
 from scripts.dev.docs import ROOT, pages
 
 PAGES = ROOT / "build" / "pages"
-_LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")  # ](path#anchor), not ](https://...) and not ](#anchor)
-_CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s#:]+)(?:#([^)\s]*))?\)")  # ](path#anchor), not ](https://...) and not ](#anchor)
+_CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 
 
 def links(text: str) -> list[tuple[str, str]]:
     """The relative links outside code: (path, anchor without #)."""
-    return [(match[2], match[3].strip("#)")) for match in _LINK.finditer(_CODE.sub("", text))]
+    return _LINK.findall(_CODE.sub("", text))
 
 
 def gather(into: Path) -> list[Path]:
@@ -37,12 +37,10 @@ def gather(into: Path) -> list[Path]:
             target.mkdir(exist_ok=True)
             (target / "README.md").write_text(_listing(source), encoding="utf-8")
             waiting += [path for path in source.iterdir() if path.is_file()]
-        elif source.suffix == ".md":
-            text = source.read_text(encoding="utf-8")
-            waiting += [_target(source, link) for link, _ in links(text)]
-            target.write_text(_of_site(source, text), encoding="utf-8")
         else:
             shutil.copyfile(source, target)
+        if source.suffix == ".md":
+            waiting += [_target(source, link) for link, _ in links(source.read_text(encoding="utf-8"))]
     return done
 
 
@@ -51,17 +49,6 @@ def _target(page: Path, link: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {link}, which does not exist")
     return path / "README.md" if (path / "README.md").exists() else path
-
-
-def _of_site(page: Path, text: str) -> str:
-    """The page with its links to folders turned into links to the page of the folder."""
-
-    def to_page(match: re.Match[str]) -> str:
-        folder = (page.parent / match[2]).is_dir()
-        return f"{match[1]}{match[2].rstrip('/')}/README.md{match[3]}" if folder else match[0]
-
-    parts = _CODE.split(text)  # code stands at the odd places
-    return "".join(part if i % 2 else _LINK.sub(to_page, part) for i, part in enumerate(parts))
 
 
 def _listing(folder: Path) -> str:

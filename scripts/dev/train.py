@@ -1,7 +1,7 @@
 """Train the two small models that are shipped, on the CPU: `lazyllm/models/tiny` and `lazyllm/models/coder`.
 
     nice -n 10 python -m scripts.dev.train tiny --work FOLDER
-    nice -n 10 python -m scripts.dev.train coder --work FOLDER --tokens 16_000_000
+    nice -n 10 python -m scripts.dev.train coder --work FOLDER
 
 Each takes about 47 minutes; then the model is in FOLDER/model. Data and recipes: the MODEL_CARD.md of each. Shapes and
 tokenizers are the shipped models'. Their weights were made at commit 8716cf3: recipes and draws are the same since
@@ -231,6 +231,7 @@ class TinyTrainer(Trainer):
 
 # Folders of the library that are left out: tests, tables of characters, other packages
 NO_CODE = {"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "ensurepip", "__pycache__"}
+CODER_TOKENS = 16_000_000  # of the whole training
 LENGTHS = (512, 1024, 2048, 4096)
 SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: short sequences cost less per token
 LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while the rate falls
@@ -284,9 +285,9 @@ def coder_model() -> Any:
 class CoderTrainer(Trainer):
     """Code and tasks."""
 
-    def __init__(self, whole: int) -> None:
+    def __init__(self) -> None:
         super().__init__(coder_model(), CODER, 2e-3)
-        self.whole, texts = whole, training_files()  # tokens of the whole training
+        texts = training_files()
         encoded = self.tokenizer([*texts.values()], add_special_tokens=False, verbose=False).input_ids
         self.files = {name: ids for name, ids in zip(texts, encoded, strict=True) if len(ids) > 100}
         self.related = dict[str, list[str]]()  # the others of a file's package, and those of modules that it imports
@@ -339,8 +340,8 @@ class CoderTrainer(Trainer):
 
     def batches(self) -> Iterator[Batch]:
         """Sequences of one length. In the last fifth, the rate falls to 2 %, and more of them are long."""
-        while self.tokens < self.whole:
-            left = (self.whole - self.tokens) / (0.2 * self.whole)  # below 1, the rate falls
+        while self.tokens < CODER_TOKENS:
+            left = (CODER_TOKENS - self.tokens) / (0.2 * CODER_TOKENS)  # below 1, the rate falls
             length = self.rng.choices(LENGTHS, SHARES if left >= 1 else LAST_SHARES)[0]
             kinds = self.rng.choices([*KINDS], [*KINDS.values()], k=max(1, TOKENS_PER_STEP // length))
             sequences = [self.sequence(kind, length) for kind in kinds]
@@ -353,10 +354,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["tiny", "coder"])
     parser.add_argument("--work", type=Path, help="folder of the model (/tmp/train_MODEL)")
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="of coder's whole training")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    trainer = TinyTrainer() if args.model == "tiny" else CoderTrainer(args.tokens)
+    trainer = TinyTrainer() if args.model == "tiny" else CoderTrainer()
     trainer.train((args.work or Path(f"/tmp/train_{args.model}")) / "model")
 
 
