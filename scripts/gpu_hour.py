@@ -1,7 +1,7 @@
 """The parts of scripts/first_gpu_hour.sh: attention by backend, exactness, waits and memory, then times at true shapes.
 
 Each part is a process of its own, killed after nine minutes, and writes one JSON file, case by case; `summary.md` shows
-all files. A bench that was killed goes on after its last case; the checks, which are short, begin anew.
+all files.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import os
 import statistics
 import subprocess
 import sys
+import time
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
-from itertools import pairwise
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,6 +38,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import generate
 from lazyllm.engine.inputs import Prompt
 from lazyllm.files import write_whole
+from lazyllm.integrations.transformers_generate import using
 from lazyllm.machine import ACCELERATORS, Accelerator, device_name
 from lazyllm.measuring import attention_events
 from lazyllm.methods import METHODS, Baseline, make
@@ -79,7 +84,8 @@ def main(arguments: Sequence[str]) -> int:
         partial_file = file.with_suffix(".partial")
         code = f"from scripts.gpu_hour import run_part; run_part({part!r}, {str(partial_file)!r})"
         try:
-            subprocess.run([sys.executable, "-c", code], check=True, timeout=PART_S)
+            environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+            subprocess.run([sys.executable, "-c", code], check=True, timeout=PART_S, env=environment)
             partial_file.replace(file)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             print(f"{part}: {error}", flush=True)  # what it had measured stays in the partial file
@@ -90,18 +96,24 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_part(part: str, file: str) -> None:
-    """Measure one part and write its file."""
+    """Measure one part and write its file. Cases that the file holds are not measured again."""
     if part in PARTS:
-        tiny = f"--shape {_TINY} --tokens 60 --new-tokens 3 --repeats 1 --warmup 0".split()
-        bench([*PARTS[part], *(tiny if is_tiny() else []), "--json", file])  # the last of an option counts
+        tiny = (
+            f"--shape {_TINY} --tokens 60 --new-tokens 3 --repeats 1 --warmup 0".split()
+        )  # the last of an option counts
+        bench([*PARTS[part], *(tiny if is_tiny() else []), "--json", file])
         return
-    device, results = as_device("auto"), dict[str, Any]()
+    device = as_device("auto")
     about: dict[str, Any] = {
         "device": device_name(device),
         "capability": list(torch.cuda.get_device_capability()) if device.type == "cuda" else None,
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
     }
+    held = json.loads(Path(file).read_text(encoding="utf-8")) if Path(file).is_file() else {}
+    results = held.get("results", {}) if {key: held.get(key) for key in about} == about else {}
     for name, measure in CHECKS[part](device):
+        if name in results:
+            continue
         try:
             results[name] = measure()
         except Exception as error:  # the other cases are worth having, and the message is a finding
@@ -116,15 +128,6 @@ def is_tiny() -> bool:
 Cases = Iterator[tuple[str, Callable[[], Any]]]  # (name, its measurement)
 
 
-def times_of(device: torch.device, call: Callable[[], object]) -> list[float]:
-    """Seconds of each of four calls."""
-    clock = [read_clock(device)]
-    for _ in range(4):
-        call()
-        clock.append(read_clock(device))
-    return [after - before for before, after in pairwise(clock)]
-
-
 def attention(device: torch.device) -> Cases:
     """Seconds of attention by backend at lengths that have never run, and at one that has: a prefill's and a step's."""
     heads, k = (4, 40) if is_tiny() else (32, 4000)
@@ -135,9 +138,12 @@ def attention(device: torch.device) -> Cases:
         for length in (k, k + 1, k + 2):
             query = torch.rand(1, heads, length if is_prefill else 1, 128, device=device, dtype=dtype)
             keys, values = (torch.rand(1, heads, length, 128, device=device, dtype=dtype) for _ in range(2))
-            run = partial(scaled_dot_product_attention, query, keys, values, is_causal=is_prefill)
-            with sdpa_kernel(backend):
-                times = times_of(device, run)
+            times = []
+            for _ in range(4):
+                began = read_clock(device)
+                with sdpa_kernel(backend):
+                    scaled_dot_product_attention(query, keys, values, is_causal=is_prefill)
+                times.append(read_clock(device) - began)
             found[f"k={length}"] = {"first": times[0], "later": statistics.median(times[1:])}
         return found
 
@@ -154,7 +160,11 @@ def attention(device: torch.device) -> Cases:
         chosen = torch.rand(1, length, device=device) < 0.7
         mask = additive_mask(chosen, 4, dtype) if form == "masked" else None
         slots = chosen[0].nonzero()[:, 0] if form == "copied" else slice(None)
-        times = times_of(device, lambda: attend_to_chosen(query, keys[:, :, slots], values[:, :, slots], mask, 0.1))
+        times = []
+        for _ in range(4):
+            began = read_clock(device)
+            attend_to_chosen(query, keys[:, :, slots], values[:, :, slots], mask, 0.1)
+            times.append(read_clock(device) - began)
         return statistics.median(times[1:])
 
     for length in (k,) if is_tiny() else (k, 32_000, 128_000):
@@ -209,7 +219,7 @@ def checks(device: torch.device) -> Cases:
 
 
 def together(device: torch.device) -> Cases:
-    """Packs beside the same prompts one by one."""
+    """Packs beside the same prompts one by one, and sampling."""
     model, method = small_model(device, torch.float32), make("lazy", {"schedule": {1: 0.6, 3: 0.5}})
     new_tokens = 4 if is_tiny() else 32
 
@@ -223,13 +233,64 @@ def together(device: torch.device) -> Cases:
         same = sum(packed[row].token_ids == alone[row] for row in range(rows))
         return {"same_answers": same, "one_by_one_s": between - began, "packed_s": done - between}
 
+    def sampled() -> dict[str, Any]:
+        options = dict(max_new_tokens=new_tokens, do_sample=True, temperature=0.8, eos_token_id=None, pad_token_id=0)
+        answers = []
+        for pruned in (nullcontext(), using(model, method), using(model, method)):
+            torch.manual_seed(3)
+            with pruned:
+                answers.append(model.generate(prompt_of(100)[None].to(device), **options)[0, 100:].tolist())
+        return {"transformers": answers[0], "lazy": answers[1], "same_again": answers[1] == answers[2]}
+
     for rows in (8, 16):
         yield f"pack of {rows}, baseline", partial(pack, rows, Baseline())
         yield f"pack of {rows}, lazy", partial(pack, rows, method)
+    yield "sampling", sampled
+
+
+def commands(device: torch.device) -> Cases:
+    """One `run` and one `serve`, with the bundled model, where the harness is installed."""
+    if any(find_spec(package) is None for package in ("hydra", "pandas")):
+        return
+    command = [sys.executable, "-m", "eval.cli"]
+    model = ["model=tiny", f"model.device={device.type}"]
+
+    def run() -> dict[str, Any]:
+        with TemporaryDirectory() as folder:
+            words = ["run", *model, "method=lazy", "dataset=lookup", "limit=2", f"out={folder}/run"]
+            ran = subprocess.run([*command, *words], capture_output=True, text=True, timeout=PART_S)
+        return {"code": ran.returncode, "says": (ran.stdout + ran.stderr)[-4000:]}
+
+    def serve() -> dict[str, Any]:
+        words = ["serve", *model, "method=lazy", "port=18765"]
+        with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                lines = iter(server.stdout.readline, "")
+                url = next(word.rstrip(":") for line in lines for word in line.split() if word.startswith("http"))
+                asked = {"model": "tiny", "prompt": "A text.", "max_tokens": 4}
+                body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json"}
+                request = urllib.request.Request(f"{url}/completions", body, kind)
+                for _ in range(100):  # it names its address a moment before it listens
+                    with suppress(OSError), urllib.request.urlopen(f"{url}/models", timeout=60):
+                        break
+                    time.sleep(0.1)
+                began = time.perf_counter()
+                with urllib.request.urlopen(request, timeout=120) as answer:
+                    content = json.loads(answer.read())
+                return {"seconds": time.perf_counter() - began, "answer": content}
+            finally:
+                server.terminate()
+
+    yield "run", run
+    if find_spec("fastapi") is not None:
+        yield "serve", serve
 
 
 # {part: its cases}, before the bench's
-CHECKS: dict[str, Callable[[torch.device], Cases]] = {"sdpa": attention, "checks": checks, "together": together}
+CHECKS: dict[str, Callable[[torch.device], Cases]] = {
+    "sdpa": attention, "checks": checks, "together": together, "commands": commands,
+}  # fmt: skip
 
 
 def seconds_of(part: str, card: Accelerator) -> float:
