@@ -7,8 +7,6 @@ python run.py -m ... hydra/launcher=submitit_slurm               the same on a c
 python run.py --help                                             every setting
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """The entry point of every command: `lazyllm-bench COMMAND ...`; `lazyllm-bench COMMAND --help` describes it."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import sys

@@ -6,8 +6,6 @@ Sampling is as asked: by default OpenAI's, temperature 1 and top_p 1. Nothing is
 but its end tokens. Equal requests with equal seeds get equal answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

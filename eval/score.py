@@ -5,8 +5,6 @@ FOLDER holds the output of LongBench's `pred.py`: `<dataset>.jsonl`, a line `{"p
 rouge-score's ROUGE-L for the datasets scored by ROUGE.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -4,8 +4,6 @@ The clock starts just before the POST of a body that is already serialised, on a
 event counts as a token if it has text, reasoning or a tool call; comments, roles and usage do not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

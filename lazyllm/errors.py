@@ -1,7 +1,5 @@
 """What the commands of both packages share: errors that a user can fix, and the parser of arguments."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from traceback import extract_tb

@@ -1,7 +1,5 @@
 """Files written whole, and the cache."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

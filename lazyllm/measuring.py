@@ -1,7 +1,5 @@
 """What a generation used: CPU time, memory, the attention kernel that ran, and the share of the device's peak (MFU)."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Models with a short name: their hub ids and shapes, which are data in `presets.yaml`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Which model, and how it is loaded. Needs neither torch nor transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches

@@ -4,8 +4,6 @@ Each part is a process of its own, killed after nine minutes, and writes one JSO
 all files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -106,8 +106,6 @@ UniPrefill
 39. With fewer than ``window`` tokens, all their queries count. The last block may be short; its mass is not scaled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Shared by test files: random prompts, the small model in the package, slow cases, and waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ Model info, file trees and files. Gated repositories show their list of files to
 with access. Left out: redirects to the hub's caches and storage, which the client follows by itself, and Xet.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import json

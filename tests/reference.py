@@ -28,8 +28,6 @@ A turn adds tokens to the text (all token ids so far, prompts and answers) and a
 gives one set of logits. Step 0 of a turn takes in the turn's tokens, later steps decode.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ Again: a first turn on the whole text so far, all of it a prompt. So it needs no
 LazyLLM's turns, and what else was decided: :mod:`tests.reference`.
 """
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

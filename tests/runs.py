@@ -1,7 +1,5 @@
 """Runs for tests: made as `python run.py ...` makes them, and a small one."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Settings are those of the originals. Only the width is small, and the weights give one answer to every prompt.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The field's oracles are right: against cases worked out by hand, and against the plain model if they keep all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 

@@ -4,8 +4,6 @@ The client and LongBench's rows and templates are the real ones; the checkpoints
 XGen 7B. Two processes run all commands, as a user would in one shell, because starting one takes seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The first hour on a GPU, played on the CPU with a tiny shape."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

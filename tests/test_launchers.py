@@ -3,8 +3,6 @@
 If Ray or Slurm is not installed, its tests are skipped with the reason; with REQUIRE_LAUNCHERS="ray slurm" they fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

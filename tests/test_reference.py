@@ -1,7 +1,5 @@
 """The slow references are right: against transformers' own forward pass and continuation, and counts by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

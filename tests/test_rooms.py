@@ -3,8 +3,6 @@
 Read from the code by `ast`, imports inside functions and for type checkers alone included.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from functools import cache

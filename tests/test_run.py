@@ -1,7 +1,5 @@
 """Whole runs: real rows, resuming after an interruption, refusals, experiments."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`scripts/dev/train.py` and the shipped tiny model: tokenizers, sequences, first models, short trainings."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import partial

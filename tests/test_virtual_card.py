@@ -3,8 +3,6 @@
 What a real GPU alone can show (times, rounding, the kernels' own errors) is in `scripts/first_gpu_hour.sh`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

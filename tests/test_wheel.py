@@ -1,7 +1,5 @@
 """A new user's installation: the wheel alone, and the README's example run outside the repository."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ The stand-in is `../shared/tools/virtual_cuda.py`: data on a CPU, devices as on 
 until the process ends, so tests run this file as a process of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import json

@@ -6,8 +6,6 @@ their dictionary of these tasks is read, and checked by sha256. Prompts and scor
 (commit ffa075f) and `babilong/metrics.py` (eeec607); an answer has at most 20 tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,8 +1,6 @@
 """Datasets of the hub by the package `datasets`, single files by their address, and the cache folder; with and without
 a network."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

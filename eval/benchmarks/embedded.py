@@ -25,8 +25,6 @@ an order drawn by the row's seed. They follow each other as in training: the ans
 between context and input. The other questions are about test contexts, but belong to no split.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -6,8 +6,6 @@ both questions. The edges of an answer are scattered, so this is the test of agg
 the dataset's: F1 of the nodes in the last line, `Final Answer: [a, b]`.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator, Sequence

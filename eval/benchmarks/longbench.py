@@ -13,8 +13,6 @@ LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many
 Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
 from dataclasses import replace

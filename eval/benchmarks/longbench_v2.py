@@ -8,8 +8,6 @@ Ours: answers are greedy, officially sampled at temperature 0.1; an empty answer
 the results. The table `groups` shows both scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

@@ -14,8 +14,6 @@ string as if it were a list of answers, so each of its characters counts as an a
 shares a letter with the gold one is right.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string

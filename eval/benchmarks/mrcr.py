@@ -9,8 +9,6 @@ o200k_base tokens, those of all messages and the answer; they are counted by tik
 tiktoken or its file is missing (the run's source then says so).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ repeated if necessary.
 `entry KEY a b c.` in filler, without other entries.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from bisect import bisect_left, bisect_right

@@ -12,8 +12,6 @@ Fields are those of `OwnDataset`. A path is relative to the YAML file, and in co
 of the hub come through the package `datasets`, which guesses types: it would take "0042" of a CSV file for 42.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import hashlib

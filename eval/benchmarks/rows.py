@@ -4,8 +4,6 @@ Rows are read with `json`, as the package `datasets` reads whole files into Arro
 line and field, and one integer beyond 64 bits or half a surrogate pair makes it refuse the whole file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

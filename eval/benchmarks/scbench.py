@@ -12,8 +12,6 @@ Ours differs in four points:
 - All turns of summary_with_needles may have 800 tokens; officially, turns that ask for a needle have 15.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

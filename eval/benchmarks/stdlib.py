@@ -15,8 +15,6 @@ LongBench's format; the code that chose them is `eval/benchmarks/stdlib.py` of c
 6,000 and 9,000 characters, in turn: 1,000, 2,000 and 3,000 tokens of the coder's tokenizer.
 """
 
-from __future__ import annotations
-
 import lzma
 from pathlib import Path
 

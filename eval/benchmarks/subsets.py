@@ -13,8 +13,6 @@ Shards: a shard is written i/n, the i-th (from 1) of n. All shards of a run shar
 writes its own files there (`eval.store.folder`), and the last one to end writes the summary.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Mapping, Sequence

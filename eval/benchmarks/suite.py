@@ -5,8 +5,6 @@ suite. Differences between suites are fields here, never an `if`: its settings (
 and config then takes under the suite's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

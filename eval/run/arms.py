@@ -1,7 +1,5 @@
 """The arms of a run: the methods, or servers, that answer each of its examples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields

@@ -3,8 +3,6 @@
 Functions take an `eval.run.run.Run`, whose properties call them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From a command line to a run's settings: Hydra, and every check that needs neither torch nor a model."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

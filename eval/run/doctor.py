@@ -8,8 +8,6 @@ Nothing is downloaded, and no network is needed. torch is imported only on a GPU
 `missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

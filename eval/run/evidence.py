@@ -1,7 +1,5 @@
 """Which tokens of the evidence each layer computed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -7,8 +7,6 @@ The arguments are those of a run or a sweep. It downloads checkpoints, tokenizer
 datasets' rows and templates, unless they are in the caches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 

@@ -1,7 +1,5 @@
 """How close an arm's answer is to the baseline's, by tokens and by probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any

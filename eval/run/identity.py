@@ -3,8 +3,6 @@
 Functions take an `eval.run.run.Run`, whose properties call them.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The loop of a run: from its settings to visits, and to one table of all arms."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -3,8 +3,6 @@
 An example of several turns is a conversation with each arm in its place; each continues with its own answers.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections import defaultdict, deque

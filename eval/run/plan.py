@@ -12,8 +12,6 @@ sheet. Until LongBench and the tokenizer are in the caches (lazyllm-bench fetch)
 mean lengths, and the plan is an estimate.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Sequence

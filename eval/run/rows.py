@@ -5,8 +5,6 @@ With it, FOLDER/<dataset>.jsonl has the rows of each dataset, in the format of i
 are those of lazyllm-bench run; RULER's rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

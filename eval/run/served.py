@@ -1,7 +1,5 @@
 """Measuring servers: one beside another, or one alone, on the prompts that a model in this process would get."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,7 +1,5 @@
 """A run's settings: the schema, one `setting(default, text)` each, from which `--help` and the docs are made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 

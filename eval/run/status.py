@@ -7,8 +7,6 @@ Exit code: 0 if all are done, 1 if some failed, 3 if some are not finished and n
 Give a sweep's command again to run what is missing: finished runs end without loading a model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

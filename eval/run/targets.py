@@ -6,8 +6,6 @@ the one that the paper measured for the task and the model. `Method.table1` hold
 for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import MISSING
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces: an answer once more, with what visits leave out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ n - 1, with which the variance of a dataset's mean is unbiased (Rao and Wu 1988)
 dataset have no interval.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any

@@ -13,8 +13,6 @@ a last line that a kill left incomplete, and sets damaged lines aside in a file 
 visits.jsonl.damaged-1. Readers change nothing and refuse damage.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

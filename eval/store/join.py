@@ -1,7 +1,5 @@
 """The only way from an arm's answers to the baseline's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -6,8 +6,6 @@ Notation:
     n  prompt tokens
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

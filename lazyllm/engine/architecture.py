@@ -4,8 +4,6 @@ Nothing here depends on a model's name. A model that the loop over layers (`lazy
 is refused.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 from weakref import WeakSet

@@ -6,8 +6,6 @@ Notation:
     w  last queries         d  head width
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence

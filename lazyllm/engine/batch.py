@@ -4,8 +4,6 @@ Nothing is padded: norms, projections and MLPs run [1, sum of m, w], m tokens of
 weights once. Each generation attends to its own KV cache. When one ends, the next request takes its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

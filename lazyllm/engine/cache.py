@@ -7,8 +7,6 @@ Notation:
     m  tokens that a step adds               g  key and value heads      d  head width
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

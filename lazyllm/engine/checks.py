@@ -1,7 +1,5 @@
 """The start-up check of a model: the loop over layers and the model itself agree on a few tokens."""
 
-from __future__ import annotations
-
 from weakref import WeakSet
 
 import torch

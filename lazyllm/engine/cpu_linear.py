@@ -1,7 +1,5 @@
 """Faster products of a few rows with large weights on a CPU, for decoding steps: the same numbers up to rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

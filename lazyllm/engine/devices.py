@@ -3,8 +3,6 @@
 A model computes on one device, or accelerate spreads its layers over several (`device_map`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

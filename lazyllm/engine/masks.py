@@ -5,8 +5,6 @@ Notation:
     b  queries of a block    k  keys in reach of a block
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ cards (pull request 48163 of transformers). It builds a plan for every new shape
 runs decoding steps, whose shapes are all new, and what is timed runs once before, untimed (`builds_plans`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

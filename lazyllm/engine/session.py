@@ -9,8 +9,6 @@ Notation:
     w  hidden width          v  vocabulary                   r  sessions
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

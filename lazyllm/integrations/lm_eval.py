@@ -8,8 +8,6 @@ accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_
 `simple_evaluate(model="lazyllm", ...)`. Token ids, truncation, chat templates, stop strings and results are lm-eval's.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Sequence

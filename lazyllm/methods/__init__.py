@@ -5,8 +5,6 @@ Installed packages and files of a user can hold methods too (`lazyllm.methods.su
 know all of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields

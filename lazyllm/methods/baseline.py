@@ -1,7 +1,5 @@
 """The standard model: every prompt token in every layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lazyllm.engine.inputs import Group

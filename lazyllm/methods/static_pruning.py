@@ -1,7 +1,5 @@
 """Static token pruning (LazyLLM's baseline): the prompt is pruned once, in prefill, for good."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from lazyllm.engine.inputs import ScoreSpec

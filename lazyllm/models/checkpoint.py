@@ -1,7 +1,5 @@
 """A checkpoint's files, fetched from the hub and checked before loading: complete, in one folder, not cut short."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

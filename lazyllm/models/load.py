@@ -1,7 +1,5 @@
 """Loading checkpoints, or the same architectures with random weights."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ torchao or bitsandbytes, through transformers, quantise the weights of every lin
 checkpoint is read. Activations, K, V and hidden states stay in the model's dtype.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

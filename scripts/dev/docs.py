@@ -10,8 +10,6 @@ A page names its source in a pair of comments, and what stands between them is r
     <!-- end -->
 """
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

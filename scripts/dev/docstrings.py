@@ -1,7 +1,5 @@
 """An extension of Griffe, which reads docstrings for the site: `name: what it is` becomes an item of a list."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ README.md and docs/*.md come first, then every file that a page links to; a link
 page that lists its files. `make docs` builds build/site from it and from mkdocs.yml.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

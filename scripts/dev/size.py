@@ -3,8 +3,6 @@
 Every line of every tracked file counts, docstrings and blank ones too.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

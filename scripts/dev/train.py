@@ -8,8 +8,6 @@ tokenizers are the shipped models'. Their weights were made at commit 8716cf3: r
 then, rounding is not.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -4,8 +4,6 @@ Written from LongBench's scoring rules: F1 strikes shared words off a list, and 
 index, which shows how it skips a name. ROUGE-L and `fuzz.ratio` are compared with the packages themselves.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A server with OpenAI's API that says what a script tells it, and stamps what it sends with the client's own clock."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """A server around the tiny model in a thread of this process, for tests."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

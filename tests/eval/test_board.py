@@ -1,7 +1,5 @@
 """The board: committed results agree with their answers; results that disagree or lack their origin are refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

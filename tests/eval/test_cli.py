@@ -1,7 +1,5 @@
 """The command line: one screen of commands, one line per user error, and no heavy import before arguments are valid."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

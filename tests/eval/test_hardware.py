@@ -1,7 +1,5 @@
 """Numbers that physics allows: utilisation of a device's peak, the attention kernel that ran, and what they refuse."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Scoring a folder of official predictions: numbers, output, and all errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

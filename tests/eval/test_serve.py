@@ -1,7 +1,5 @@
 """`lazyllm-bench serve` as OpenAI's client sees it, its sampler and texts against slow oracles, and its end."""
 
-from __future__ import annotations
-
 import math
 import random
 import signal

@@ -1,7 +1,5 @@
 """The client against a server that follows a script: what it reads, when, and what it tries again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

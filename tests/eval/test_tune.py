@@ -1,7 +1,5 @@
 """The command `tune`: its space by hand, its search against an exhaustive one, and a study of real runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

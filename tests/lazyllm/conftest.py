@@ -1,7 +1,5 @@
 """Shared by the tests of models: an offline hub, and a hub that a test fills."""
 
-from __future__ import annotations
-
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The bench's arithmetic by hand, and its command line end to end on tiny shapes. Times are not tested."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Presets: shapes against the published numbers of parameters, and a dummy that the loop over layers can run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -4,8 +4,6 @@ Rows equal the official ones. Prompts and settings come from https://github.com/
 are not stored here. Ours: each dataset is a task, so that the mean over tasks is RULER's average over its 13 tasks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.util import find_spec
 

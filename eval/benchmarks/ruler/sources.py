@@ -1,7 +1,5 @@
 """The sources of RULER's rows: the official prompts and settings, word lists, and the corpora of some tasks."""
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import itertools

@@ -10,8 +10,6 @@ Ours: units are positions in the text instead of strings, as it is the model's o
 beyond the scorer's positions is scored in windows; a character that the scorer writes in several tokens is no error.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A splitter gives the ascending positions at which a text's units begin. Units have no gaps between them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache

@@ -6,8 +6,6 @@ Notation:
     p  positions up to the step's newest token
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ Notation:
     n  prompt tokens      h  query heads      s  stored tokens
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

@@ -1,7 +1,5 @@
 """The other models that methods run (`Method.models`): loaded once, opened beside the model under test."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -8,8 +8,6 @@ A package adds them through the entry point group `lazyllm.methods`, in its pypr
 Importing lazyllm looks nothing up, and a package is imported only when its method is used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterable

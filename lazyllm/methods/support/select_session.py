@@ -1,7 +1,5 @@
 """The session of methods that choose prompt tokens before the prefill, and the clock of their choice."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from math import ceil

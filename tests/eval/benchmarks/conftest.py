@@ -1,7 +1,5 @@
 """Fixtures of suites."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """BABILong: the scorer against the official rule in other words, prompts and rows from made files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

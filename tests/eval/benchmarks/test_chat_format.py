@@ -3,8 +3,6 @@
 The templates are our own small ones; each works like those of the named models.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from datetime import date

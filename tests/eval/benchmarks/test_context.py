@@ -1,7 +1,5 @@
 """The part of a prompt that may be shortened: on whole real prompts, letter by letter, and in small cases by hand."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

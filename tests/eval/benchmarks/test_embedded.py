@@ -1,7 +1,5 @@
 """The embedded suite: seeded rows in LongBench's format, exact length, needles at all depths; separate test split."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Real rows of LongBench and official rows of RULER through every method, as a run measures them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """GraphWalks: made graphs against a search by hand, the scorer against its rule, rows in the dataset's own files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Rows and templates: real ones, malformed ones, and fetching, against a server on the loopback."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """LongBench v2: prompts and answers against the official code's steps, made folders, and runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

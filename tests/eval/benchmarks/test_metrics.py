@@ -1,7 +1,5 @@
 """Metrics equal LongBench's scorer: its scores on real answers, the packages, and values worked out by hand."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

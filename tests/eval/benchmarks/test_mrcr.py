@@ -1,7 +1,5 @@
 """MRCR: the official scorer, and conversations from made parquet files through formats with and without a template."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Needles: their places, lengths of prompts, refused settings, runs on `tiny` and the heat map."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

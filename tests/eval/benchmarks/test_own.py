@@ -1,7 +1,5 @@
 """A user's own rows: CSV, Parquet and gzipped lines to the same examples, to scores, to another process's report."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,8 +1,6 @@
 """Prompts as LongBench builds them: whole real prompts against a pipeline written on the sentencepiece library alone,
 and the order of the steps, the wraps and the errors by hand."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """RULER's rows against official ones, and properties of every row at any length and for any tokenizer."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

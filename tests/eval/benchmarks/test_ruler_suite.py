@@ -1,7 +1,5 @@
 """RULER as a suite: from a command line to rows, prompts and records, and refused settings."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.resources
 import json

@@ -1,7 +1,5 @@
 """SCBench: prompts and scores against the official code's steps, made folders in the official format, and runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

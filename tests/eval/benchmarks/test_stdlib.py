@@ -1,7 +1,5 @@
 """The stdlib suite: rows have the promised properties, and come from files that are not trained on."""
 
-from __future__ import annotations
-
 import platform
 import sysconfig
 from collections import Counter

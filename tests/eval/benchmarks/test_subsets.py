@@ -1,7 +1,5 @@
 """Splits: each dataset has one to tune on and one to report. Shards have about the same number of prompt tokens."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

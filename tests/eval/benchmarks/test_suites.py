@@ -1,7 +1,5 @@
 """The registry of suites: unique names for configs and tables, and a cheap import."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

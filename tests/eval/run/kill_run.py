@@ -9,8 +9,6 @@ a random number of bytes (RLIMIT_FSIZE cuts a write at the limit), which leaves 
 until its run is done; then the next run begins, until the number of kills is reached. Prints its counts as JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

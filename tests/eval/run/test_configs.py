@@ -1,7 +1,5 @@
 """Every shipped config composes, begins with its command, and agrees with the code; wrong ones are refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

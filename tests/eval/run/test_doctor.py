@@ -1,7 +1,5 @@
 """The command `doctor` in broken environments: each fault is reported with the command that fixes it."""
 
-from __future__ import annotations
-
 import re
 from collections import namedtuple
 from pathlib import Path

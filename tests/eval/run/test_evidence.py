@@ -1,7 +1,5 @@
 """Computed evidence, against counts by hand and the counters of every kind of method."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`fetch`: afterwards a run has all that it needs, and each item is reported once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from eval import cli

@@ -3,8 +3,6 @@
 Divergences in nats are PyTorch's, in float64, over the whole vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

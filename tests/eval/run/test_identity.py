@@ -1,7 +1,5 @@
 """The hash of the code: a number changes it, a comment does not; and the files that it covers."""
 
-from __future__ import annotations
-
 import ast
 import linecache
 import shutil

@@ -1,7 +1,5 @@
 """Ctrl-C while the process is in code that blocks Python's signals: it still ends, and says how to resume."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 `python -m tests.eval.run.kill_run 100` kills more often.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

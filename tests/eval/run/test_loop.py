@@ -1,7 +1,5 @@
 """The run loop in this process, with examples that cannot be measured."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

@@ -1,7 +1,5 @@
 """Which measurements are made, in which order, and what a visit holds; with a stub for the generation."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

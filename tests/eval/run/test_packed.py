@@ -1,7 +1,5 @@
 """Answers that decode together: the records of single runs but for times, and what is retried and refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

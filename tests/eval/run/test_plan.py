@@ -1,7 +1,5 @@
 """A plan against the measurements of its runs, and arithmetic by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where a backend of attention builds a plan for each new shape: no timed prefill is the first of its shapes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

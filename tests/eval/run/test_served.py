@@ -1,7 +1,5 @@
 """Runs on servers: one that follows a script, and `lazyllm-bench serve` around the tiny model."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """The command `status` on run folders as jobs leave them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

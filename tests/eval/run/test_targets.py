@@ -1,7 +1,5 @@
 """Parameters solved for speedups, checked by arithmetic; separate for each task, model and method."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

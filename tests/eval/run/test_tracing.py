@@ -1,7 +1,5 @@
 """Traces: the tokens' texts make up prompt and answer, and the file can be read back unchanged."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

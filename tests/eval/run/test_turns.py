@@ -1,7 +1,5 @@
 """Rows with later turns, from a config to stored numbers: against the model's own generation, and counts by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 W&B has no reader of its offline files in Python, so values are compared in the calls.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It shares with the code under test only the list of datasets, the official mean 
 numbers and percentiles.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A run's folder on a real disk: identity, locks, full disks, damage."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import resource

@@ -1,7 +1,5 @@
 """A visit as an object and as a line, by one schema; what is no visit is refused with its line."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Visits made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from eval.store.visit import Measurement, Turn, Visit

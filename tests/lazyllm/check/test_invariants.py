@@ -1,7 +1,5 @@
 """Methods that each break one rule, found by the check of that rule; and the command that reports it."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Architecture x method x (dtype, attention implementation): cells in which all pairs meet, and a cell's checks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every supported kind of decoder, with every method, dtype and attention; and refused models."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

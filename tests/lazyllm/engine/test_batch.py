@@ -1,7 +1,5 @@
 """Batched generations against the same alone, and against the slow reference of `tests/reference.py`, in float64."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Counts that determine times: operations, FLOPs, waits for the device, bytes, sizes. Times are never tested."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Products of a few rows: the same numbers by another library, and only if they are faster."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """The fast path against the slow reference of `tests/reference.py`, in float64, on random shapes and schedules."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Arguments, end tokens, clocks and refusals of `lazyllm.generate`."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any

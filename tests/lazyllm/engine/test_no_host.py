@@ -5,8 +5,6 @@ fails, even by a call that no test counts. Operations that would wait on an acce
 as an index to write at, a transfer) are refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Importance, attention to a selected set, selection and the two caches, each against an obvious version."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

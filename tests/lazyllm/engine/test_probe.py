@@ -1,7 +1,5 @@
 """The parts of attention that a method may ask for, compared with the model written by hand in numpy."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

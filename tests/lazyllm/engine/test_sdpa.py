@@ -1,7 +1,5 @@
 """The choice among SDPA's backends; devices are named here, no GPU is needed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sessions of several turns: against the slow reference of `tests/reference.py`, and against transformers."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`lazyllm-bench chat`: answers are compared with `lazyllm.generate` and with a session."""
 
-from __future__ import annotations
-
 import io
 import sys
 

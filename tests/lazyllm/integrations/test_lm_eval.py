@@ -1,7 +1,5 @@
 """lm-evaluation-harness: without pruning its own `hf`'s numbers, with pruning those of a slow, obvious oracle."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`model.generate` with a method inside: if everything is kept, transformers' own `generate` is the oracle."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 `test_methods.py` and `test_no_host.py` run all rows; `architecture_matrix.py` the listed ones on every architecture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Every method with settings and prompts at the edge: each is right, or refused in one line before a model loads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SpecPrefill's draft must read the prompt in the model's own tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The field's methods against their slow oracles (`tests/field_oracles.py`): selections, tokens, logits, caches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Properties of every method in `method_matrix.py`, and some of the simple ones only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The deeper model in the repository: its size; its tokenizer is lossless and contains tiny's words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading: presets, folders, the hub, random weights, and every refusal as one message."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers equal their authors': Llama 2's is compared with the sentencepiece library itself."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

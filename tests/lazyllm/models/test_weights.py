@@ -1,7 +1,5 @@
 """Quantised weights and layers on several devices: every method's result equals that of plain weights on one device."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

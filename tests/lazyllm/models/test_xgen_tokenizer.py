@@ -4,8 +4,6 @@ The tests run on 50,000 pairs of bytes (merges of GPT-2's number, without a run 
 merges if `../shared/tokenizers/gpt2` is there.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

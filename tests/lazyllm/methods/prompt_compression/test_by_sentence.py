@@ -1,7 +1,5 @@
 """Selective Context's released procedure, written from its description: strings, loops, one forward pass a token."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

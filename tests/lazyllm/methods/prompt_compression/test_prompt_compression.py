@@ -1,7 +1,5 @@
 """Prompt compression: removable units, selected units and the resulting prompt, each against an obvious version."""
 
-from __future__ import annotations
-
 import math
 import random
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Self-information against one whole forward pass per token, windows by their rule, FLOPs by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Beginnings of sentences, lines and phrases, determined by hand; and the error if spaCy is missing."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Methods that another installed package adds, and the worked example of how to write one."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import shutil
