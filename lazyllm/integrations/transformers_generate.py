@@ -34,6 +34,7 @@ from transformers import (
     PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
     SuppressTokensAtBeginLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
 )
@@ -99,15 +100,15 @@ class LazyGenerateOutput(GenerateDecoderOnlyOutput):
     generations: list[Generation] | None = None
 
 
-def generate_with(method: Method, *, seed: int | None = None) -> PrunedDecoding:
+def generate_with(method: Method, *, seed: int | None = None, tokenizer: Any = None) -> PrunedDecoding:
     """The value of `custom_generate` with which `model.generate` prunes by `method`.
 
         model.generate(**inputs, custom_generate=lazyllm.generate_with(method), max_new_tokens=64)
 
     Sampling and its options, logits processors, stopping criteria, `num_return_sequences` and `return_dict_in_generate`
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
-    assistants, a filled cache, `inputs_embeds`, attentions and hidden states; and a streamer or `stop_strings`, which
-    need `lazyllm.using`, as transformers 5 drops `streamer` and `tokenizer` before it calls a `custom_generate`.
+    assistants, a filled cache, `inputs_embeds`, attentions and hidden states; and a streamer, which transformers 5 does
+    not hand to a `custom_generate`: it needs `lazyllm.using`.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
     and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt.
@@ -118,9 +119,10 @@ def generate_with(method: Method, *, seed: int | None = None) -> PrunedDecoding:
     seed: None draws from torch's global generator, row after row: a batch gives what single rows give one after the
         other after one `torch.manual_seed`. With a seed, row i draws from its own generator, seeded with seed + i,
         independent of other rows; the global generator is not used.
+    tokenizer: for `stop_strings`, whose `tokenizer` transformers does not hand on either.
     Raises TypeError for anything but a method, TypeError or ValueError for a bad seed.
     """
-    return PrunedDecoding(method, seed)
+    return PrunedDecoding(method, seed, tokenizer)
 
 
 @contextmanager
@@ -189,6 +191,7 @@ class PrunedDecoding:
 
     method: Method
     seed: int | None = None
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         check_method(self.method)
@@ -204,12 +207,18 @@ class PrunedDecoding:
         generation_config: GenerationConfig,
         streamer: Any = None,
         synced_gpus: bool = False,
+        stop_strings: str | list[str] | None = None,
         **model_kwargs: Any,
     ) -> LazyGenerateOutput | Tensor:
         """Decode input_ids [b, n].
 
+        stop_strings: as of `generate`, which leaves to a `custom_generate` the arguments that it names.
         model_kwargs: the arguments that `generate` prepared for `forward`.
         """
+        if stop_strings is not None:
+            if self.tokenizer is None:
+                raise ValueError("stop_strings need generate_with(method, tokenizer=tokenizer)")
+            stopping_criteria = [*stopping_criteria, StopStringCriteria(self.tokenizer, stop_strings)]
         check_options(generation_config)
         _check_arguments({**model_kwargs, "synced_gpus": synced_gpus, **_dropped_arguments(inspect.currentframe())})
         (rows, width), device = input_ids.shape, input_ids.device

@@ -324,6 +324,10 @@ def test_stop_strings(tiny: tuple[Any, Any]) -> None:
     decode = lazyllm.generate_with(Baseline())
     out = model.generate(**inputs, custom_generate=decode, stopping_criteria=criteria, max_new_tokens=6)
     assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match=r"stop_strings need generate_with\(method, tokenizer=tokenizer\)"):
+        model.generate(**inputs, **options, custom_generate=decode)
+    decode = lazyllm.generate_with(Baseline(), tokenizer=tokenizer)
+    assert torch.equal(model.generate(**inputs, **options, custom_generate=decode), expected)
 
 
 def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
