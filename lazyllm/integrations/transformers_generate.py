@@ -48,6 +48,7 @@ from lazyllm.methods.support.schedule import check_int
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
 _NOT_KEPT = "the layers see different tokens, so it is not recorded: call model(sequences, ...) afterwards"
+_GIVEN_CACHE = "past_key_values are not supported: leave them out, and give the whole prompt"
 
 # Options that a pruned generation cannot honour: {name: (values that have no effect, what to do instead)}. Those of
 # other generation modes are refused by the mode; all others become logits processors and stopping criteria.
@@ -134,7 +135,7 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             pipeline("text-generation", model=model, tokenizer=tokenizer)("Once upon a time")
 
     Arguments and results are those of `generate_with`. In addition, a `streamer` (for one row) and `stop_strings` with
-    `tokenizer` are honoured, and a paged cache is refused. Nested contexts: the innermost wins. A call's own
+    `tokenizer` are honoured, and any given cache is refused. Nested contexts: the innermost wins. A call's own
     `custom_generate` wins over all. Raises TypeError for anything but a model of transformers.
     """
     original = type(model)
@@ -172,6 +173,22 @@ class _Pruning:
         """Refuse modes of other loops, before one is fetched from the hub. Raises ValueError."""
         if custom_generate is None:
             _check_mode(mode)
+
+    def _prepare_cache_for_generation(self, config: Any, model_kwargs: dict[str, Any], *others: Any) -> Any:
+        """Refuse a given cache, even an empty one: a pruned generation does not fill it. Raises ValueError."""
+        if model_kwargs.get("past_key_values") is not None:
+            raise ValueError(_GIVEN_CACHE)
+        return super()._prepare_cache_for_generation(config, model_kwargs, *others)  # type: ignore[misc]
+
+    def _prepare_attention_mask_for_generation(self, ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> Tensor:
+        """Refuse to guess the mask of rows that may be padded on the right. Raises ValueError."""
+        pad_id = config._pad_token_tensor
+        if len(ids) > 1 and pad_id is not None and (ids[:, -1] == pad_id).any():
+            raise ValueError(
+                "rows end with the padding token and there is no attention_mask: pad on the left, "
+                "tokenizer.padding_side='left', and give the attention_mask"
+            )
+        return super()._prepare_attention_mask_for_generation(ids, config, model_kwargs)  # type: ignore[misc]
 
 
 def _dropped_arguments(frame: FrameType | None) -> dict[str, Any]:
@@ -359,7 +376,7 @@ def _check_arguments(given: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} is not supported with a pruning method: {_REFUSED_ARGUMENTS[name]}")
     cache = given.get("past_key_values")  # transformers makes an empty one for every call
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("past_key_values are not supported: leave them out, and give the whole prompt")
+        raise ValueError(_GIVEN_CACHE)
     if unknown := sorted(given.keys() - _KNOWN_ARGUMENTS):
         raise ValueError(f"{', '.join(unknown)}: not passed to the model's layers; leave it out")
 

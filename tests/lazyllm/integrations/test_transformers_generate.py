@@ -486,9 +486,11 @@ def test_generate_refuses_inputs_and_options(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"past_key_values": DynamicCache()}, "past_key_values are not supported"),
         ({"cache_implementation": "paged"}, "continuous batching"),
         ({"assistant_model": MODEL}, "generation mode assisted_generation is not supported"),
         ({"synced_gpus": True}, "synced_gpus"),
+        ({"inputs": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
     ],
 )
 def test_using_refuses_arguments_that_transformers_passes_on(given: dict[str, Any], message: str) -> None:
