@@ -179,6 +179,7 @@ def test_study_of_another_identity_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- command
 
 
+@pytest.mark.usefixtures("two_have_an_interval")
 @pytest.mark.slow
 def test_study_of_real_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
