@@ -32,6 +32,7 @@ from eval.benchmarks.rows import (
     Rows,
     check_fields,
     is_answers,
+    is_text,
     loaded,
     parsed_json,
     prompt_parts,
@@ -197,6 +198,8 @@ def _example(own: OwnDataset, row: Any, number: int) -> Example:
         if row.get(name) is None:
             lack = "is null" if name in row else f"is missing; the row has {', '.join(map(str, row))}"
             raise UserError(f"field {name!r} {lack}")
+        if isinstance(row[name], str) and not is_text(row[name]):
+            raise UserError(f"field {name!r} has half a surrogate pair, which no tokenizer takes")
         return row[name]
 
     def texts(name: str) -> list[str]:

@@ -134,7 +134,13 @@ def test_a_missing_field_of_a_description_is_named(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "field"), [({"question": None}, "question"), ({"where": "nowhere"}, "where"), ({"answer": [""]}, "answer")]
+    ("row", "field"),
+    [
+        ({"question": None}, "question"),
+        ({"question": "cq \ud800"}, "question. has half"),
+        ({"where": "nowhere"}, "where"),
+        ({"answer": [""]}, "answer"),
+    ],
 )
 def test_a_bad_row_is_named_by_file_number_and_field(tmp_path: Path, row: dict[str, Any], field: str) -> None:
     file = written(tmp_path, ".jsonl", [ROWS[0] | {"answer": ["x"]}, ROWS[1] | {"answer": ["stone"]} | row])
