@@ -257,10 +257,7 @@ class Endpoint:
             raise RefusedError(400, str(error), "messages") from error
 
     async def answer(self, asked: CompletionRequest | ChatRequest) -> AsyncGenerator[str | End]:
-        """The pieces of the answer's text as they come, then its end. A reader that goes away ends the generation.
-
-        Raises RefusedError.
-        """
+        """The answer's text in pieces, then its end. A reader that leaves ends the generation. Raises RefusedError."""
         method, (ids, most) = self.methods[self.name_of(asked)], self.prompt_of(asked)
         loop, told, is_left = asyncio.get_running_loop(), asyncio.Queue[str | End | Exception](), threading.Event()
 

@@ -25,10 +25,7 @@ _SCORED = {name: each for name, each in DATASETS.items() if each.metric in {one.
 
 @dataclass(frozen=True)
 class DatasetScore:
-    """One dataset's result: the official score, and rouge-score's ROUGE-L F, None if the metric is not ROUGE.
-
-    Both are 0 to 100, rounded to 2 digits.
-    """
+    """One dataset's results, 0 to 100, rounded to 2 digits. rouge_score: ROUGE-L F; None if the metric is not ROUGE."""
 
     dataset: str
     task: str

@@ -238,10 +238,7 @@ def case_of(fields: Mapping[str, Any]) -> BenchCase:
 def measure(
     options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]], before: Sequence[BenchCase] = ()
 ) -> Iterator[BenchCase]:
-    """Every method, and transformers, against the baseline, but for the cases measured `before`.
-
-    contenders: {prompt tokens: {name: method}}.
-    """
+    """Each method, and transformers, against the baseline, but cases `before`. contenders: {tokens: {name: method}}."""
     import torch
 
     draw = torch.Generator().manual_seed(options.seed)

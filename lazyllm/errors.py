@@ -27,10 +27,7 @@ def reason_of(error: Exception) -> str:
 
 
 def place_of(error: Exception, file: str = "") -> str:
-    """The innermost line that raised an error: in `file` if it was there, else outside installed packages.
-
-    Such as `my_method.py:12`.
-    """
+    """An error's place, such as `my_method.py:12`: the innermost line in `file`, else outside installed packages."""
     frames = extract_tb(error.__traceback__)
     in_file = [frame for frame in frames if frame.filename == file]
     last = (in_file or [frame for frame in frames if "site-packages" not in frame.filename] or frames)[-1]

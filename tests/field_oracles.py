@@ -436,10 +436,7 @@ def layerwise(
 
 
 def static_pruning(model: Model, ids: Ids, layer: int, keep: float, steps: int = 4) -> FieldOutput:
-    """Static token pruning: once, after ``layer``, by the importance averaged over layers 1 to ``layer``.
-
-    Pruned tokens are removed from all layers.
-    """
+    """Pruning once, after `layer`, by the importance averaged over layers 1 to `layer`; the pruned leave all layers."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     score = dict.fromkeys(range(n), 0.0)
     hidden = {p: hand.embed(token) for p, token in enumerate(ids)}

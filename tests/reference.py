@@ -238,10 +238,7 @@ class HandModel:
         return self.weights["model.embed_tokens.weight"][token_id] * self.embedding_factor
 
     def key_value(self, layer: int, hidden: np.ndarray, position: int, reach: int) -> tuple[np.ndarray, np.ndarray]:
-        """Key (after RoPE) and value of one token in one layer. hidden: [D]; returns two arrays [G, d].
-
-        reach: as in :func:`rope_frequencies`.
-        """
+        """Key (after RoPE) and value [G, d] of a token's hidden [D] in one layer. reach: as in `rope_frequencies`."""
         x = self._norm(f"model.layers.{layer - 1}.input_layernorm", hidden)
         _, k, v = self._query_key_value(layer, x)
         k = self._head_norm(f"model.layers.{layer - 1}.self_attn.k_norm", k)

@@ -38,10 +38,7 @@ def overall(results: Results) -> Any:
 
 
 def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
-    """`rows_of` each setting on each suite, in order, and each value of the column `key`, in order of appearance.
-
-    among: as of `rows_of`.
-    """
+    """`rows_of` each setting on each suite, in order, and each value of column `key`. among: as of `rows_of`."""
     keys = [*SETTING, key]
     return [
         dict(zip(keys, values, strict=True)) | row
@@ -51,10 +48,7 @@ def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
 
 
 def prompt_lengths(rows: Any) -> Any:
-    """For each row of `Results.frame`, the tokens of its example's whole prompt, which its first turn asks.
-
-    rows: with the first turns.
-    """
+    """Of each row of `Results.frame`, the tokens of its example's prompt. rows: must hold the first turns."""
     firsts = rows["prompt_tokens"].where(rows["turn"] == 1)
     return firsts.groupby([rows[name] for name in ("model", "dataset", "id")]).transform("first")
 

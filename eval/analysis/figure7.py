@@ -66,10 +66,7 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _curves(answers: Sequence[tuple[int, Measurement]]) -> pd.DataFrame:
-    """The curves of all groups that occur in any answer; answers merge neighbouring groups with equal counts.
-
-    answers: each with its number of prompt tokens.
-    """
+    """The curves of all groups in any answer, which merges equal neighbours. answers: each with its prompt tokens."""
     examples: list[Any] = [(n, answer.group_starts, answer.computed) for n, answer in answers]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
     lengths = np.array([len(computed) for _, _, computed in examples])

@@ -128,7 +128,7 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
 def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[str]) -> list[dict[str, Any]]:
     """The rows of an arm with `kind`, and how many of its answers failed.
 
-    answers: rows of the frame, of all its seeds. failures: by dataset, of all its seeds.
+    answers: rows of the frame. failures: by dataset. Both are of all its seeds.
     """
     zeroed: dict[str, float] = dict.fromkeys(failures, 0.0)
     of_turns: Any = answers.groupby(["dataset", "id", "arm"])["score"].mean()

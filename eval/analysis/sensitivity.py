@@ -1,7 +1,4 @@
-"""Sensitivity of score, KL and speed to the schedule of the method under study.
-
-The table has every schedule; Figure 6 has those with a single pruning layer.
-"""
+"""Sensitivity of score, KL and speed to LazyLLM's schedule: a table of all, Figure 6 of single pruning layers."""
 
 import json
 from typing import Any

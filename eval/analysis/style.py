@@ -236,10 +236,7 @@ def draw_methods(axes: Any, rows: Any, styles: Mapping[str, Mapping[str, Any]], 
 
 
 def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write the figure as `stem` with each suffix (svg, pdf or png), in a folder that is made: the paths.
-
-    Equal pictures have equal bytes.
-    """
+    """Write the figure as `stem` with each suffix (svg, pdf or png): the paths. Equal pictures have equal bytes."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in suffixes]
     with mpl.rc_context(_FILES):

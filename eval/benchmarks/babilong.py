@@ -20,8 +20,7 @@ PROMPTS = "prompts.py"
 PROMPTS_URL = (
     "https://raw.githubusercontent.com/booydar/babilong/ffa075fb7aff504275037efc04d3aeaa5b1f65b0/babilong/prompts.py"
 )
-PROMPTS_SHA256 = "f4eba1cfd14199ef40809dcb25ee732307a13200a0e19e4e8953a1972ead38aa"
-"""Of the five tasks' prompts, as `read_prompts` gives them."""
+PROMPTS_SHA256 = "f4eba1cfd14199ef40809dcb25ee732307a13200a0e19e4e8953a1972ead38aa"  # of `read_prompts`
 
 MAX_NEW_TOKENS = 20
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M", "10M")

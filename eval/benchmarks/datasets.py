@@ -14,13 +14,12 @@ from eval.benchmarks.own import TASK, OwnDataset, own_dataset, own_suite
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite
 from lazyllm.errors import UserError, require
 
+# All datasets by name; `add_own` adds a user's, and its suite to `SUITES`
 DATASETS: dict[str, Dataset] = {dataset.name: dataset for suite in SUITES.values() for dataset in suite.datasets}
-"""All datasets by name; `add_own` adds a user's, and its suite to `SUITES`."""
-
+# In the order of tables
 TASKS: tuple[str, ...] = tuple(
     dict.fromkeys((*(task for suite in SUITES.values() for task in (*suite.all_tasks, *suite.tasks)), TASK))
 )
-"""All tasks, in the order of tables."""
 
 _WHOLE = {suite.whole: suite.datasets for suite in SUITES.values()}
 _TASK = {
@@ -28,8 +27,8 @@ _TASK = {
     for suite in SUITES.values()
     for task in suite.tasks
 }
+# {name in a config: its datasets}: names of suites, tasks and datasets
 CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
-"""{name in a config: its datasets}: names of suites, tasks and datasets."""
 
 if TYPE_CHECKING:
 

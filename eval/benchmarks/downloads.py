@@ -111,10 +111,7 @@ def _rows_in(file: Path) -> list[Any]:
 
 
 def literals(content: bytes, *names: str) -> list[Any]:
-    """The literals that an official Python file assigns to some names; its code is not run.
-
-    Raises SyntaxError, ValueError or KeyError.
-    """
+    """The literals that a Python file, which is not run, assigns to names. Raises SyntaxError, ValueError, KeyError."""
     statements = [statement for statement in ast.parse(content).body if isinstance(statement, ast.Assign)]
     assigned = {ast.unparse(statement.targets[0]): statement.value for statement in statements}
     return [ast.literal_eval(assigned[name]) for name in names]

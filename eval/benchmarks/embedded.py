@@ -45,20 +45,18 @@ from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError
 from lazyllm.files import cache_folder
 
-LENGTHS = (512, 1024, 2048)
-"""Prompt lengths in tokens of the tiny tokenizer, in turn over the rows."""
-
+LENGTHS = (512, 1024, 2048)  # of prompts, in tokens of the tiny tokenizer, in turn over the rows
+# Special tokens: the first of every prompt, the last of every answer, filling in training
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
-"""The tiny tokenizer's special tokens: the first of every prompt, the last of every answer, filling in training."""
 
 Tokens = list[str]
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """The words of a text."""
     return tuple(text.split())
 
 
+# The words of answers
 VALUES = _words(
     """
     amber anchor apple arrow autumn badge bamboo banner barrel basket beacon beaver bishop blanket blossom
@@ -81,7 +79,6 @@ VALUES = _words(
     yogurt zebra zenith zephyr zinc
     """
 )
-"""The words of answers."""
 
 _DETERMINERS = _words("the a one this that every some another")
 _ADJECTIVES = _words("old small quiet long busy narrow pleasant dusty tall gentle plain early late distant common")
@@ -92,17 +89,14 @@ _ADVERBS = _words("again slowly there today often perhaps")
 _CODE = _words("set add load store test jump push pop x y z w")
 
 _AGAIN = (_DETERMINERS, _ADJECTIVES, _NOUNS)
-_PATTERN = (*_AGAIN, _VERBS, _PREPOSITIONS, *_AGAIN, _ADVERBS)
-"""The word lists of a filler sentence, which takes a word of each in turn."""
+_PATTERN = (*_AGAIN, _VERBS, _PREPOSITIONS, *_AGAIN, _ADVERBS)  # of a filler sentence: a word of each in turn
 
+# The class names of `shots`; none is a part of another
 CLASSES = ("animal", "color", "food", "machine", "number", "person", "sound", "place")
-"""The class names of `shots`; none is a part of another."""
-
-PARAGRAPHS = 40
-"""The highest paragraph number of `retrieve` and document number of `hops`."""
-
+PARAGRAPHS = 40  # the highest paragraph number of `retrieve`, and document number of `hops`
 ORDINALS = ("first", "second", "third")
 
+# The prompts, in the format of LongBench's `dataset2prompt.json`: placeholders {context} and {input}
 TEMPLATES: dict[str, str] = {
     "lookup": "Ledger: {context}\nQuestion: entry {input}",
     "hops": "Documents:\n{context}\nChain: link {input}",
@@ -111,18 +105,11 @@ TEMPLATES: dict[str, str] = {
     "retrieve": "Pages:\n{context}\nWhere: {input}",
     "complete": "File:\n{context}\ncall {input}",
 }
-"""The prompts, in the format of LongBench's `dataset2prompt.json`: placeholders {context} and {input}."""
-
+# The longest answer, its end token and a little more
 MAX_NEW_TOKENS: dict[str, int] = {"lookup": 8, "hops": 8, "digest": 20, "shots": 4, "retrieve": 4, "complete": 8}
-"""The limit of new tokens per dataset: the longest answer, its end token and a little more."""
-
 NAMES = tuple(TEMPLATES)
-
-MAX_TURNS = 8
-"""The greatest number of questions of a row: the shortest contexts of most datasets have no more needles."""
-
-ROWS = 240
-"""The number of rows of each dataset, 80 of each prompt length; a run takes the first `limit` of them."""
+MAX_TURNS = 8  # questions of a row: the shortest contexts of most datasets have no more needles
+ROWS = 240  # of each dataset, 80 of each prompt length
 
 
 @cache
@@ -329,8 +316,8 @@ def _complete(rng: random.Random, level: Level) -> tuple[Tokens, list[Question]]
     return tokens[:-1], questions
 
 
+# For each dataset: a context of exactly `level.context` tokens, and all possible questions about it
 GENERATORS = dict(zip(NAMES, (_lookup, _hops, _digest, _shots, _retrieve, _complete), strict=True))
-"""For each dataset: a context of exactly `level.context` tokens, and all possible questions about it."""
 
 
 def as_text(tokens: Tokens) -> str:

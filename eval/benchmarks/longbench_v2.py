@@ -22,9 +22,8 @@ ROWS, PROMPT = "data.json", "prompts/0shot.txt"
 PROMPT_URL = f"https://raw.githubusercontent.com/THUDM/LongBench/2e00731f8d0bff23dc4325161044d0ed8af94c1e/{PROMPT}"
 PROMPT_SHA256 = "68a162252bc9ff71d5d7abca3d69bb31aac3c35f832d657a2866f2018b8a6950"
 MAX_NEW_TOKENS = 128
+# A row's `length`: the group of these rows
 LENGTHS = {"short": "short (0-32k words)", "medium": "medium (32-128k words)", "long": "long (128k-2M words)"}
-"""A row's `length`, and the group of these rows."""
-
 _HUB = HubDataset("THUDM/LongBench-v2", f"LongBench v2's {ROWS} and {PROMPT}")
 _PLACES = {"$Q$": "question", "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$": "choice_C", "$C_D$": "choice_D"}
 _LETTERS = ("A", "B", "C", "D")
@@ -47,10 +46,7 @@ _FIELDS: tuple[Field, ...] = (
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The rows, from a folder or from `datasets`.
-
-    Raises UserError as `longbench.load`.
-    """
+    """The rows, from a folder or from `datasets`. Raises UserError as `longbench.load`."""
     content = official_file("LongBench v2", PROMPT, PROMPT_URL, PROMPT_SHA256, settings.dir, _HUB.give)
     try:
         template = content.decode()

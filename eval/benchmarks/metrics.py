@@ -27,9 +27,7 @@ from typing import Any
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
 
-Metric = Callable[[str, Sequence[str], Sequence[str]], float]
-"""(answer, gold answers, class names) -> 0 to 1."""
-
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]  # (answer, gold answers, class names) -> 0 to 1
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
@@ -302,10 +300,7 @@ def check_gold(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[s
 
 
 def second_score(dataset: Dataset, prediction: str, answers: Sequence[str]) -> float | None:
-    """If the dataset is scored by ROUGE: ROUGE-L F (0 to 1) of Google's `rouge-score`, without stemming, else None.
-
-    Arguments as in `score_example`.
-    """
+    """ROUGE-L F (0 to 1) by Google's `rouge-score`, without stemming, if the metric is ROUGE; else None."""
     if dataset.metric != "rouge":
         return None
     scorer, text = _rouge_scorer("rougeL"), scored_text(dataset, prediction)
@@ -321,10 +316,7 @@ def _rouge_scorer(kind: str) -> Any:
 
 
 def dataset_score(scores: Sequence[float]) -> float:
-    """A dataset's score: the mean of its examples' scores (0 to 1) times 100, rounded to 2 digits.
-
-    Raises ValueError without scores.
-    """
+    """A dataset's score: 100 times the mean of its examples' (0 to 1), in 2 digits. Raises ValueError for none."""
     if not scores:
         raise ValueError("a dataset's score needs at least one example")
     # not sum(), which compensates rounding errors from Python 3.12 on; the official scorer does not

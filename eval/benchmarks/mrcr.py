@@ -25,9 +25,7 @@ from lazyllm.errors import UserError
 
 MAX_NEW_TOKENS = 2048
 NEEDLES = (2, 4, 8)
-BINS = tuple(2**power for power in range(13, 21))
-"""Upper ends; each bin begins above half of its end."""
-
+BINS = tuple(2**power for power in range(13, 21))  # upper ends; each begins above half of its end
 _HUB = HubDataset("openai/mrcr", "its parquet files")
 _CHARACTERS = 16  # of a token, at most, on average over a conversation: rows beyond it are not counted
 _FILLED = (is_filled, "a string that is not empty")

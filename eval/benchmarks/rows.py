@@ -15,15 +15,10 @@ from eval.benchmarks.metrics import check_gold
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Turn
 from lazyllm.errors import UserError
 
-Field = tuple[str, Callable[[Any], Any], str]
-"""A required field: its name, a check of its value, and a description of allowed values."""
-
-WHOLE = "{instruction}{context}{input}"
-"""Stands in hashes for the official prompt of rows that hold their whole prompt."""
-
+Field = tuple[str, Callable[[Any], Any], str]  # of a row: its name, a check of its value, what is allowed
+WHOLE = "{instruction}{context}{input}"  # in hashes, the official prompt of rows that hold their whole prompt
+# (place, JSON value, or UserError with the reason why it is none) of each row; their source, and their hash
 Rows = tuple[Iterable[tuple[str, Any]], str, str]
-"""(place, JSON value, or UserError with the reason why it is none) of each row; their source, and their hash."""
-
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NAMED = 10  # bad rows in one message
 

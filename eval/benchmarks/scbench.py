@@ -26,8 +26,7 @@ from lazyllm.errors import UserError
 
 PROMPTS = "eval_utils.py"
 PROMPTS_URL = "https://raw.githubusercontent.com/microsoft/MInference/a045846dcf55e28650b2d6be49a4407f9645a4d7/scbench/eval_utils.py"
-PROMPTS_SHA256 = "069629206c915778f4cfe0175ace7203869557b9bf8e31a565ea54dc6c03c3d3"
-"""`prompts_sha256` of the official file."""
+PROMPTS_SHA256 = "069629206c915778f4cfe0175ace7203869557b9bf8e31a565ea54dc6c03c3d3"  # of `prompts_sha256`
 
 TASKS = {  # task: (what it tests, the metric, most tokens of an answer)
     "scbench_kv": ("string_retrieval", "substring", 150),

@@ -22,9 +22,7 @@ from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_lines
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 
-ROWS = 240
-"""The number of rows of each dataset, 80 per prompt length; a run takes the first `limit` rows."""
-
+ROWS = 240  # of each dataset, 80 of each prompt length
 MAX_NEW_TOKENS = 48
 
 TEMPLATES = {"next_line": "{context}", "cross_file": "{context}{input}"}

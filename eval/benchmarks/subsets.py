@@ -42,10 +42,7 @@ def in_subset(examples: Sequence[Example], count: int | None, subset: str, seed:
 
 
 def in_split(dataset: str, examples: Sequence[Example], split: str | None) -> list[Example]:
-    """The examples of a split ("dev" or "test"), in order; all for None.
-
-    dataset: its name. examples: of the dataset, from the first one on.
-    """
+    """The examples in split "dev" or "test" (None: all). examples: of the dataset of this name, from the first on."""
     if split is None:
         return list(examples)
     chosen = []

@@ -101,10 +101,7 @@ def grid(table: Table, filtered: int | None = None, whole: bool = False) -> dict
 
 
 def inline_svg(figure: Any, name: str) -> Markup:
-    """The figure as an `<svg>` element; its ids begin with `name`, so that figures share none.
-
-    Letters are drawn as paths, which look the same on every machine.
-    """
+    """The figure as an `<svg>` element. Its ids begin with `name`: figures share none. Its letters are paths."""
     written = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
         figure.savefig(written, format="svg", bbox_inches="tight", metadata=_NO_METADATA)

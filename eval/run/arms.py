@@ -44,10 +44,7 @@ class Arm:
 
 
 def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """{label: settings}, the baseline first unless `baseline=false`. Settings have a `seed` if the method has one.
-
-    Raises UserError.
-    """
+    """{label: settings}, the baseline first if there is one; with `seed` if the method has one. Raises UserError."""
     arms = dict[str, dict[str, Any]]()
     for label, given in _given(config).items():
         for name, settings in _expanded(label, given, config.seed):

@@ -82,10 +82,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
 
 
 def prompt_limit(positions: int) -> int:
-    """LongBench's limit for prompts of a model with N positions (its model2maxlen.json: 3500 of 4096, 31500 of 32768).
-
-    The remaining positions are for answers.
-    """
+    """LongBench's limit for prompts of a model with N positions (its model2maxlen.json); the others are for answers."""
     known = {4096: 3500, 8192: 7500, 16_384: 15_500, 32_768: 31_500}
     return known.get(positions) or max(positions // 2, (positions - 596) // 500 * 500)
 
@@ -106,10 +103,7 @@ def model_nodes() -> dict[str, dict[str, Any]]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{setting: default} in a config's syntax, `turns` included; a `seed` is the run's, `seeds` a number of them.
-
-    Raises UserError.
-    """
+    """{setting: default} in a config's syntax, with `turns`, the run's `seed`, and `seeds`. Raises UserError."""
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
@@ -167,10 +161,7 @@ def _check_method_is_read(arguments: Sequence[str]) -> None:
 
 
 def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> list[str]:
-    """The arguments as Hydra takes them, checked. Registers the schema, and the files of `dataset` and `method`.
-
-    Raises UserError.
-    """
+    """Hydra's arguments, checked. Registers the schema and the files of `dataset` and `method`. Raises UserError."""
     register_schema(schema)
     check_arguments(arguments)
     return _with_own_files(arguments)
@@ -248,10 +239,7 @@ def one_line(error: Exception) -> UserError:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The composed config as plain dataclasses, with allowed values (`eval.run.run.Run` checks the rest).
-
-    Raises UserError.
-    """
+    """The composed config as dataclasses with allowed values (`eval.run.run.Run` checks the rest). Raises UserError."""
     try:
         # into the schema again, as `++` adds any key
         schema = OmegaConf.structured(OmegaConf.get_type(config))

@@ -82,10 +82,7 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
 
 
 def check_models(models: Sequence[str]) -> dict[str, State]:
-    """The disk for the models' files, the hub's token, each model's files, and the rows of their suites.
-
-    Raises UserError for an unknown model.
-    """
+    """The disk, the hub's token, each model's files, and their suites' rows. Raises UserError for an unknown model."""
     from huggingface_hub import constants, get_token, try_to_load_from_cache
 
     states, files, is_gated = dict[str, State](), 0.0, False

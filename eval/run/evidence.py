@@ -11,10 +11,7 @@ from lazyllm import Generation
 
 
 def of_evidence(prompt: BuiltPrompt, turn: int, out: Generation, earlier: Sequence[Generation]) -> dict[str, Any]:
-    """The fields of `Measurement` about the evidence of a turn's question; none if it is unknown.
-
-    earlier: as of `evidence_computed`.
-    """
+    """The evidence's fields of `Measurement` for a turn; none if it is unknown. earlier: as of `evidence_computed`."""
     positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
     if not len(positions):
         return {}

@@ -91,10 +91,7 @@ def parse_gate(text: str) -> dict[str, float]:
 
 
 def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
-    """Do `work` once, or as a sweep through a Hydra launcher if the arguments hold an option such as -m.
-
-    Raises UserError.
-    """
+    """Do `work` once, or as a sweep through a Hydra launcher if there is an option such as -m. Raises UserError."""
     arguments = prepared(arguments, schema)
     if {"-m", "--multirun"} & set(arguments):
         check_writable(RUNS)

@@ -95,10 +95,7 @@ def rows_of(run: Run) -> list[Rows]:
 
 
 def is_estimated(run: Run) -> bool:
-    """Whether the run's data or tokenizer are not in the caches, and its suite publishes sizes.
-
-    Rows that were given (`data.dir`) are always counted.
-    """
+    """Whether data or tokenizer are in no cache and the suite publishes sizes. Rows in `data.dir` are counted."""
     suite, spec = run.suite, run.spec
     if not suite.published or run.data.dir is not None:
         return False

@@ -63,10 +63,7 @@ def check(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The settings with layers for a schedule's shares of the depth (`50%`), and a file's schedule for `tuned/NAME`.
-
-    Raises ValueError.
-    """
+    """The settings with layers for a schedule's shares of the depth (`50%`) and for `tuned/NAME`. Raises ValueError."""
     schedule: Any = settings.get("schedule")
     if is_tuned(schedule):
         return settings | {"schedule": read_tuned(schedule, num_layers)}

@@ -60,10 +60,7 @@ def _harmless(method: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass
 class Tracker:
-    """Shows an arm of a run in W&B, while that works.
-
-    number: the arm's, from 0. sums: over this job's visits that hold the arm's answer.
-    """
+    """Shows an arm in W&B while that works. number: the arm's, from 0. sums: over this job's visits with its answer."""
 
     run: StoredRun
     arm: StoredArm
@@ -164,10 +161,7 @@ class Tracker:
 
 @contextmanager
 def open_trackers(config: TrackerConfig, run: StoredRun, part: str = "") -> Iterator[list[Tracker]]:
-    """A tracker for each arm, none without W&B, until the block ends. W&B's files go to `<run folder>/wandb`.
-
-    part: as of `Tracker`.
-    """
+    """Trackers of the arms until the block ends; none without W&B. Files: `<run folder>/wandb`. part: the shard's."""
     arms = run.arms.values() if config.name == "wandb" else ()
     trackers, exit_code = [Tracker(run, arm, number) for number, arm in enumerate(arms)], 1
     with ExitStack() as closed:

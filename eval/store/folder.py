@@ -91,10 +91,7 @@ class RunStore:
         return {label for visit in self.visits.get(key, ()) for label in visit.answers}
 
     def append(self, visit: Visit) -> None:
-        """Write the visit to the disk, so that it survives a kill of this process or a power failure.
-
-        Raises UserError if it cannot be written.
-        """
+        """Write the visit to the disk, where it survives a kill or a power failure. Raises UserError if it cannot."""
         _append_line(self._files["visits"], visit.to_json())
         self.visits.setdefault(visit.key, []).append(visit)
 

@@ -85,10 +85,7 @@ class StoredRun:
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """A row for each arm's answer to each turn of a visit: the columns of `Results.frame` from `arm` on.
-
-        Raises UserError.
-        """
+        """A row for each arm's answer to a turn: the columns of `Results.frame` from `arm` on. Raises UserError."""
         return rows_of_visits(self.visits, self.arms)
 
     @cached_property
@@ -256,10 +253,7 @@ def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def label_of(method: str, settings: Mapping[str, Any]) -> str:
-    """A setting as shown: `lazy, schedule={2: 0.3}`, without empty values, and without LazyLLM's usual ones.
-
-    A server's setting may have its own label.
-    """
+    """A setting as shown: `lazy, schedule={2: 0.3}`, without null and LazyLLM's usual values; a server's own label."""
     if settings.get("label") is not None:
         return settings["label"]
     shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}

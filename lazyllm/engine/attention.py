@@ -83,10 +83,7 @@ class AttentionContext:
             self._recorded.append(scores.to(self._device))
 
     def take_each(self) -> list[Tensor]:
-        """The scores of each layer, in order; they are then forgotten.
-
-        Raises RuntimeError if a layer did not run its attention through the installed function.
-        """
+        """Take the scores of each layer. Raises RuntimeError if a layer did not call the installed function."""
         recorded, wanted = self._recorded, len(self._wanted.layers)
         self._wanted, self._recorded = NO_SCORES, []
         if not recorded or len(recorded) != wanted:

@@ -35,10 +35,7 @@ class Sampler(Protocol):
         ...
 
     def read(self, sampled: list[float]) -> tuple[int, bool]:
-        """The next token, and whether it is the last one; its time counts in the next step.
-
-        Raises FloatingPointError if none can be chosen.
-        """
+        """The next token, and whether it is the last (timed in the next step). Raises FloatingPointError for none."""
         ...
 
 
@@ -198,10 +195,7 @@ class RunningGeneration:
 
 
 def begin(decoder: Decoder, request: Request, session: Session | None = None) -> RunningGeneration:
-    """Score and prefill a request's prompt, and choose the first token of its answer.
-
-    session: of the turns before; the prompt is then what it has not run yet.
-    """
+    """Score and prefill a prompt and choose the first token. session: of earlier turns; the prompt is then the rest."""
     began, prompt = read_clock(*decoder.devices), request.prompt
     begun = session or request.method.start(decoder, prompt, request.max_new_tokens)
     with _naming_bad_selections(begun):

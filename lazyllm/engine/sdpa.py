@@ -29,10 +29,7 @@ _ORDERS: dict[str, tuple[SDPBackend, ...]] = {
 
 
 def backend_of(model: Any, device: torch.device) -> str:
-    """The model's `sdpa_backend` (`ModelSpec`), with the fastest one on this GPU in place of "auto".
-
-    A model that `lazyllm.load_model` did not load has "auto".
-    """
+    """The model's `sdpa_backend` ("auto" unless `lazyllm.load_model` set it), with this GPU's fastest for "auto"."""
     chosen = getattr(model, "sdpa_backend", "auto")
     if chosen != "auto":
         return chosen

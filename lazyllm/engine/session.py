@@ -170,10 +170,7 @@ class Session:
         return self.decoder.embed(token_ids, self._all_positions[start : self.length])
 
     def enter(self, index: int, tokens: Tokens) -> None:
-        """Prepare the run of tokens through group `index`: the cache's slots, masks, and the scores to record.
-
-        Counts the tokens as computed.
-        """
+        """Prepare a run through group `index`: slots, masks, scores to record. Counts the tokens as computed."""
         group, cache = self.groups[index], self.caches[index]
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)

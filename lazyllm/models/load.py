@@ -133,18 +133,12 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def shape_of(spec: ModelSpec) -> PreTrainedConfig:
-    """A config of the model's shape: a preset's published one, which needs no files, else that of `load_config`.
-
-    Raises UserError.
-    """
+    """The config of the model's shape: a preset's own, without files, else that of `load_config`. Raises UserError."""
     return load_config(replace(spec, load_format="dummy"))
 
 
 def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
-    """The tokens that end an answer, as `model.generate` knows them: the generation config's, else the config's.
-
-    Raises UserError.
-    """
+    """The tokens that end an answer: the generation config's, else the config's. Raises UserError."""
     end_ids: Any = getattr(load_config(spec), "eos_token_id", None)
     if not spec.is_dummy and (file := folder_of(spec, CONFIGS) / "generation_config.json").is_file():
         end_ids = read_json(file, spec.source).get("eos_token_id", end_ids)

@@ -18,10 +18,7 @@ INT4_GROUP = 128  # number of weights in a row that share a scale
 
 
 def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a quantisation that this machine cannot do. Raises UserError.
-
-    quantise: one of `QUANTISATIONS`.
-    """
+    """Refuse a quantisation, of `QUANTISATIONS`, that this machine cannot do. Raises UserError."""
     for package in (QUANTISATIONS[quantise], "accelerate"):
         require_package(package, f"quantise={quantise}")
     if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):

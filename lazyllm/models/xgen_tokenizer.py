@@ -88,10 +88,7 @@ def read_merges(merges_file: Path) -> list[tuple[str, str]]:
 
 
 def xgen_tokenizer(merges: Sequence[tuple[str, str]], **settings: Any) -> PreTrainedTokenizerFast:
-    """XGen 7B's tokenizer over GPT-2's merges. It adds no BOS and no EOS token.
-
-    merges: of `read_merges`. settings: of transformers' `PreTrainedTokenizerFast`.
-    """
+    """XGen's tokenizer over `read_merges`; it adds no BOS and no EOS. settings: of `PreTrainedTokenizerFast`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -32,9 +32,8 @@ IGNORE = -100  # the label of a token without a loss
 SPECIALS, PAD, BEGIN = 3, 0, 1  # the number of special tokens, and ids of two
 TINY, CODER = PRESETS["tiny"].source, PRESETS["coder"].source  # folders
 _VOCABULARY = Tokenizer.from_file(f"{TINY}/tokenizer.json").get_vocab()
+# {text of a token of tiny: id}, "\n" for the newline, " amber" for a word
 IDS = {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in _VOCABULARY.items()}
-"""{text of a token of tiny: id}, "\\n" for the newline, " amber" for a word."""
-
 TOKENS_PER_STEP, WARMUP, SHOW_EVERY = 4096, 100, 100  # the last two in steps
 
 Labelled = tuple[list[int], list[int]]  # token ids, and the label of each
@@ -48,8 +47,8 @@ class Batch:
     rate: float  # share of the peak learning rate
     sequences: list[Labelled]
     weights: list[float]  # of each sequence's tokens in the loss
+    # of each sequence, the task whose accuracy counts the first tokens of its answers; -1 for none
     tasks: list[int] = field(default_factory=list)
-    """Of each sequence: the task whose accuracy counts the first tokens of its answers; -1 for none."""
 
 
 class Trainer:
@@ -233,8 +232,8 @@ CODER_TOKENS = 16_000_000  # of the whole training
 LENGTHS = (512, 1024, 2048, 4096)
 SHARES = (0.74, 0.18, 0.06, 0.02)  # of the lengths while the rate is constant: short sequences cost less per token
 LAST_SHARES = (0.4, 0.3, 0.2, 0.1)  # while the rate falls
+# Of the sequences: windows of files, windows after chunks of related files, embedded tasks, copying
 KINDS = {"file": 0.38, "cross": 0.37, "tasks": 0.2, "copy": 0.05}
-"""Shares of the sequences: windows of files, windows after chunks of related files, embedded tasks, copying."""
 
 
 def module_of(path: str) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
+# Real LongBench rows, scored answers and Llama 2's tokenizer: beside the repository, and never in it
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-"""Real LongBench rows, scored answers and Llama 2's tokenizer: beside the repository, and never in it."""
-
 LONGBENCH, LLAMA2 = SHARED / "longbench", SHARED / "tokenizers" / "llama2"
 
 

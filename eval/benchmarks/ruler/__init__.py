@@ -25,9 +25,7 @@ from eval.benchmarks.ruler.sources import (
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
-ROWS = 500
-"""The official number of rows of a task."""
-
+ROWS = 500  # of a task, the official number
 VERSION = 1
 
 

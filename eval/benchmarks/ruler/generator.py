@@ -115,10 +115,7 @@ def rows(
 
 @dataclass(frozen=True)
 class _Draft:
-    """A prompt that may be too long.
-
-    context: [start, end) of the context in `input`, in which `evidence` is searched.
-    """
+    """A prompt that may be too long. context: [start, end) of it in `input`, in which `evidence` is searched."""
 
     input: str
     answer_prefix: str
@@ -138,10 +135,7 @@ class _Draft:
 
 
 class _Sampler(ABC):
-    """Draws a task's prompts of a given size, and finds the size that fits.
-
-    length: selects the settings. budget: length minus the reserved tokens.
-    """
+    """Draws a task's prompts, in a size that fits. length: selects settings. budget: length minus reserved tokens."""
 
     step = 10  # the smallest size tried, and the decrement if a row does not fit
     smallest = 1  # the smallest size that can be drawn

@@ -14,22 +14,20 @@ from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, parsed_json
 from lazyllm.errors import UserError, require
 
-COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"
-"""The commit of NVIDIA/RULER that prompts, settings and rows follow."""
+COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"  # of NVIDIA/RULER: of prompts, settings and rows
 
 TASKS = (
     *(f"niah_{kind}_{number}" for kind in ("single", "multikey") for number in (1, 2, 3)),
     *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2"),
 )
 
+# {file: (its folder in the repository, its sha256)}
 OFFICIAL = {
     "constants.py": ("scripts/data/synthetic", "6296e901d495ec6200dc3f68993ea13d8282e3c0dbe1a8c47967f111105d1fde"),
     "synthetic.yaml": ("scripts", "34bc71dcacdc41a829a170f04b528fbf48d62c616338005ab4991680fbf8cb0b"),
 }
-"""{file: (its folder in the repository, its sha256)}."""
-
+# Of both files, one after the other
 OFFICIAL_SHA256 = "92afc45cbdaddfd043fb3cc4706500f8cf8811508ed14cfee8be345b8eaaa08b"
-"""Of both files, one after the other."""
 _ESSAYS, _ENGLISH = "PaulGrahamEssays.json", "english_words.json"
 _GIVE_ESSAY = f"give ruler.haystack=FILE or FOLDER of text, or data.dir=FOLDER with RULER's {_ESSAYS}"
 _HUB = {  # dataset of a qa task: (on the hub, configuration, file in data.dir)
@@ -121,8 +119,7 @@ class QaQuestion:
     evidence: tuple[int, ...]
 
 
-Corpus = tuple[list[QaQuestion], list[str]]
-"""A dataset of a qa task: questions in the dataset's order, and sorted documents."""
+Corpus = tuple[list[QaQuestion], list[str]]  # of a qa task: questions in their order, and sorted documents
 
 
 def read_tasks(folder: Path | None) -> dict[str, Task]:

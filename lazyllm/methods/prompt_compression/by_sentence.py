@@ -24,10 +24,7 @@ _BETWEEN = re.compile(r"(?<=[.?])(?<!\w\.\w.)(?<![A-Z][a-z]\.)\s+")
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence, with one space for each run of white space.
-
-    place: [len(text)] where each character is in the whole text.
-    """
+    """A sentence, each run of white space as one space. place: [len(text)] each character's place in the whole text."""
 
     text: str
     place: np.ndarray

@@ -97,10 +97,7 @@ def self_information(
 
 
 def scoring_flops(config: Any, n: int, window: int | None = None, matrices: int | None = None) -> int:
-    """FLOPs of scoring n tokens: the layers over each window, logits at every scored position.
-
-    matrices: as of `prefill_flops`.
-    """
+    """FLOPs of scoring n tokens: layers over each window, logits at scored positions. matrices: of `prefill_flops`."""
     length = n + (bos_of(config) is not None)
     runs = windows(length, window_size(config, window))
     layers = config.num_hidden_layers

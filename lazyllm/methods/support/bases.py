@@ -1,7 +1,4 @@
-"""Bases of most methods: score tokens between layers and keep the best, or choose them before the prefill.
-
-Nothing here imports torch before a session starts.
-"""
+"""Bases of methods that prune between layers (`Prune`) or select before the prefill (`Select`); no torch at import."""
 
 from __future__ import annotations
 

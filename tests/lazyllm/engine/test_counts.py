@@ -49,10 +49,7 @@ def small_llama(
 
 
 class Seen(TorchDispatchMode):
-    """The operations that reach PyTorch's dispatcher, by name, and the shapes of the tensors that they return.
-
-    largest: bytes of the largest of these tensors.
-    """
+    """The dispatcher's operations by name, and shapes of returned tensors. largest: bytes of the largest tensor."""
 
     # these return views of the same numbers, without work on a device
     VIEWS = frozenset(
