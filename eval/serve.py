@@ -27,7 +27,7 @@ GRACE_S = 2  # for answers in progress, after SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb `serve`; ends by SIGTERM or Ctrl-C. Returns the exit code. Raises UserError."""
+    """The command `serve`; ends by SIGTERM or Ctrl-C. Returns the exit code. Raises UserError."""
     _, arguments = parser_of("serve", __doc__).parse_known_args(arguments)
     own = {"port": "8000", "host": "127.0.0.1"}
     others = [word for word in arguments if word.partition("=")[0] not in own]

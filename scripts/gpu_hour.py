@@ -96,9 +96,7 @@ def main(arguments: Sequence[str]) -> int:
 def run_part(part: str, file: str) -> None:
     """Measure one part and write its file. Cases that the file holds are not measured again."""
     if part in PARTS:
-        tiny = (
-            f"--shape {_TINY} --tokens 60 --new-tokens 3 --repeats 1 --warmup 0".split()
-        )  # the last of an option counts
+        tiny = f"--shape {_TINY} --tokens 60 --new-tokens 3 --repeats 1 --warmup 0".split()  # the last one counts
         bench([*PARTS[part], *(tiny if is_tiny() else []), "--json", file])
         return
     device = as_device("auto")
@@ -217,19 +215,19 @@ def checks(device: torch.device) -> Cases:
 
 
 def together(device: torch.device) -> Cases:
-    """Packs beside the same prompts one by one, and sampling."""
+    """Batches beside the same prompts one by one, and sampling."""
     model, method = small_model(device, torch.float32), make("lazy", {"schedule": {1: 0.6, 3: 0.5}})
     new_tokens = 4 if is_tiny() else 32
 
-    def pack(rows: int, method: Any) -> dict[str, Any]:
+    def batch(rows: int, method: Any) -> dict[str, Any]:
         prompts = [prompt_of(300 + 7 * row, row) for row in range(rows)]
         began = read_clock(device)
         alone = [generate(model, prompt, method, new_tokens, ()).token_ids for prompt in prompts]
         between = read_clock(device)
-        packed = dict(generate_many(model, prompts, method, new_tokens, (), batch_size=rows))
+        together = dict(generate_many(model, prompts, method, new_tokens, (), batch_size=rows))
         done = read_clock(device)
-        same = sum(packed[row].token_ids == alone[row] for row in range(rows))
-        return {"same_answers": same, "one_by_one_s": between - began, "packed_s": done - between}
+        same = sum(together[row].token_ids == alone[row] for row in range(rows))
+        return {"same_answers": same, "one_by_one_s": between - began, "together_s": done - between}
 
     def sampled() -> dict[str, Any]:
         options = dict(max_new_tokens=new_tokens, do_sample=True, temperature=0.8, eos_token_id=None, pad_token_id=0)
@@ -241,8 +239,8 @@ def together(device: torch.device) -> Cases:
         return {"transformers": answers[0], "lazy": answers[1], "same_again": answers[1] == answers[2]}
 
     for rows in (8, 16):
-        yield f"pack of {rows}, baseline", partial(pack, rows, Baseline())
-        yield f"pack of {rows}, lazy", partial(pack, rows, method)
+        yield f"batch of {rows}, baseline", partial(batch, rows, Baseline())
+        yield f"batch of {rows}, lazy", partial(batch, rows, method)
     yield "sampling", sampled
 
 

@@ -30,7 +30,7 @@ def test_parts_write_their_files_and_are_left_out_the_next_time(
             True,
         ) * 3
     together = json.loads((tmp_path / "together.json").read_text())["results"]
-    assert [together[f"pack of {rows}, lazy"]["same_answers"] for rows in (8, 16)] == [8, 16]
+    assert [together[f"batch of {rows}, lazy"]["same_answers"] for rows in (8, 16)] == [8, 16]
     assert together["sampling"]["same_again"]
     commands = json.loads((tmp_path / "commands.json").read_text())["results"]
     assert commands["run"]["code"] == 0

@@ -67,7 +67,7 @@ def memory(results: Results) -> Table:
 def ttft_share(results: Results) -> Table:
     """TTFT's share of the generation time for every setting, by length of prompt and of answer."""
     frame: Any = first_turns(results.counting)
-    frame = frame.dropna(subset="total_s")  # answers in packs have no time of their own
+    frame = frame.dropna(subset="total_s")  # answers that decoded together have no total time
     frame = frame.assign(
         prompt_tokens=range_of(frame["prompt_tokens"]),
         answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),

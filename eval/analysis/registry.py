@@ -38,13 +38,13 @@ _FIGURES = {
 }  # fmt: skip
 
 
-def _subject(name: str, told: dict[str, Any]) -> Subject:
+def _subject(name: str, texts: dict[str, Any]) -> Subject:
     module: Any = _FIGURES.get(name)
-    figure = None if module is None else Figure(**told["figure"], data=module.data, plot=module.plot)
-    return Subject({one.__name__: one for one in _TABLES}.get(name), figure, told["command"])
+    figure = None if module is None else Figure(**texts["figure"], data=module.data, plot=module.plot)
+    return Subject({one.__name__: one for one in _TABLES}.get(name), figure, texts["command"])
 
 
-SUBJECTS = {name: _subject(name, told) for name, told in words().items()}  # in the order of words.yaml
+SUBJECTS = {name: _subject(name, texts) for name, texts in words().items()}  # in the order of words.yaml
 TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
 FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}
 

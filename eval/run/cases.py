@@ -52,8 +52,8 @@ def make_cases(run: Any) -> list[Case]:
     model, longest, limit = run.config.model, run.positions, run.max_prompt_tokens
     if None in (model.max_prompt_tokens, model.chat):
         has = "" if longest is None else f"has {longest} positions, so "
-        told = ("it has no chat template: prompts are plain text", "prompts have its own chat template")
-        chat = told[run.chat.uses_template(run.tokenizer)]
+        texts = ("it has no chat template: prompts are plain text", "prompts have its own chat template")
+        chat = texts[run.chat.uses_template(run.tokenizer)]
         log.info("%s: %sprompts beyond %d tokens lose their middle; %s", model.name, has, limit, chat)
     return [case for data in run.loaded for case in _cases(run, data)]
 

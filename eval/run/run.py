@@ -261,8 +261,8 @@ class Run:
     def positions(self) -> int | None:
         """The model's positions, of prompt and answer; None if its server does not tell them."""
         if self.is_served:
-            told = [server.positions for server in self.servers.values() if server.positions is not None]
-            return min(told, default=None)
+            reported = [server.positions for server in self.servers.values() if server.positions is not None]
+            return min(reported, default=None)
         return self.model_config.max_position_embeddings
 
     @cached_property
@@ -428,8 +428,8 @@ def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
     one = config.load.rate is None or config.load.concurrency == 1
     require(one, "load.concurrency", config.load.concurrency, "1 with load.rate")
     require(config.trace == 0, "trace", config.trace, "0, as a server does not tell what its layers compute")
-    told = "null, as a server does not tell the probabilities that it needs"
-    require(config.fidelity is None, "fidelity", config.fidelity, told)
+    expected = "null, as a server does not tell the probabilities that it needs"
+    require(config.fidelity is None, "fidelity", config.fidelity, expected)
 
 
 def _check_unused(group: str, settings: Any, instead: str) -> None:

@@ -147,8 +147,8 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
         last = [events[-1] for events in read_jobs(file.parent).values()]
         jobs = [event for event in last if event["event"] == "begin"]
         others = [f"process {job['process']} on {job['host']} since {job['time']}" for job in jobs] or ["preparing"]
-        told = f"{file.parent}: another process is working in this run folder ({', '.join(others)})"
-        raise InUseError(told) from error
+        message = f"{file.parent}: another process is working in this run folder ({', '.join(others)})"
+        raise InUseError(message) from error
     except OSError as error:  # some cluster file systems do not support locks
         log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
     try:

@@ -101,8 +101,8 @@ def main(arguments: Sequence[str]) -> int:
                 invariant(model, method, prompt)
             print(f"ok      {what}", flush=True)
         except Exception as error:  # whatever the method does
-            is_said = isinstance(error, AssertionError | UserError)
-            reason = str(error) if is_said else f"{reason_of(error)} ({place_of(error)})"
+            is_message = isinstance(error, AssertionError | UserError)
+            reason = str(error) if is_message else f"{reason_of(error)} ({place_of(error)})"
             print(f"failed  {what}: {'the same' if reason in reasons else reason}", flush=True)
             reasons.append(reason)
     print(f"{len(reasons)} failed" if reasons else "all hold")

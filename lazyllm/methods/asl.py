@@ -39,7 +39,7 @@ class ASL(Prune):
     device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
-    Written from scratch; differs from the release in: a variance of 0 cuts; ties go to the lower position.
+    Written from scratch. Ours: a variance of 0 cuts; ties go to the lower position.
     """
 
     label = "ASL"

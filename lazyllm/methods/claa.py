@@ -26,7 +26,7 @@ class CLAA(HalfwayCut):
     Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Tokens keep their positions.
 
     Source: the paper and a description of the code (BradMcDanel/kv-exps, commit 90e13b1, which has no licence).
-    Written from scratch; differs from the release in: ties go to the lower position; no prompt is too short.
+    Written from scratch. Ours: ties go to the lower position; no prompt is too short.
     """
 
     label = "CLAA"

@@ -29,7 +29,7 @@ class Oracle(Select):
     prefill, and is left out of TTFT, of all counts and of the ideal speedup: an upper bound for methods, not a method.
 
     Source: the Answer-Informed Oracle of CLAA (arXiv 2602.16054), from a description. Written from scratch.
-    Differs in: the last token always stays; ties go to the lower position.
+    Ours: the last token always stays; ties go to the lower position.
     """
 
     label = "oracle (diagnostic)"

@@ -30,7 +30,7 @@ class PyramidInfer(Prune):
     Each layer stores all tokens that entered it.
 
     Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has no licence).
-    Written from scratch; differs from the release in: scores in blocks of queries instead of whole attention matrices;
+    Written from scratch. Ours: scores in blocks of queries instead of whole attention matrices;
     the cosine schedule only. Scoring is extra work here, and `scoring_flops` counts it.
     """
 

@@ -36,7 +36,7 @@ class UniPrefill(Prune):
 
     Source: a description of the operator that the authors' vLLM serves (qhfan/UniPrefill, commit 0d3ba98, Apache-2.0 by
     its README). As there, ties go to the later block.
-    Written from scratch; differs from the release in: the cut is after the layer, the release's between its attention
+    Written from scratch. Ours: the cut is after the layer, the release's between its attention
     and its MLP: results are the same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here:
     all cuts together, at most one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are
     the prompt's last tokens also if it runs in chunks, in which the release takes each chunk's own.
