@@ -2,27 +2,27 @@
 
 GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789), CLAA (2602.16054), ASL (2601.07667),
 PyramidInfer (2405.12532), UniPrefill (2605.06221) and the diagnostic oracle. Written from descriptions of the
-algorithms, not from the authors' code and not from the ``lazyllm`` package. Tokens live in dictionaries keyed by their
-position, attention is computed for one query token at a time (:class:`tests.reference.HandModel`), everything is
+algorithms, not from the authors' code and not from the `lazyllm` package. Tokens live in dictionaries keyed by their
+position, attention is computed for one query token at a time (`tests.reference.HandModel`), everything is
 float64.
 
-Notation as in :mod:`tests.reference`: layers are counted from 1; positions, heads and chunks from 0; ``n`` prompt
-tokens. A boundary's key in ``selected`` is the layer whose attention selected; 0: before layer 1.
+Notation as in `tests.reference`: layers are counted from 1; positions, heads and chunks from 0; `n` prompt
+tokens. A boundary's key in `selected` is the layer whose attention selected; 0: before layer 1.
 
 Decided here, because the descriptions leave it open:
 
 All methods
  1. Ties go to the lower position (chunks: to the lower chunk), as in the LazyLLM reference. Max pooling ties neighbours
     exactly, so this rule is used often: a top-k that does not order ties is not enough.
- 2. A share is the decimal number it was written as (0.29 of 100 is 29). ``int(n * keep)`` becomes an exact floor,
-    ``ceil(keep * chunks)`` an exact ceiling: the authors' binary products differ only by a rounding error.
-    ``keep`` as int is a number of tokens, at most all of them; as float it is a share in (0, 1]. GemFilter, ASL and
-    the oracle round a share up (never 0 tokens; LazyLLM's rule). FastKV and CLAA round it down (the authors' ``int``).
+ 2. A share is the decimal number it was written as (0.29 of 100 is 29). `int(n * keep)` becomes an exact floor,
+    `ceil(keep * chunks)` an exact ceiling: the authors' binary products differ only by a rounding error.
+    `keep` as int is a number of tokens, at most all of them; as float it is a share in (0, 1]. GemFilter, ASL and
+    the oracle round a share up (never 0 tokens; LazyLLM's rule). FastKV and CLAA round it down (the authors' `int`).
  3. Softmax is float64 here. The authors' float32 is a matter of precision, not of the method.
  4. Attention probabilities are the model's own: its scale, softcap and sliding window. A key outside a layer's window
     has probability 0 for that query. Windows go by positions, also among kept tokens.
- 5. ``selected`` names a boundary even if nothing is dropped there (all positions), if the boundary is known before the
-    run. ASL's is not: without a cut its ``selected`` is empty.
+ 5. `selected` names a boundary even if nothing is dropped there (all positions), if the boundary is known before the
+    run. ASL's is not: without a cut its `selected` is empty.
  6. Nothing is dropped in decoding. The first logits come from the last token that was kept, whatever its position.
     Decoding goes on at position n (GemFilter: at the number of kept tokens).
  7. RoPE that depends on the length (dynamic NTK, LongRoPE): the length is n in prefill although tokens are dropped
@@ -35,75 +35,75 @@ All methods
 GemFilter
 10. The score is the raw product after RoPE (and after query/key norms): no scale, no softcap, no softmax, and no
     sliding window ("with every key").
-11. The first pass ends at the keys and the last query of ``layer``. It does not happen if ``keep >= n``: there is
-    nothing to select, and the result is the plain model's. ``passes`` then holds one list.
-12. ``sound``: token 0 and the last ``window`` tokens (default 8, FastKV's) stay and count in ``keep``. If ``keep`` is
+11. The first pass ends at the keys and the last query of `layer`. It does not happen if `keep >= n`: there is
+    nothing to select, and the result is the plain model's. `passes` then holds one list.
+12. `sound`: token 0 and the last `window` tokens (default 8, FastKV's) stay and count in `keep`. If `keep` is
     smaller than their number, they alone stay. Scores and pooling are unchanged.
 
 FastKV
-13. Window scores: probabilities summed over the last ``window`` queries, then pooled for each query head, then summed
+13. Window scores: probabilities summed over the last `window` queries, then pooled for each query head, then summed
     over the GQA group. Only tokens outside the window are pooled and ranked: the pooling ends where the window begins
     (SnapKV's rule).
-14. The cut keeps ``max(floor(keep * n), window)`` tokens, so the window stays whatever ``keep`` is. There is no cut if
+14. The cut keeps `max(floor(keep * n), window)` tokens, so the window stays whatever `keep` is. There is no cut if
     that is n or more. The score is the sum over KV heads of the scores in 13 (pooled, not raw).
-15. SnapKV up to and including ``layer``: ``max(floor(retain * n), window)`` tokens per KV head. In later layers, with m
-    entering tokens: ``max(floor(m * retain / keep), window)``, at most m; the window is the last ``window`` of them.
-    ``retain=1`` turns SnapKV off in all layers. Both are shares: the constant budgets are not written here.
+15. SnapKV up to and including `layer`: `max(floor(retain * n), window)` tokens per KV head. In later layers, with m
+    entering tokens: `max(floor(m * retain / keep), window)`, at most m; the window is the last `window` of them.
+    `retain=1` turns SnapKV off in all layers. Both are shares: the constant budgets are not written here.
 16. SnapKV may keep tokens that the layer's sliding window hides from decoding. They count and are never seen.
-17. ``layer`` may be the last one: the cut is then reported and changes no number.
+17. `layer` may be the last one: the cut is then reported and changes no number.
 
 SpecPrefill
-18. ``lookahead`` queries: the last prompt token's and those of the first ``lookahead - 1`` greedy tokens of the draft.
+18. `lookahead` queries: the last prompt token's and those of the first `lookahead - 1` greedy tokens of the draft.
     An end token ends the look-ahead: it is not run and gives no query (as in greedy decoding).
 19. Softmax over the prompt keys that the query sees in that draft layer (4). If it sees none, all scores are 0.
 20. Chunks begin at position 0. The last may be short; its score is the mean over the tokens it has.
-21. ``sound``: the chunks that hold token 0 or one of the last ``chunk`` tokens are taken first and count among the
-    ``ceil(keep * chunks)``. If they are more than that, they alone stay. Whole chunks keep the method's grid.
+21. `sound`: the chunks that hold token 0 or one of the last `chunk` tokens are taken first and count among the
+    `ceil(keep * chunks)`. If they are more than that, they alone stay. Whole chunks keep the method's grid.
 
 CLAA
-22. FastKV's window scores (13, per KV head, max pooling as in FastKV's evaluation) of layers ``layer - layers + 1`` to
-    ``layer`` (as many as there are), z-normalised for each (layer, KV head) over the tokens outside the window, without
+22. FastKV's window scores (13, per KV head, max pooling as in FastKV's evaluation) of layers `layer - layers + 1` to
+    `layer` (as many as there are), z-normalised for each (layer, KV head) over the tokens outside the window, without
     an epsilon. Dividing the variance by N or N - 1 changes no rank. A row of equal values becomes zeros.
 23. The cut keeps as many tokens as FastKV's (14).
-24. KV: SnapKV as in 15 with ``retain = keep`` (the same rate for both), each layer by its own scores per KV head. So
-    layers after the cut hold all that enters. The first ``layers`` layers hold all n tokens (the authors' "layers < 4"
-    at the default). ``retain=1`` turns SnapKV off.
+24. KV: SnapKV as in 15 with `retain = keep` (the same rate for both), each layer by its own scores per KV head. So
+    layers after the cut hold all that enters. The first `layers` layers hold all n tokens (the authors' "layers < 4"
+    at the default). `retain=1` turns SnapKV off.
 
 ASL
-25. Ranks of the tokens outside the window, in each layer from ``first`` on, by window scores (13, average pooling,
-    summed over heads). The first variance is known after ``layers`` ranked layers (default 8), at layer
-    ``first + layers - 1``.
-26. Variance: for each token among the ``keep`` best in at least one of the last ``layers`` layers, the variance of its
+25. Ranks of the tokens outside the window, in each layer from `first` on, by window scores (13, average pooling,
+    summed over heads). The first variance is known after `layers` ranked layers (default 8), at layer
+    `first + layers - 1`.
+26. Variance: for each token among the `keep` best in at least one of the last `layers` layers, the variance of its
     ranks over these layers; then the mean over these tokens.
-27. Cut after the first layer whose variance is less than ``threshold`` times the first variance, or is 0 (ranks no
+27. Cut after the first layer whose variance is less than `threshold` times the first variance, or is 0 (ranks no
     longer change; the ratio could be 0 / 0). The last layer is not tried: nothing would be saved.
-28. Kept: the ``keep`` best outside the window by that layer's score, and the window on top of them. No ranking and no
+28. Kept: the `keep` best outside the window by that layer's score, and the window on top of them. No ranking and no
     cut if n <= keep + window.
-29. KV: SnapKV with a budget of ``retain`` tokens per KV head in every layer, the window among them, average pooling.
-    ``None``: as many as ``keep`` (the authors: 2048 both). ``retain=1`` turns SnapKV off.
+29. KV: SnapKV with a budget of `retain` tokens per KV head in every layer, the window among them, average pooling.
+    `None`: as many as `keep` (the authors: 2048 both). `retain=1` turns SnapKV off.
 
 PyramidInfer
-30. The recent tokens are the last ``max(1, floor(recent * n))`` of the prompt, the same in all layers. They always
-    stay, and so do the first ``first`` (4) tokens, which count among the older ones.
-31. After layer l, from 1 to L - 1, ``floor(share * o + 1e-9)`` of the o older tokens that entered it stay, with share =
+30. The recent tokens are the last `max(1, floor(recent * n))` of the prompt, the same in all layers. They always
+    stay, and so do the first `first` (4) tokens, which count among the older ones.
+31. After layer l, from 1 to L - 1, `floor(share * o + 1e-9)` of the o older tokens that entered it stay, with share =
     (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay: the authors' index counts from 0, so nothing goes after layer 1.
     Shares multiply ("the last layer sees 20 % of the older 80 %"). 1e-9 keeps whole products whole.
 32. Score: the sum over the recent queries of a weight times the mean over query heads of the probability. Weights are
-    spaced evenly from 1 to ``weight`` (1.2) in the order of positions; a single recent query weighs 1.
+    spaced evenly from 1 to `weight` (1.2) in the order of positions; a single recent query weighs 1.
 33. A layer's cache holds all that entered the layer. No pooling.
 
 Oracle
-34. Queries: the last prompt token's and those of all ``answer`` greedy tokens of the full model (default: ``steps``),
+34. Queries: the last prompt token's and those of all `answer` greedy tokens of the full model (default: `steps`),
     an end token excluded. Scores as SpecPrefill's (19) with the model as its own draft, for single tokens.
-35. The last prompt token always stays and counts in ``keep``: an upper reference has to see what it continues.
+35. The last prompt token always stays and counts in `keep`: an upper reference has to see what it continues.
 
 UniPrefill
 36. The release cuts between a layer's attention and its MLP. An MLP sees one token at a time, so a cut after the layer
-    has the same results; ``passes`` counts the tokens that enter the layer.
-37. Layers are those given, also the last one. A layer that at most ``first + last`` tokens enter cuts nothing.
+    has the same results; `passes` counts the tokens that enter the layer.
+37. Layers are those given, also the last one. A layer that at most `first + last` tokens enter cuts nothing.
 38. Ties of blocks go to the later block, as in the release: the one exception from 1. The mass before a block is exact
-    (fractions of the float64 sums), so ``p=1`` keeps everything.
-39. With fewer than ``window`` tokens, all their queries count. The last block may be short; its mass is not scaled.
+    (fractions of the float64 sums), so `p=1` keeps everything.
+39. With fewer than `window` tokens, all their queries count. The last block may be short; its mass is not scaled.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -127,20 +127,19 @@ Cache = dict[int, list[dict[int, Pair]]]  # {layer: for each KV head, {position:
 class FieldOutput:
     """The result of every method here.
 
-    Attributes:
-        token_ids: the greedily generated tokens, one per step.
-        logits: per step, the logits [V] that chose the token.
-        selected: {boundary: sorted positions that stay}.
-        scores: {boundary: {position: score}} of the tokens that were ranked. SpecPrefill: of all tokens, before chunks.
-        passes: prompt tokens that enter each layer in prefill, one list of L numbers for each pass through the model.
-            GemFilter's first pass has 0 after ``layer``; a draft is not counted.
-        caches: {layer: for each KV head, sorted prompt positions that the first decoding step finds in the cache}.
-        stored: keys and values at the end; the last generated token has none.
-        decode_from: position of the first generated token.
-        lookahead: greedy tokens of the draft (SpecPrefill) or of the full model (oracle) that gave a query.
-        variances: ASL's, from its first one to the last it computed.
-        margin: the smallest score difference above 0 between a kept and a dropped token, over all selections (infinite
-            if there was none). A comparison is decisive if this is well above rounding errors.
+    token_ids: the greedily generated tokens, one per step.
+    logits: per step, the logits [V] that chose the token.
+    selected: {boundary: sorted positions that stay}.
+    scores: {boundary: {position: score}} of the tokens that were ranked. SpecPrefill: of all tokens, before chunks.
+    passes: prompt tokens that enter each layer in prefill, one list of L numbers for each pass through the model.
+        GemFilter's first pass has 0 after `layer`; a draft is not counted.
+    caches: {layer: for each KV head, sorted prompt positions that the first decoding step finds in the cache}.
+    stored: keys and values at the end; the last generated token has none.
+    decode_from: position of the first generated token.
+    lookahead: greedy tokens of the draft (SpecPrefill) or of the full model (oracle) that gave a query.
+    variances: ASL's, from its first one to the last it computed.
+    margin: the smallest score difference above 0 between a kept and a dropped token, over all selections (infinite
+        if there was none). A comparison is decisive if this is well above rounding errors.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -156,7 +155,7 @@ class FieldOutput:
     margin: float = float("inf")
 
     def best(self, scores: Scores, count: int, forced: Iterable[int] = ()) -> list[int]:
-        """The positions in ``forced`` and the best others, ``count`` in all if there is room; ties to the lower."""
+        """The positions in `forced` and the best others, `count` in all if there is room; ties to the lower."""
         kept = set(forced)
         ranking = [p for p in _ranked(scores) if p not in kept]
         room = min(max(count - len(kept), 0), len(ranking))
@@ -180,7 +179,7 @@ def share_of(share: float, n: int, rounded: Callable[[Fraction], int]) -> int:
 
 
 def tokens_kept(keep: float, n: int) -> int:
-    """``keep`` as a number of tokens (int, at most n) or as a share of n, rounded up (float)."""
+    """`keep` as a number of tokens (int, at most n) or as a share of n, rounded up (float)."""
     return share_of(keep, n, ceil) if isinstance(keep, float) else min(keep, n)
 
 
@@ -205,7 +204,7 @@ def run_layer(
 
 
 def _by_head(kv: Mapping[int, Pair], held: Sequence[Collection[int]]) -> list[dict[int, Pair]]:
-    """For each KV head g, key and value [d] of the tokens in ``held[g]``."""
+    """For each KV head g, key and value [d] of the tokens in `held[g]`."""
     return [{p: (kv[p][0][g], kv[p][1][g]) for p in sorted(positions)} for g, positions in enumerate(held)]
 
 
@@ -214,8 +213,7 @@ def run_alone(
 ) -> tuple[Cache, np.ndarray, dict[int, np.ndarray]]:
     """Tokens {position: token id}, and no others, through all layers.
 
-    Returns:
-        The cache; the hidden state of the last token after the last layer; {layer: query [H, d] of the last token}.
+    The cache, and of the last token the hidden state after the last layer and {layer: query [H, d]}.
     """
     hidden, last = {p: hand.embed(token) for p, token in tokens.items()}, max(tokens)
     cache: Cache = {}
@@ -232,7 +230,7 @@ def run_token(
 ) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     """One new token through all layers, into the cache: hidden state after the last layer, {layer: query [H, d]}.
 
-    reach: as in :func:`tests.reference.rope_frequencies`; by default the token is the last one of the text.
+    reach: as in `tests.reference.rope_frequencies`; by default the token is the last one of the text.
     """
     hidden, queries, reach = hand.embed(token), {}, reach or position + 1
     for layer, heads in cache.items():
@@ -246,7 +244,7 @@ def run_token(
 
 
 def generate(hand: HandModel, cache: Cache, newest: np.ndarray, start: int, steps: int, out: FieldOutput) -> None:
-    """Greedy decoding: from the hidden state that gives the first logits, with ``start`` as the first new position."""
+    """Greedy decoding: from the hidden state that gives the first logits, with `start` as the first new position."""
     out.caches = {layer: [sorted(held) for held in heads] for layer, heads in cache.items()}
     out.stored, out.decode_from = cache, start
     while True:
@@ -258,7 +256,7 @@ def generate(hand: HandModel, cache: Cache, newest: np.ndarray, start: int, step
 
 
 def finish_alone(hand: HandModel, tokens: Mapping[int, int], reach: int, steps: int, out: FieldOutput) -> FieldOutput:
-    """Prefill with tokens {position: token id} alone, then decoding from position ``reach``."""
+    """Prefill with tokens {position: token id} alone, then decoding from position `reach`."""
     cache, newest, _ = run_alone(hand, tokens, reach)
     out.passes.append([len(tokens)] * hand.num_layers)
     generate(hand, cache, newest, reach, steps, out)
@@ -280,7 +278,7 @@ def gemfilter(
 ) -> FieldOutput:
     """GemFilter: raw products of one layer's last query, averaged over neighbours; the kept ids run as a new prompt.
 
-    ``window`` matters with ``sound`` only. Caches are given in positions of the prompt, not of the second pass.
+    `window` matters with `sound` only. Caches are given in positions of the prompt, not of the second pass.
     """
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count = tokens_kept(keep, n)
@@ -350,7 +348,7 @@ def specprefill(
 ) -> FieldOutput:
     """SpecPrefill with one tokenizer: the draft's look-ahead scores chunks, the model runs the best ones.
 
-    ``keep`` is a share of the chunks. ``eos_token_ids`` end the look-ahead, not the generation.
+    `keep` is a share of the chunks. `eos_token_ids` end the look-ahead, not the generation.
     """
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     out.scores[0], out.lookahead = look_ahead(HandModel(draft), ids, lookahead, eos_token_ids, pool)
@@ -373,7 +371,7 @@ def oracle(
 ) -> FieldOutput:
     """The diagnostic oracle: the tokens that the full model's own answer attends to, at their own positions.
 
-    ``answer``: greedy tokens of the full model's answer, ``steps`` by default; ``eos_token_ids`` end it early.
+    `answer`: greedy tokens of the full model's answer, `steps` by default; `eos_token_ids` end it early.
     """
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     answer = steps if answer is None else answer
@@ -386,7 +384,7 @@ def oracle(
 
 
 def window_scores(hand: HandModel, attention: Attention, window: int, width: int, pooling: str) -> list[Scores]:
-    """For each KV head, scores of the tokens outside the window of the last ``window`` tokens of a layer (13)."""
+    """For each KV head, scores of the tokens outside the window of the last `window` tokens of a layer (13)."""
     positions = sorted(attention)
     older, recent = positions[:-window], positions[-window:]
     scores = [dict.fromkeys(older, 0.0) for _ in range(hand.num_kv_heads)]
@@ -405,7 +403,7 @@ def total(rows: Sequence[Scores]) -> Scores:
 def snapkv(
     out: FieldOutput, attention: Attention, by_head: Sequence[Scores], window: int, budget: int
 ) -> list[list[int]]:
-    """For each KV head, the window and the best others, ``budget`` in all (never less than the window)."""
+    """For each KV head, the window and the best others, `budget` in all (never less than the window)."""
     recent = sorted(attention)[-window:]
     return [out.best(scores, budget, recent) for scores in by_head]
 
@@ -419,7 +417,7 @@ def layerwise(
 ) -> FieldOutput:
     """Prefill with cuts between layers, at the prompt's positions, and decoding.
 
-    ``after_layer`` gets a layer and its attention, and returns the positions that enter the next layer and those that
+    `after_layer` gets a layer and its attention, and returns the positions that enter the next layer and those that
     the layer's cache holds, for each KV head (None: all that entered).
     """
     n, cache = len(ids), {}
@@ -463,7 +461,7 @@ def fastkv(
     pooling: str = "max",
     steps: int = 4,
 ) -> FieldOutput:
-    """FastKV: one cut after ``layer``, and SnapKV per KV head in every layer. ``keep``, ``retain``: shares."""
+    """FastKV: one cut after `layer`, and SnapKV per KV head in every layer. `keep`, `retain`: shares."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
@@ -499,7 +497,7 @@ def claa(
     retain: float | None = None,
     steps: int = 4,
 ) -> FieldOutput:
-    """CLAA: FastKV's cut by the maximum of z-scored scores over the last layers and heads. ``retain``: see 24."""
+    """CLAA: FastKV's cut by the maximum of z-scored scores over the last layers and heads. `retain`: see 24."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count, rows = share_of(keep, n, floor), {}  # {layer: for each KV head, z-scores}
 
@@ -520,7 +518,7 @@ def claa(
 
 
 def rank_variance(ranked: Sequence[Ids], count: int) -> float:
-    """Mean variance of the ranks of the tokens that are among the ``count`` best of at least one ranking."""
+    """Mean variance of the ranks of the tokens that are among the `count` best of at least one ranking."""
     union = {p for ranking in ranked for p in ranking[:count]}
     return float(np.mean([np.var([ranking.index(p) for ranking in ranked]) for p in sorted(union)]))
 
@@ -537,7 +535,7 @@ def asl(
     retain: float | None = None,
     steps: int = 4,
 ) -> FieldOutput:
-    """ASL: a cut after the first layer at which the ranks of the best tokens have settled. ``retain``: see 29."""
+    """ASL: a cut after the first layer at which the ranks of the best tokens have settled. `retain`: see 29."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count = tokens_kept(keep, n)
     budget = n if retain == 1 else tokens_kept(keep if retain is None else retain, n)
@@ -597,7 +595,7 @@ def uniprefill(
     last: int = 128,
     steps: int = 4,
 ) -> FieldOutput:
-    """UniPrefill: after each of ``layers``, blocks stay that hold the share ``p`` of the last queries' attention."""
+    """UniPrefill: after each of `layers`, blocks stay that hold the share `p` of the last queries' attention."""
     hand, out, limit = HandModel(model), FieldOutput(), Fraction(str(p))
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], None]:

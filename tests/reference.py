@@ -1,12 +1,10 @@
 """An obvious, slow, independent re-implementation of LazyLLM (arXiv 2407.14057, section 3), for the tests only.
 
-Nothing here is fast and nothing is shared with the ``lazyllm`` package: tokens live in dictionaries (position ->
+Nothing here is fast and nothing is shared with the `lazyllm` package: tokens live in dictionaries (position ->
 hidden vector; per layer, position -> key and value), attention is computed for one query token at a time, and the whole
 forward pass (norms, RoPE and its scalings, grouped-query attention, sliding windows, softcaps, gated MLPs, the
 multipliers of some models) is written out in float64 numpy from the model's weights and its config.
-``tests/test_reference.py`` holds it to transformers' own forward pass and to selections by hand. Up to commit
-ca6ae67 it was also compared, as were the oracles of the field and of turns, with a third formulation: transformers'
-layers with one dense mask a layer and no cache.
+`tests/test_reference.py` holds it to transformers' own forward pass and to selections by hand.
 
 Decided here, because the paper leaves it open:
 
@@ -15,15 +13,15 @@ Decided here, because the paper leaves it open:
  2. Prompt tokens: those of all turns. Generated tokens: all others, the pending one among them.
  3. Step 0 of every turn selects as the prefill does: `ceil(ratio * c)` of the c prompt tokens of all turns that
     entered the layer in this step, the newest among them, which always stays. Decoding steps select as in turn 1.
- 4. Generated tokens of all turns stay and do not count. With ``prune_generated`` all but a newest one do both.
- 5. ``revive=False``: later turns' tokens run over what the first prefill selected, and nothing is selected again.
+ 4. Generated tokens of all turns stay and do not count. With `prune_generated` all but a newest one do both.
+ 5. `revive=False`: later turns' tokens run over what the first prefill selected, and nothing is selected again.
     Nothing waits in the Aux Cache.
  6. RoPE that depends on the length: a token keeps the length of the text in the step in which it entered layer 1.
  7. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each layer and head;
     hidden states at boundaries. A pending token holds nothing.
 
-Notation: ``N`` prompt tokens, ``L`` layers, ``H`` query heads, ``G`` key/value heads, ``d`` head width, ``D`` model
-width, ``V`` vocabulary. Layers and pruning layers are counted from 1, positions from 0. Boundary l comes after layer l.
+Notation: `N` prompt tokens, `L` layers, `H` query heads, `G` key/value heads, `d` head width, `D` model
+width, `V` vocabulary. Layers and pruning layers are counted from 1, positions from 0. Boundary l comes after layer l.
 A turn adds tokens to the text (all token ids so far, prompts and answers) and asks for an answer. A step: one pass that
 gives one set of logits. Step 0 of a turn takes in the turn's tokens, later steps decode.
 """
@@ -78,11 +76,10 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
 def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, reach: int) -> tuple[np.ndarray, float]:
     """Radians per position of each pair of dimensions, [width / 2], and the factor on cos and sin.
 
-    Args:
-        rope: the config's RoPE parameters, for one kind of layer.
-        width: dimensions that are rotated.
-        max_positions: the config's max_position_embeddings.
-        reach: length of the text when the token was computed (dynamic NTK and LongRoPE depend on it).
+    rope: the config's RoPE parameters, for one kind of layer.
+    width: dimensions that are rotated.
+    max_positions: the config's max_position_embeddings.
+    reach: length of the text when the token was computed (dynamic NTK and LongRoPE depend on it).
     """
     theta, pairs = rope["rope_theta"], np.arange(width // 2)
     plain = theta ** (-2.0 * pairs / width)
@@ -124,12 +121,9 @@ def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, re
 class HandModel:
     """The weights of a model in float64 numpy, and one token's way through a layer.
 
-    Args:
-        model: a Hugging Face causal language model of one of `KNOWN_TYPES`. Its weights are copied; the model is
-            neither run nor changed.
-
-    Raises:
-        ValueError: the model has a feature that is not written out here.
+    model: a Hugging Face causal language model of one of `KNOWN_TYPES`. Its weights are copied; the model is
+        neither run nor changed.
+    Raises ValueError for a feature that is not written out here.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -245,7 +239,7 @@ class HandModel:
         return self._rope(k, layer, position, reach), v
 
     def query(self, layer: int, hidden: np.ndarray, position: int, reach: int) -> np.ndarray:
-        """Query (after RoPE) of one token in one layer. Arguments as of :meth:`key_value`; returns [H, d]."""
+        """Query (after RoPE) of one token in one layer. Arguments as of `key_value`; returns [H, d]."""
         q, _, _ = self._query_key_value(layer, self._norm(f"model.layers.{layer - 1}.input_layernorm", hidden))
         q = self._head_norm(f"model.layers.{layer - 1}.self_attn.q_norm", q)
         return self._rope(q, layer, position, reach)
@@ -268,8 +262,8 @@ class HandModel:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One token through one layer, from 1: hidden state before it and after it, [D].
 
-        attended: key and value, each [G, d], of every token it attends to (itself among them), ``t`` of them. reach: as
-        in :func:`rope_frequencies`. Also returns the attention probabilities, [H, t], and their logits, [H, t].
+        attended: key and value, each [G, d], of every token it attends to (itself among them), `t` of them. reach: as
+        in `rope_frequencies`. Also returns the attention probabilities, [H, t], and their logits, [H, t].
         """
         by_head = [[(k[g], v[g]) for k, v in attended] for g in range(self.num_kv_heads)]
         after, probabilities, logits = self.attend_by_head(layer, hidden, position, reach, by_head)
@@ -283,7 +277,7 @@ class HandModel:
         reach: int,
         attended: Sequence[Sequence[Pair]],
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-        """`layer` with other tokens for each key/value head; ``attended[g]``: pairs of [d] of head g."""
+        """`layer` with other tokens for each key/value head; `attended[g]`: pairs of [d] of head g."""
         prefix = f"model.layers.{layer - 1}"
         q = self.query(layer, hidden, position, reach)
         stored = [[np.stack(tensors) for tensors in zip(*here, strict=True)] for here in attended]  # [t, d] by KV head
@@ -312,7 +306,7 @@ class HandModel:
 
 
 def forward_reference(model: PreTrainedModel, input_ids: Sequence[int]) -> np.ndarray:
-    """Logits [N, V] of all positions, without any pruning: what ``model(input_ids).logits[0]`` should be."""
+    """Logits [N, V] of all positions, without any pruning: what `model(input_ids).logits[0]` should be."""
     hand = HandModel(model)
     hidden = {position: hand.embed(token) for position, token in enumerate(input_ids)}
     reach = len(input_ids)
@@ -335,19 +329,18 @@ def keep_count(ratio: float, n: int) -> int:
 class ReferenceOutput:
     """One answer. Lists have an entry for each step of this answer.
 
-    Attributes:
-        token_ids: the generated tokens, the end token (if reached) included.
-        logits: the logits [V] that chose the token.
-        selected: {boundary: sorted positions of the step's set after it, generated tokens and the newest included}.
-        revived: {boundary: sorted positions that left the Aux Cache there and entered the next layer}.
-        importance: {boundary: {position: mean attention probability of the newest token}} of the step's set before it.
-        computed: [steps, L] int, distinct prompt tokens, of all turns, computed in each layer since the first turn.
-        compute_counts: {(layer, position): how many times the token was computed in the layer}; nothing above 1.
-        aux: {boundary: positions whose hidden state is held there at the end of the answer}.
-        kv_bytes, aux_bytes: held at the end of the answer.
-        margin: the smallest difference in importance between a kept and a dropped candidate, over all selections, exact
-            ties left out (infinite if no selection had a choice): a selection is decisive if this is well above the
-            rounding errors of the compared results.
+    token_ids: the generated tokens, the end token (if reached) included.
+    logits: the logits [V] that chose the token.
+    selected: {boundary: sorted positions of the step's set after it, generated tokens and the newest included}.
+    revived: {boundary: sorted positions that left the Aux Cache there and entered the next layer}.
+    importance: {boundary: {position: mean attention probability of the newest token}} of the step's set before it.
+    computed: [steps, L] int, distinct prompt tokens, of all turns, computed in each layer since the first turn.
+    compute_counts: {(layer, position): how many times the token was computed in the layer}; nothing above 1.
+    aux: {boundary: positions whose hidden state is held there at the end of the answer}.
+    kv_bytes, aux_bytes: held at the end of the answer.
+    margin: the smallest difference in importance between a kept and a dropped candidate, over all selections, exact
+        ties left out (infinite if no selection had a choice): a selection is decisive if this is well above the
+        rounding errors of the compared results.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -364,7 +357,7 @@ class ReferenceOutput:
 
 
 def kv_bytes_of(hand: HandModel, model: PreTrainedModel, num_pairs: int) -> int:
-    """Bytes of key and value of ``num_pairs`` tokens, each in one KV head of one layer."""
+    """Bytes of key and value of `num_pairs` tokens, each in one KV head of one layer."""
     return num_pairs * 2 * hand.head_dim * model.dtype.itemsize
 
 
@@ -374,11 +367,10 @@ class LazyTurns:
     There is no Aux Cache here: every layer remembers all hidden states of its output. A selected token that was not in
     the next layer yet enters it from there. The size of the Aux Cache follows by counting.
 
-    Args:
-        model: a Hugging Face model that :class:`HandModel` knows; only its weights are used.
-        schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
-        prune_generated: in decoding, all generated tokens except the newest are candidates too, and count.
-        revive: False for the ablation without section 3.3: decoding uses the prefill's selections.
+    model: a Hugging Face model that `HandModel` knows; only its weights are used.
+    schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
+    prune_generated: in decoding, all generated tokens except the newest are candidates too, and count.
+    revive: False for the ablation without section 3.3: decoding uses the prefill's selections.
     """
 
     def __init__(
@@ -501,7 +493,7 @@ def lazy_reference(
     forced: Sequence[int] = (),
     revive: bool = True,
 ) -> ReferenceOutput:
-    """The first turn of :class:`LazyTurns`, which describes the arguments."""
+    """The first turn of `LazyTurns`, which describes the arguments."""
     return LazyTurns(model, schedule, prune_generated, revive).answer(input_ids, max_new_tokens, eos_token_ids, forced)
 
 
@@ -518,7 +510,7 @@ SMALL: dict[str, Any] = {
 
 
 class Float64RMSNorm(nn.Module):
-    """transformers' RMSNorm without its rounding to float32 in between (see :func:`random_model`)."""
+    """transformers' RMSNorm without its rounding to float32 in between (see `random_model`)."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -559,8 +551,8 @@ def random_model(
 
     Every parameter is random, norm weights and biases included; the global random state is left alone. transformers
     rounds to float32 inside RMSNorm and the rotary embedding even in a float64 model, so that its logits are good to
-    1e-6 only; unless ``float64_throughout`` is False, these two modules are therefore replaced by float64 ones. Eager
-    attention rounds its softmax as well: use SDPA, or :func:`casts_in_float64`, for comparisons to 1e-9.
+    1e-6 only; unless `float64_throughout` is False, these two modules are therefore replaced by float64 ones. Eager
+    attention rounds its softmax as well: use SDPA, or `casts_in_float64`, for comparisons to 1e-9.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} is not one of {ARCHITECTURES}")
@@ -682,7 +674,7 @@ def random_variant(
 ) -> PreTrainedModel:
     """A small random model of 4 layers for one of :data:`VARIANTS`, transformers' own modules throughout.
 
-    In float64, to be run within :func:`casts_in_float64`, in which its constants are made too.
+    In float64, to be run within `casts_in_float64`, in which its constants are made too.
     """
     model_type, own = VARIANTS[name]
     config = AutoConfig.for_model(model_type, **(SMALL | own | overrides))
@@ -702,7 +694,7 @@ def attention_of(variant: str) -> str:
 def casts_in_float64() -> Iterator[None]:
     """Within it, Python code that asks for float32 gets float64: transformers' eager softmax, RMSNorm and RoPE too.
 
-    By replacing the names ``torch.float32``, ``torch.float`` and ``Tensor.float``, and the default dtype: for a few
+    By replacing the names `torch.float32`, `torch.float` and `Tensor.float`, and the default dtype: for a few
     lines around a model's forward pass in a test, not for more.
     """
     saved, default = (torch.float32, torch.float, torch.Tensor.float), torch.get_default_dtype()

@@ -5,7 +5,7 @@ Nothing is selected or dropped again; no draft or scoring model runs. Positions 
 renumbered the kept tokens, positions go on behind them, and so do lengths. The baseline: nothing was dropped.
 
 Again: a first turn on the whole text so far, all of it a prompt. So it needs no oracle of its own.
-LazyLLM's turns, and what else was decided: :mod:`tests.reference`.
+LazyLLM's turns, and what else was decided: `tests.reference`.
 """
 
 import copy
@@ -20,9 +20,8 @@ from tests.reference import HandModel, ReferenceOutput, kv_bytes_of
 class ContinuedTurns:
     """Later turns over the cache that a method's first turn left.
 
-    Args:
-        model: the model of the first turn.
-        first: the first turn, by :mod:`tests.field_oracles`. It is left as it is.
+    model: the model of the first turn.
+    first: the first turn, by `tests.field_oracles`. It is left as it is.
     """
 
     def __init__(self, model: Model, first: FieldOutput) -> None:
@@ -33,7 +32,7 @@ class ContinuedTurns:
         self.computed = [max(layer) for layer in zip(*first.passes, strict=True)]  # a second pass reads the same tokens
 
     def answer(self, new_ids: Ids, steps: int) -> ReferenceOutput:
-        """Append a turn's tokens and generate ``steps`` tokens greedily. Nothing is selected."""
+        """Append a turn's tokens and generate `steps` tokens greedily. Nothing is selected."""
         out, rows = ReferenceOutput(), [self.pending, *new_ids]
         self.computed = [count + len(new_ids) for count in self.computed]
         while len(out.token_ids) < steps:
