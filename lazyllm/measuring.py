@@ -106,10 +106,7 @@ def reset_peak(*devices: torch.device) -> None:
 
 
 def read_peak(*devices: torch.device) -> int | None:
-    """The sum of all devices' peak bytes since `reset_peak`; None if a peak is unknown.
-
-    A GPU's bytes are those allocated, a CPU's those resident in this process.
-    """
+    """The sum of peak bytes since `reset_peak`, allocated on a GPU, resident on a CPU; None if one is unknown."""
     total = 0
     for device in devices:
         if device.type == "cuda":

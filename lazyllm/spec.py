@@ -69,10 +69,7 @@ class ModelSpec:
         return self.load_format == "dummy"
 
     def check(self) -> None:
-        """Refuse settings that are unknown or contradict each other. Raises UserError.
-
-        `lazyllm.models.load.check_loading` checks what depends on the machine or the checkpoint.
-        """
+        """Refuse unknown or contradicting settings; `load.check_loading` has the others. Raises UserError."""
         for key, choices in _CHOICES.items():
             if (value := getattr(self, key)) not in choices:
                 raise UserError(f"unknown {key} {value!r}: give one of {', '.join(map(str, choices))}")

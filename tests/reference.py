@@ -672,7 +672,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def random_variant(
     name: str, seed: int, attn_implementation: str = "sdpa", dtype: torch.dtype = torch.float64, **overrides: Any
 ) -> PreTrainedModel:
-    """A small random model of 4 layers for one of :data:`VARIANTS`, transformers' own modules throughout.
+    """A small random model of 4 layers for one of `VARIANTS`, transformers' own modules throughout.
 
     In float64, to be run within `casts_in_float64`, in which its constants are made too.
     """

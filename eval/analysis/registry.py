@@ -1,7 +1,4 @@
-"""All tables and figures by name: the one place where a new one is registered.
-
-Every one needs stored results only. Rows are joined by key: model, suite, method, settings, task.
-"""
+"""All tables and figures by name, made of stored results only: the one place where a new one is registered."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,4 @@
-"""The table of a run: its arms by task, with confidence intervals, each beside the baseline of the same visits.
-
-`eval.store.aggregate` computes the numbers and defines them.
-"""
+"""The table of a run: its arms by task, beside the baseline of the same visits (numbers: `eval.store.aggregate`)."""
 
 import json
 from collections import Counter
@@ -72,10 +69,7 @@ def counts(frame: Any) -> list[Column]:
 
 
 def run_json(table: Table, about: Mapping[str, Any]) -> str:
-    """A run's table at full precision, after `about`, which describes the run.
-
-    Each value is a mean with both ends of its interval (null without one), or null if it was not measured.
-    """
+    """A run's table at full precision, after `about`. A value: mean and both ends of its interval, null if missing."""
     rows = []
     for row in table.frame.astype(object).where(table.frame.notna(), None).to_dict("records"):
         for name in VALUES:
@@ -147,10 +141,7 @@ def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[s
 
 
 def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
-    """A row for each range of prompt tokens, of all tasks; none if all prompts are in one. Failures are not counted.
-
-    A later turn is in the range of its conversation's prompt.
-    """
+    """A row for each range of prompt tokens, by the conversation's prompt; none for one range. Without failures."""
     ranges = range_of(prompt_lengths(rows))
     present = ranges_in(ranges)
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}

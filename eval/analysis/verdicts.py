@@ -1,7 +1,4 @@
-"""The paper's claims (published/claims.yaml), each beside what the stored runs say.
-
-`step_cost` has the model of cost behind the claim that LazyLLM is never slower.
-"""
+"""The paper's claims (published/claims.yaml) beside what stored runs say; `step_cost`: what whole answers cost."""
 
 import json
 import operator

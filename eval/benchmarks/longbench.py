@@ -95,11 +95,7 @@ PUBLISHED = {
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """One dataset, from a folder or from the archive.
-
-    Raises UserError for an unusable row (unless skipped), a missing or unusable file, or files that are neither cached
-    nor downloadable.
-    """
+    """One dataset, from a folder or the archive. Raises UserError for an unusable row (unless skipped) or file."""
     folder, name = settings.dir, dataset.prompt_of or dataset.name
     if folder is not None:
         file = given_file(folder, f"{dataset.name}.jsonl", _GIVE)

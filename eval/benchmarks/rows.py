@@ -160,10 +160,7 @@ def made_here(
 
 
 def prompt_parts(template: str, values: Mapping[str, Any], context: str = "context") -> tuple[str, str]:
-    """The texts before and behind the template's place for the context, the other places filled in.
-
-    Raises UserError for a place that has no value, or braces that are none of a place.
-    """
+    """The texts before and behind the context's place in a template, filled in. Raises UserError if they cannot be."""
     before, _, behind = template.partition("{" + context + "}")
     try:
         return before.format_map(values), behind.format_map(values)
@@ -173,10 +170,7 @@ def prompt_parts(template: str, values: Mapping[str, Any], context: str = "conte
 
 
 def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) -> Example:
-    """A row in LongBench's format as an example. Raises UserError with the reason if it cannot be used.
-
-    template: the prompt, with the row's fields in braces, `{context}` once.
-    """
+    """A row in LongBench's format as an example. template: with fields in braces, {context} once. Raises UserError."""
     check_fields(row, _FIELDS)
     if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
         raise UserError(f"field 'dataset' must be {dataset.name!r}, the file's name, got {shortened(row['dataset'])}")

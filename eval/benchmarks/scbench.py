@@ -65,11 +65,7 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The rows of one task, from a folder or through `datasets`.
-
-    Raises UserError for an unusable row (unless skipped), for a missing or unusable file, and without cache and
-    network.
-    """
+    """A task's rows, from a folder or `datasets`. Raises UserError for an unusable row (unless skipped) or file."""
     content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _HUB.give, prompts_sha256)
     first, plain, in_chat = (prompts[dataset.name] for prompts in _parsed_prompts(content))
     is_wrapped = _is_wrapped(settings)

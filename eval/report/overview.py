@@ -168,10 +168,7 @@ def provenance(runs: Sequence[StoredRun]) -> tuple[list[tuple[str, str]], Table 
 
 
 def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
-    """Warnings to read before comparing numbers, in sentences that name the runs.
-
-    most: maximum number of examples that the page shows for each run and dataset, None for all.
-    """
+    """Warnings to read before comparing numbers, in sentences. most: examples shown of a run and dataset, or None."""
     unpaired = [run for run in runs if run.identity["baseline"] is None]
     cold = [run for run in runs if run.identity["warmup"] == 0]
     changed = [run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")]

@@ -168,10 +168,7 @@ def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> l
 
 
 def _with_own_files(arguments: Sequence[str]) -> list[str]:
-    """The arguments with names for the files of `dataset=FILE.yaml` and `method=FILE.py`, which Hydra then knows.
-
-    Raises UserError for a file that cannot be read.
-    """
+    """The arguments with names that Hydra knows for `dataset=FILE.yaml` and `method=FILE.py`. Raises UserError."""
     named = list[str]()
     for argument in arguments:
         key, _, value = argument.partition("=")

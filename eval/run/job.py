@@ -156,10 +156,7 @@ def job() -> Iterator[None]:
 
 
 def end() -> NoReturn:
-    """After Ctrl-C, when all files are closed: print `MESSAGE` and end this process with `INTERRUPTED`.
-
-    It does not wait for torch's threads, which would take seconds.
-    """
+    """After Ctrl-C, with all files closed: print `MESSAGE`, end with `INTERRUPTED`, do not wait for torch's threads."""
     with suppress(OSError, ValueError):  # the reader has ended too, or the stream is closed
         sys.stdout.flush()
     _end()

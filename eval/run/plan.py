@@ -160,10 +160,7 @@ def _cost(run: Run, arm: Arm, rows: Sequence[Rows], model: Model, device: Accele
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
-    """The cost of each arm of each run of the arguments; shards are planned as one run. Raises UserError.
-
-    Arms that cannot reach their target speedup are left out, with a line in the log.
-    """
+    """The cost of each arm of each run; shards are one run, arms out of reach are left out. Raises UserError."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
     runs = [Run(config) for config in jobs_of(whole)]
     if any(run.is_served for run in runs):

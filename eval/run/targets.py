@@ -40,10 +40,7 @@ def uses_preset(settings: dict[str, Any]) -> bool:
 
 
 def check(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with a placeholder for each preset and tuned schedule: the others can be checked without a model.
-
-    Raises UserError if the method takes no such preset.
-    """
+    """The settings with placeholders for presets and tuned schedules, to check the others. Raises UserError."""
     if is_tuned(settings.get("schedule")):
         settings = settings | {"schedule": "none"}
     if not uses_preset(settings):

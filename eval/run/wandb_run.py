@@ -122,10 +122,7 @@ class Tracker:
 
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
-        """Show the arm's part of the finished run: its rows of the table, and every turn in another.
-
-        results: of this run alone. pictures: those that are PNG files are shown.
-        """
+        """Show the arm's rows of the run's table, and every turn. results: of this run. pictures: PNG ones count."""
         names = [name for name, labels in arm_groups(self.run).items() if self.arm.name in labels]
         rows: Any = table.frame[table.frame["method"].isin(names)]
         named = rows.assign(name=rows["name"].where(rows["kind"] != "all", "all"))

@@ -177,10 +177,7 @@ def _append_line(file: Path, line: str) -> None:
 
 
 def _mend(files: Sequence[Path], name: str) -> None:
-    """Set the bad lines of a job's files of one kind aside; their bytes go to a new file first.
-
-    A last line that a kill left incomplete is removed. Raises UserError.
-    """
+    """Set the bad lines of files aside, into new files, and remove a last line that is incomplete. Raises UserError."""
     for file in files:
         if not file.exists():
             continue

@@ -138,10 +138,7 @@ class Results:
 
 
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
-    """All runs with visits in the folders and their subfolders, by name.
-
-    where, newest: as in `chosen`. Raises UserError if there is none, or if a file is damaged.
-    """
+    """All runs with visits in the folders and below, by name; else as `chosen`. Raises UserError, also for none."""
     named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
     runs = [run for run in named if len(run.rows)]
     if not runs:

@@ -24,10 +24,7 @@ _GREEDY: dict[str, Any] = {"max_new_tokens": _STEPS, "pad_token_id": 0, "eos_tok
 
 
 def keeping_everything(method: Method) -> Method:
-    """The method with hyperparameters that keep every token: `Method.keep_all`, or `target_parameter` at 1.0.
-
-    Raises ValueError or TypeError if the method refuses them.
-    """
+    """The method with `keep_all`, or `target_parameter` at 1.0. Raises ValueError or TypeError if it refuses them."""
     return replace(method, **(method.keep_all or ({method.target_parameter: 1.0} if method.target_parameter else {})))  # type: ignore[type-var]
 
 

@@ -125,12 +125,7 @@ class Session:
         return logits
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
-        """Run the last generated token and a turn's m new ones [1 + m]; return the logits [v] after them.
-
-        max_new_tokens: of this turn.
-
-        `computed` and `selections` are reset.
-        """
+        """Run the last token and a turn's m new ones [1 + m]: logits [v]. Resets `computed` and `selections`."""
         self.computed, self._selected = [], []
         self._num_revived = [0] * len(self.groups)
         self.prompt_tokens += token_ids.shape[0] - 1

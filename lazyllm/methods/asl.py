@@ -121,10 +121,7 @@ class ASL(Prune):
 
 
 def rank_variance(ranks: list[Tensor], count: int) -> Tensor:
-    """Variance of a token's ranks, mean over the tokens that are among the `count` best of at least one ranking.
-
-    ranks: for each ranking, the ranks of all tokens [o], from 0.
-    """
+    """Variance of a token's ranks, mean over those among the `count` best of any ranking. ranks: [o] each, from 0."""
     import torch
 
     stacked = torch.stack(ranks).double()

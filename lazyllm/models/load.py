@@ -53,10 +53,7 @@ def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
 
 
 def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
-    """The model that `load_model` gives, without its tokenizer. Raises UserError.
-
-    plain: any causal model of transformers will do, as only `model(...)` is called.
-    """
+    """The model of `load_model`. plain: any causal model will do, as only `model(...)` is called. Raises UserError."""
     config = check_loading(spec)
     model = random_weights(config, spec) if spec.is_dummy else _checkpoint(spec, config)
     model.eval()
@@ -93,10 +90,7 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def devices_in_use(spec: ModelSpec) -> tuple[torch.device, ...]:
-    """The devices that the model may compute on, before it loads. Raises UserError.
-
-    With `device_map="auto"`: all accelerators of this process, or the CPU if there is none.
-    """
+    """The devices that a model may use, before it loads; all accelerators for `device_map="auto"`. Raises UserError."""
     if spec.device_map is None:
         return (as_device(spec.device),)
     first = as_device("auto")
@@ -163,10 +157,7 @@ def as_device(name: str) -> torch.device:
 
 
 def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
-    """The folder of the checkpoint's files, fetched from the hub if necessary, and checked. Raises UserError.
-
-    Of a repository with safetensors, no pickle is fetched.
-    """
+    """The checkpoint's folder, fetched from the hub if necessary (safetensors first), and checked. Raises UserError."""
     weights = getattr(config, "transformers_weights", None)
     folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or SAFETENSORS[0]])
     if str(folder) != spec.source:  # a local folder has been checked already

@@ -62,10 +62,7 @@ def quantised_by(config: Any) -> str | None:
 
 
 def check_quantised(source: str, config: Any, device_map: Any) -> None:
-    """Refuse a quantised checkpoint that cannot be read here. Raises UserError.
-
-    Without this check, transformers reads an unknown kind as if it were not quantised.
-    """
+    """Refuse a quantised checkpoint that transformers cannot read, or would read as unquantised. Raises UserError."""
     kind = quantised_by(config)
     if kind is None:
         return

@@ -1,7 +1,4 @@
-"""Lines of Python by package: python -m scripts.dev.size [COMMIT], with the difference to a commit.
-
-Every line of every tracked file counts, docstrings and blank ones too.
-"""
+"""Lines of Python by package, docstrings and blank ones too: python -m scripts.dev.size [COMMIT to compare with]"""
 
 import subprocess
 import sys

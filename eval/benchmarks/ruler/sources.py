@@ -106,11 +106,7 @@ class Essay:
 
 @dataclass(frozen=True)
 class QaQuestion:
-    """A question of a qa task.
-
-    documents: indices of its documents. more: indices of other documents of the same article.
-    evidence: indices of the documents that hold the answer.
-    """
+    """A question. documents, more, evidence: indices of its documents, others of the same article, the answer's."""
 
     text: str
     outputs: tuple[str, ...]
@@ -220,10 +216,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
 
 
 def read_text(path: Path, key: str) -> str:
-    """The text of a file, or of all .txt and .md files in a folder, stripped. key: the setting that names the path.
-
-    Raises UserError if it cannot be read or is empty.
-    """
+    """The text of a file, or of a folder's .txt and .md files, stripped. key: the path's setting. Raises UserError."""
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
     text = " ".join(map(_text, files)).strip()
     if not text:

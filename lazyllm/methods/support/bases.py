@@ -125,10 +125,7 @@ class Prune(Method):
 def groups_between(
     method: Method, kept: Mapping[int, int], num_layers: int, n: int, score_spec: Callable[[range], ScoreSpec]
 ) -> list[Group]:
-    """The groups between the pruning layers of `kept` (`Prune.kept`), with the scores to record before each.
-
-    Raises ValueError for a pruning layer beyond the model.
-    """
+    """The groups between the pruning layers of `Prune.kept`. Raises ValueError for a layer beyond the model."""
     beyond = [layer for layer in kept if layer > num_layers]
     if beyond:
         raise ValueError(f"{method.label} prunes after layer {beyond[0]}, but the model has only {num_layers} layers")
