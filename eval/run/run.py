@@ -99,12 +99,12 @@ class Run:
         return next(iter(self.asked)) if self.config.baseline else None
 
     @cached_property
-    def _named(self) -> tuple[Dataset, ...]:
+    def _asked_datasets(self) -> tuple[Dataset, ...]:
         return datasets_asked_for(self.config.dataset, self.config.model.name)
 
     @property
     def suite(self) -> Suite:
-        return SUITES[self._named[0].suite]
+        return SUITES[self._asked_datasets[0].suite]
 
     @property
     def limit(self) -> int | None:
@@ -130,14 +130,14 @@ class Run:
         require(data.dir is None or not suite.rows_here, "data.dir", data.dir, expected)
         for other in SUITES.values():
             if other.options is not None and other is not suite:
-                instead = f"dataset={other.whole} with it: {self._named[0].name} is of {suite.name}"
+                instead = f"dataset={other.whole} with it: {self._asked_datasets[0].name} is of {suite.name}"
                 _check_unused(other.name, getattr(config, other.name), instead)
         return data
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
         """Those of one suite whose rows can be loaded; of a whole suite the others are left out, with a log line."""
-        config, named, data = self.config, self._named, self.data
+        config, named, data = self.config, self._asked_datasets, self.data
         for dataset in named:
             self.suite.check(dataset, data)
         reasons = {dataset: reason for dataset in named if (reason := missing_rows(dataset, data)) is not None}

@@ -177,7 +177,7 @@ def test_command_refuses_before_a_model_loads(answers, command: str) -> None:
     assert "loading tiny" not in said
 
 
-def test_help_is_one_screen_with_a_line_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_one_screen_with_a_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24

@@ -196,7 +196,7 @@ def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
 
 
 @pytest.mark.parametrize(("name", "least"), [("samsum", 1), ("qasper", 0), ("triviaqa", 0)])
-def test_generation_settings(calls, name: str, least: int) -> None:
+def test_answers_get_the_lengths_and_end_tokens_of_their_dataset(calls, name: str, least: int) -> None:
     visit(bench(), case(name))
     assert [call[2] for call in calls if len(call) == 3] == 2 * [
         {"max_new_tokens": 40, "eos_token_ids": (2,), "min_new_tokens": least}

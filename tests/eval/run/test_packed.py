@@ -49,13 +49,13 @@ def untimed(visit: Visit) -> Any:
 @pytest.mark.parametrize(
     ("size", "changes"), [(5, {"compare": ARMS}), (2, {"compare": ARMS}), (4, {"baseline": False})]
 )
-def test_packed_visits_are_those_of_single_answers_without_times_of_steps(
+def test_batched_visits_are_those_of_single_answers_without_times_of_steps(
     tmp_path: Path, size: int, changes: dict[str, Any]
 ) -> None:
-    """Also if a pack holds fewer answers than there are arms."""
-    single, packed = (visits_of(tmp_path / str(n), n, **changes) for n in (1, size))
-    assert packed.keys() == single.keys()
-    for key, visit in packed.items():
+    """Also if a batch holds fewer answers than there are arms."""
+    single, batched = (visits_of(tmp_path / str(n), n, **changes) for n in (1, size))
+    assert batched.keys() == single.keys()
+    for key, visit in batched.items():
         assert untimed(visit) == untimed(single[key])
         assert sorted(visit.order) == sorted(visit.answers)
         for label, (measured,) in visit.answers.items():
@@ -69,8 +69,8 @@ def test_first_tokens_of_a_visit_come_in_its_order_with_nothing_between_them(
 ) -> None:
     joined: list[Any] = []
     join, run = measure.Batch.add, measure.Batch.run
-    monkeypatch.setattr(measure.Batch, "add", lambda pack, row: [joined.append(row.method), join(pack, row)][1])
-    monkeypatch.setattr(measure.Batch, "run", lambda pack: [joined.append(None), run(pack)][1])
+    monkeypatch.setattr(measure.Batch, "add", lambda batch, row: [joined.append(row.method), join(batch, row)][1])
+    monkeypatch.setattr(measure.Batch, "run", lambda batch: [joined.append(None), run(batch)][1])
     visits = visits_of(tmp_path, 6, compare=ARMS, limit=2)
     planned = small_run(None, compare=ARMS)
     methods = {arm.label: arm.method("lookup") for arm in planned.arms}
@@ -83,14 +83,14 @@ def test_first_tokens_of_a_visit_come_in_its_order_with_nothing_between_them(
 
 
 @pytest.mark.slow
-def test_packed_shards_with_forced_answers_traces_and_evidence_are_a_single_run(tmp_path: Path) -> None:
+def test_batched_shards_with_forced_answers_traces_and_evidence_are_a_single_run(tmp_path: Path) -> None:
     model = ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=520)  # the evidence is not cut
     settings: dict[str, Any] = dict(model=model, max_new_tokens=6, trace=1, fidelity="answer")
     measure_run(small_run(tmp_path / "single", **settings), show=False)
-    packed = small_run(tmp_path / "packed", batch_size=4, **settings)
+    batched = small_run(tmp_path / "batched", batch_size=4, **settings)
     for shard in ("1/2", "2/2"):
-        measure_run(packed.changed(shard=shard), show=False)
-    single, found = ({v.key: untimed(v) for v in read_visits(tmp_path / name)} for name in ("single", "packed"))
+        measure_run(batched.changed(shard=shard), show=False)
+    single, found = ({v.key: untimed(v) for v in read_visits(tmp_path / name)} for name in ("single", "batched"))
     assert len(found) == 6
     for key, visit in found.items():
         for forced in ("answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood"):
@@ -98,15 +98,15 @@ def test_packed_shards_with_forced_answers_traces_and_evidence_are_a_single_run(
             assert ours.pop(forced) == pytest.approx(theirs.pop(forced), abs=1e-5)
         assert visit == single[key]
     assert any(visit["answers"]["lazy"][0]["evidence_recall"] is not None for visit in found.values())
-    traces = {name: {file.name for file in (tmp_path / name / "traces").iterdir()} for name in ("single", "packed")}
-    assert traces["packed"] == traces["single"]
+    traces = {name: {file.name for file in (tmp_path / name / "traces").iterdir()} for name in ("single", "batched")}
+    assert traces["batched"] == traces["single"]
     assert len(traces["single"]) == 2
 
 
-def test_packed_run_has_no_generation_speedup_and_an_identity_of_its_own(tmp_path: Path) -> None:
-    single, packed = (small_run(tmp_path, batch_size=size) for size in (1, 4))
-    assert packed.identity == single.identity | {"batch_size": 4}
-    table = measure_run(packed, show=False).table
+def test_batched_run_has_no_generation_speedup_and_an_identity_of_its_own(tmp_path: Path) -> None:
+    single, batched = (small_run(tmp_path, batch_size=size) for size in (1, 4))
+    assert batched.identity == single.identity | {"batch_size": 4}
+    table = measure_run(batched, show=False).table
     assert table is not None
     lazy: Any = table.frame.query("method == 'lazy'")
     assert lazy["generation_speedup"].isna().all()
@@ -114,16 +114,16 @@ def test_packed_run_has_no_generation_speedup_and_an_identity_of_its_own(tmp_pat
 
 
 @pytest.mark.slow
-def test_answers_in_a_pack_start_again_fewer_at_once_after_a_failure(
+def test_answers_in_a_batch_start_again_fewer_at_once_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = visits_of(tmp_path / "whole", 8)
     original = measure.Batch.run
 
-    def run_out(pack: Any) -> Any:
-        if len(pack.running) > 3:
+    def run_out(batch: Any) -> Any:
+        if len(batch.running) > 3:
             raise torch.OutOfMemoryError("no memory for 4 rows")
-        return original(pack)
+        return original(batch)
 
     monkeypatch.setattr(measure.Batch, "run", run_out)
     found = visits_of(tmp_path / "fewer", 8)
@@ -145,9 +145,9 @@ def test_only_the_answer_that_fails_alone_is_a_failure(
         if method == Lazy({2: 0.5}) and tokens == longest:
             raise RuntimeError("this prompt fails")
 
-    def refuse_row(pack: Any, row: Any) -> None:
+    def refuse_row(batch: Any, row: Any) -> None:
         refuse(row.method, len(row.prompt))
-        add(pack, row)
+        add(batch, row)
 
     def refuse_request(model: Any, prompt: Any, method: Any, *others: Any) -> Any:
         refuse(method, len(prompt.token_ids))
@@ -182,7 +182,7 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
     assert rows_of_answers(16, spec, methods, 3500, 500, None) == 16
 
 
-def test_a_method_that_cannot_be_packed_is_refused_before_anything_runs() -> None:
+def test_a_method_that_cannot_be_batched_is_refused_before_anything_runs() -> None:
     assert rows_of_answers(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
     with pytest.raises(UserError, match=r"batch_size=1"):
         rows_of_answers(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)

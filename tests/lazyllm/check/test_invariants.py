@@ -136,7 +136,7 @@ def test_generate_takes_selections_within_the_rules() -> None:
 
 
 @pytest.mark.parametrize(("base", "settings"), [(Prune, ["layer=2"]), (Select, ["layers=2"])])
-def test_docstring_examples_pass_the_verb(base: type, settings: list[str], monkeypatch, capsys) -> None:
+def test_docstring_examples_pass_the_command(base: type, settings: list[str], monkeypatch, capsys) -> None:
     lines = [part.source for part in doctest.DocTestParser().get_examples(base.__doc__ or "")]
     names: dict[str, Any] = {"__name__": __name__}
     exec("".join(lines[: next(number for number, line in enumerate(lines) if "load_model" in line)]), names)
@@ -151,7 +151,7 @@ def test_docstring_examples_pass_the_verb(base: type, settings: list[str], monke
     assert count == "1 failed"
 
 
-def test_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "MODELS", {"llama": command.MODELS["llama"]})
     for name, kind in (("halves", Halves), ("never_all", NeverAll)):
         monkeypatch.setitem(METHODS, name, kind)
@@ -166,7 +166,7 @@ def test_verb_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("name", command.MODELS)
-def test_models_of_the_verb_decide_selections(name: str) -> None:
+def test_models_of_the_command_decide_selections(name: str) -> None:
     """A correct method passes every check; its selection is not accidental, as another order selects other tokens."""
     model = command.random_model(name, "float64")
     invariants.is_the_model(model, invariants.keeping_everything(Halves()), PROMPT)

@@ -154,7 +154,7 @@ def test_later_turn_of_a_method_that_drops_for_good_sees_what_is_left(variant: s
 
 
 @pytest.mark.parametrize("method", [StaticPruning(2, 0.4), FastKV(layer=2)], ids=str)
-def test_again_is_a_fresh_generation(method: Method) -> None:
+def test_recomputed_turn_is_a_fresh_generation(method: Method) -> None:
     model, rng = random_model("llama", 2, num_layers=4), random.Random(0)
     text, more = draw(rng, 30), None
     session = lazyllm.start(model, text, method, turns="recompute")
