@@ -227,12 +227,12 @@ def _link(text: str, folder: Path, beside: Path) -> str:
     return f"[{text}]({Path(os.path.relpath(folder, beside)).as_posix()})"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 0. Raises UserError if there is no submission, or if one is refused."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `board`. Returns the exit code. Raises UserError for no submission, or one that is refused."""
     parser = parser_of("board", __doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("results/board"), help="default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="default: FOLDER/README.md")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     board = read_board(options.folder)
     problems = [problem for submission in board for problem in submission.problems]
     for problem in problems[:_SHOWN]:

@@ -136,12 +136,12 @@ def as_text(scores: FolderScores) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command `score`. Returns the exit code. Raises UserError if the folder cannot be scored."""
     parser = parser_of("score", __doc__)
     parser.add_argument("folder", help="folder of <dataset>.jsonl files of LongBench's pred.py")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     scores = score_folder(options.folder)
     print(json.dumps(asdict(scores), indent=2, ensure_ascii=False) if options.json else as_text(scores))
     return 0

@@ -155,7 +155,7 @@ def cells_of(case: BenchCase) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The command. Raises UserError, for bad arguments before torch is imported."""
+    """The command `bench`. Raises UserError, for bad arguments before torch is imported."""
     options = parser().parse_args(arguments)
     spec = ModelSpec(
         options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed

@@ -20,7 +20,7 @@ _KEYS = ("model", "suite", "method", "label")  # of rows; other keys of --where 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `results`; returns 0. Raises UserError."""
+    """The command `results`. Returns the exit code. Raises UserError."""
     parser = parser_of("results", __doc__)
     add_choice(parser)
     parser.add_argument("--by", choices=["task", "length"], help="also a row for each task, or range of prompt tokens")

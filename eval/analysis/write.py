@@ -124,8 +124,8 @@ def provenance(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code 0; raises UserError."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `paper`. Returns the exit code. Raises UserError."""
     parser = parser_of("paper", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: paper beside the runs)")
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="SUFFIX",
         help="the files to write: %(choices)s (default: all)",
     )  # fmt: skip
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("fontTools").setLevel(logging.WARNING)
     results = Results.read(options.runs, options.where, options.newest)

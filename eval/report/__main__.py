@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from eval.analysis.registry import Subject
 
 
-def main(argv: Sequence[str] | None = None, subjects: Mapping[str, Subject] | None = None) -> int:
-    """The command line; returns 0. subjects: other tables and figures. Raises UserError if there is no page to make."""
+def main(arguments: Sequence[str] | None = None, subjects: Mapping[str, Subject] | None = None) -> int:
+    """The command `report`. subjects: other tables and figures. Returns the exit code. Raises UserError."""
     parser = parser_of("report", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="default: report.html beside the runs")
     parser.add_argument("--examples", type=int, metavar="N", help="show only the first N examples of a run and dataset")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     require(options.examples is None or options.examples > 0, "--examples", options.examples, "1 or more")
     results = Results.read(options.runs, options.where, options.newest)
     from eval.analysis.registry import SUBJECTS  # not at the top: slow to import

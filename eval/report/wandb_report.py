@@ -97,8 +97,8 @@ def publish(results: Results, report: Block) -> str:
     return report_made.url
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns 0. Raises UserError."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `wandb-report`. Returns the exit code. Raises UserError."""
     parser = parser_of("wandb-report", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, help="write the specification to this file, offline")
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--project", default=os.environ.get("WANDB_PROJECT", "lazyllm-bench"))
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="the user or team of the project")
     parser.add_argument("--title", default="LazyLLM on LongBench")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if not options.out and not options.publish:
         raise UserError("give --out FILE for the specification, or --publish")
     if options.publish and not options.entity:

@@ -110,7 +110,7 @@ def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `status`; returns the exit code. Raises UserError."""
+    """The command `status`. Returns the exit code. Raises UserError."""
     parser = parser_of("status", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")

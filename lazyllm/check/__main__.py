@@ -81,7 +81,7 @@ def checks() -> Iterator[tuple[str, Callable[..., object], PreTrainedModel, list
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a line for each check; returns the exit code. Raises UserError for bad settings."""
+    """The command `check`: a line for each invariant. Returns the exit code. Raises UserError."""
     parser = parser_of("check", __doc__)
     parser.add_argument("method", metavar="METHOD")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")

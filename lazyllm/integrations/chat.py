@@ -84,7 +84,7 @@ class Chat:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The command. Raises UserError, before torch is imported if it can."""
+    """The command `chat`. Raises UserError, before torch is imported if it can."""
     parser = parser_of("chat", __doc__)
     add = parser.add_argument
     add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")

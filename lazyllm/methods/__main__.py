@@ -32,7 +32,7 @@ def _shown(default: Any) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the list; returns the exit code."""
+    """The command `methods`. Returns the exit code."""
     parser_of("methods", __doc__).parse_args(arguments)
     print("\n".join(lines()))
     return 0
