@@ -14,7 +14,7 @@ A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers
 nothing is left to revive. --field times all methods instead, each at the ideal speedups that it reaches.
 
 --against hf also times transformers' own `model(...)` and `generate(...)`, each after a generation of the baseline.
---turn times the second turn of a session, of N tokens after the prompt and one answer token. The sessions of a pair run
+--turn times the second turn of a conversation, N tokens after the prompt and one answer token. Those of a pair run
 one after the other; transformers continues from its KV cache. --repeats 0 takes one generation of each, alone, for
 prompts that take many minutes.
 
@@ -58,7 +58,7 @@ Kept = dict[int, list[int]]  # {pruning layer: positions of the tokens that ente
 
 @dataclass(frozen=True)
 class Run:
-    """One generation, or the second turn of a session.
+    """One generation, or the second turn of a conversation.
 
     step_s: seconds of each decoding step; of transformers' `generate` only the mean step is known.
     flops: up to the first token, scoring included (`lazyllm.engine.flops`).
@@ -366,9 +366,9 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
             text = torch.tensor([[*token, *turn.tolist()]])
             seconds, (_, token_ids) = timed(model, lambda: next_token(model, text, cache))
     else:
-        with start(model, prompt, method) as session:
-            before = session.answer(None, 1, ()).selected[0]
-            seconds, second = timed(model, lambda: session.answer(turn, 1, ()))
+        with start(model, prompt, method) as conversation:
+            before = conversation.answer(None, 1, ()).selected[0]
+            seconds, second = timed(model, lambda: conversation.answer(turn, 1, ()))
         token_ids, after, revived = second.token_ids, second.selected[0], float(second.revived.mean())
     flops = turn_flops(model.config, before, after, len(prompt), len(turn))
     return Run(token_ids, seconds, [], seconds, flops, [revived])
