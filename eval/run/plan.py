@@ -182,6 +182,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
+def amount(value: float) -> str:
+    """`33,090`, `129.2`, `0.0026`."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
@@ -191,7 +196,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     rows = [
         [
             *(one.run, one.arm, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}"),
-            *(f"{one.answer_tokens:,}", f"{one.work.flops / 1e15:.4g}", f"{one.work.read / 1e12:.4g}"),
+            *(f"{one.answer_tokens:,}", amount(one.work.flops / 1e15), amount(one.work.read / 1e12)),
             *(f"{one.peak / 1e9:.3g}", "?" if device is None else duration(one.seconds)),
         ]
         for one in planned
@@ -202,7 +207,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     lines = [*markdown_lines([*headings, "time"], rows, 2), ""]
     lines.append(
         f"{counted(len(planned), 'arm')} of {counted(len({one.run for one in planned}), 'model')}: "
-        f"{total.flops / 1e15:.4g} PFLOP, {total.read / 1e12:.4g} TB read"
+        f"{amount(total.flops / 1e15)} PFLOP, {amount(total.read / 1e12)} TB read"
     )
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"

@@ -12,7 +12,7 @@ import yaml
 import lazyllm
 from eval.benchmarks.longbench import PUBLISHED
 from eval.run.loop import measure
-from eval.run.plan import RATE, as_text, costs, costs_of, duration, main, rows_of, seconds_on
+from eval.run.plan import RATE, amount, as_text, costs, costs_of, duration, main, rows_of, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
 from lazyllm.engine.flops import LayerShape
@@ -318,3 +318,8 @@ def test_plan_refuses(arguments: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named) as error:
         costs(arguments, None)
     assert "HF_HUB_OFFLINE" not in str(error.value)  # `plan` sets it itself
+
+
+@pytest.mark.parametrize(("value", "text"), [(33_094.2, "33,094"), (129.23, "129.2"), (0.00264, "0.00264")])
+def test_amounts_have_no_power_of_ten(value: float, text: str) -> None:
+    assert amount(value) == text
