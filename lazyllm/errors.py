@@ -7,7 +7,10 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """An error the user can fix, as the message says. Commands show it without a traceback and end with `exit_code`."""
+    """An error the user can fix: the message says what was given, what was expected, and what to do.
+
+    Commands show the message without a traceback, and end with `exit_code`.
+    """
 
     exit_code = 2
 

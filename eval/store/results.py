@@ -138,7 +138,7 @@ class Results:
 
 
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
-    """All runs with visits in the folders and below, by name; else as `chosen`. Raises UserError, also for none."""
+    """All runs with visits in the folders and below, by name. where, newest: as in `chosen`. Raises UserError."""
     named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
     runs = [run for run in named if len(run.rows)]
     if not runs:
