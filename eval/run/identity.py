@@ -92,16 +92,17 @@ def method_code(name: str) -> str:
 
 def _own_files(module: str, package: str) -> set[str]:
     """The files of a module of a package, and of the modules there that it imports; not those in `ENGINE`."""
-    path = _ROOT / module.replace(".", "/")
-    path = path if path.is_dir() else path.with_suffix(".py")
-    found = {path.relative_to(_ROOT).as_posix()}
-    for file in _sources(path):
-        for node in ast.walk(_tree(file)):
+    paths = dict[str, Path]()
+    names = [module]
+    for name in names:  # it grows
+        path = _ROOT / name.replace(".", "/")
+        paths[name] = path if path.is_dir() else path.with_suffix(".py")
+        for node in (node for file in _sources(paths[name]) for node in ast.walk(_tree(file))):
             other = node.module if isinstance(node, ast.ImportFrom) and node.module is not None else ""
             other = ".".join(other.split(".")[:3])
-            if other.startswith(f"{package}.") and other not in (module, "lazyllm.methods.support"):
-                found |= _own_files(other, package)
-    return found
+            if other.startswith(f"{package}.") and other not in (*names, "lazyllm.methods.support"):
+                names.append(other)
+    return {path.relative_to(_ROOT).as_posix() for path in paths.values()}
 
 
 @cache
