@@ -64,12 +64,21 @@ def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def _given(config: RunConfig) -> dict[str, dict[str, Any]]:
     """{label: settings} as the config has them."""
-    compare = config.compare or {name_of(config.method.get("name", "")): config.method}
+    compare = config.compare
+    if compare is None:
+        return {name_of(config.method.get("name", "")): config.method}
+    arms = dict[str, Any]()
     if isinstance(compare, list) and all(isinstance(name, str) for name in compare):
-        compare = {name_of(name): _shipped(name) for name in compare}
-    if not isinstance(compare, dict) or not all(isinstance(arm, dict) for arm in compare.values()):
+        for name in compare:
+            require(name_of(name) not in arms, "compare", name, "names that differ")
+            arms[name_of(name)] = _shipped(name)
+    elif isinstance(compare, dict):
+        arms = {str(label): arm for label, arm in compare.items()}
+    if not arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"compare={compare}: expected [lazy, fastkv], or {{label: {{name: lazy, ...}}, ...}}")
-    return {str(label): arm for label, arm in compare.items()}
+    for label, arm in arms.items():
+        require("name" in arm, f"compare.{label}.name", None, "a method's name")
+    return arms
 
 
 def _shipped(name: str) -> dict[str, Any]:

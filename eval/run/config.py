@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -21,6 +22,7 @@ from eval.benchmarks.datasets import register_configs
 from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
+from eval.run.targets import is_preset
 from lazyllm.errors import UserError, require
 from lazyllm.methods import METHODS, by_name, is_file, known, name_of, settings_of
 from lazyllm.presets import PRESETS
@@ -151,8 +153,8 @@ def _check_method_is_read(arguments: Sequence[str]) -> None:
     compare, by = given.get("compare"), f"compare={given.get('compare')}"
     for name in given.get("experiment", "").split(",") if compare is None else ():
         file = CONF / "experiment" / f"{name}.yaml"
-        if file.is_file() and "\ncompare:" in (text := file.read_text(encoding="utf-8")):
-            compare, by = text, f"experiment={name}"
+        if file.is_file() and (arms := yaml.safe_load(file.read_text(encoding="utf-8")).get("compare")) is not None:
+            compare, by = str(arms), f"experiment={name}"
     if key is None or compare in (None, "null") or "${method" in compare:
         return
     value = given[key]
@@ -290,9 +292,11 @@ def to_run_config(config: DictConfig) -> RunConfig:
         parse_shard(plain.shard)
     folder = plain.data.dir
     require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
+    require(plain.out != "", "out", plain.out, "a folder, or null")
     methods = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["method", "compare"]))  # interpolations unresolved
     for key in ("speedup", "draft"):
         value, reference = getattr(plain, key), f"${{{key}}}"
         expected = f"experiment=field with it, or a method with {reference}: none here has it"
         require(value is None or reference in methods, key, value, expected)
+    require(plain.speedup is None or is_preset(plain.speedup), "speedup", plain.speedup, "a number and x, such as 2x")
     return plain
