@@ -315,7 +315,7 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     write_whole(folder / "schedules.csv", table.to_csv(index=False, lineterminator="\n"))
     finalists = space.references() | {"tuned": order[0]}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    result = measure(test.changed(compare=methods, label=folder.name))
+    result = measure(test.changed(compare=methods, label=f"tuned_{space.target:g}x"))
     if result.failed or result.results is None:
         raise UserError("answers failed, so no schedule is written: the same command tries them again")
     frame: Any = result.results.frame

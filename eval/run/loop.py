@@ -89,7 +89,8 @@ def _result(run: Run, store: RunStore) -> RunResult:
     stored = _stored(run, store)
     pending, failed = [key for key in _all_keys(run, store) if key not in store.visits], _failed(stored)
     if pending:
-        log.info("%s: other shards have %d examples to measure; the last makes the table", run.folder, len(pending))
+        left = counted(len(pending), "example")
+        log.info("%s: %s left for other shards; the last makes the table", run.folder, left)
         return RunResult(run.folder, None, None, failed)
     if not stored.answered:
         raise FailedExamplesError(f"no answer: {failed}")

@@ -154,7 +154,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert list((folder / "empty").glob("*/*/")) == []  # no run's folder is made
+    assert list((folder / "empty").glob("*/*")) == []  # no run's folder is made, and no file of a sweep
     return json.loads(done.stdout.replace(str(folder), "MADE"))
 
 
