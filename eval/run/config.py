@@ -24,7 +24,7 @@ from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
 from eval.run.targets import is_preset
 from lazyllm.errors import UserError, require
-from lazyllm.methods import METHODS, by_name, is_file, known, name_of, settings_of
+from lazyllm.methods import by_name, is_file, known, name_of, settings_of
 from lazyllm.presets import PRESETS
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # a link to the folder at the top level; a wheel holds it here
@@ -77,7 +77,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
             defaults = _defaults(name)
         except UserError:
             defaults = {}
-        if name in METHODS:  # for its file in conf/method
+        if (CONF / "method" / f"{name}.yaml").is_file():  # which includes them
             store(group="method/settings", name=name, node=defaults)
         else:
             store(group="method", name=name, node={"name": name, **defaults})
