@@ -13,7 +13,7 @@ from eval.run import targets
 from eval.run.config import CONF
 from eval.run.settings import RunConfig
 from lazyllm.engine.inputs import TURNS
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, place_of, reason_of, require
 from lazyllm.methods import Method, by_name, is_file, known, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
@@ -130,13 +130,15 @@ def build_method(settings: Mapping[str, Any]) -> Method:
 
 @contextmanager
 def about_the_method() -> Iterator[None]:
-    """Turn a method's errors, also of an installed package's method, into UserError."""
+    """Turn a method's errors, also of a package's or a file's method, into UserError."""
     try:
         yield
     except UserError:
         raise
     except (ValueError, TypeError) as error:
         raise UserError(f"method: {error}") from error
+    except Exception as error:  # a fault of its code
+        raise UserError(f"method: {reason_of(error)} ({place_of(error)})") from error
 
 
 def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:

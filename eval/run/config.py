@@ -39,7 +39,7 @@ LAUNCHERS = {
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # environment; W&B reports even if offline
 
 # The begins of lines of Hydra's errors that help nobody here
-_NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://hydra.cc", "To append to your config")
+_NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://hydra.cc", "To append to your config", "^")
 # Hydra's options, which --hydra-help describes
 _OPTIONS = (
     "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info",
@@ -195,7 +195,7 @@ def _with_own_files(arguments: Sequence[str]) -> list[str]:
                 node = {"name": choice, **_defaults(choice)}
             else:
                 continue
-            choices[number] = file.stem
+            choices[number] = json.dumps(file.stem, ensure_ascii=False)  # quoted, for any letters and signs
             ConfigStore.instance().store(group=key, name=file.stem, node=node)
         named.append(f"{key}={','.join(choices)}" if choices else argument)
     return named
@@ -235,6 +235,7 @@ def one_line(error: Exception) -> UserError:
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
     message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))
+    message = message.replace("LexerNoViableAltException: ", "cannot read ")
     unknown = re.match(r"(?:Could not override|Key) '([^']+)'", message)
     if unknown is not None and unknown[1].startswith("method."):
         message += " (lazyllm-bench methods lists the settings of each method)"

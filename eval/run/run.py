@@ -90,7 +90,8 @@ class Run:
             _check_unused("load", self.config.load, with_server)
             for settings in arms.values():
                 require(settings.get("name") != SERVER, "method", SERVER, with_server)
-                build_method(targets.check(settings))
+                with about_the_method():
+                    build_method(targets.check(settings))
         return arms
 
     @property
