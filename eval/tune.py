@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import setting
-from eval.run.config import model_arguments, to_run_config
+from eval.run.config import to_run_config
 from eval.run.job import job, start
 from eval.run.run import Run
 from eval.run.settings import RunConfig, TrackerConfig
@@ -43,6 +43,7 @@ from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Baseline, Method, by_name
 from lazyllm.methods.lazy import DEPTHS
+from lazyllm.presets import PRESETS
 
 if TYPE_CHECKING:
     import optuna
@@ -329,5 +330,7 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, score on test {score[0]:.2f}", end="")
     if "paper" in drawn:
         print(", {:+.2f} [{:+.2f}, {:+.2f}] to paper's".format(*with_ends(drawn["tuned"] - drawn["paper"])), end="")
-    command = shlex.join([*model_arguments(config.model.name), f"method.schedule=tuned/{folder}"])
+    model = config.model.name
+    chosen = [f"model={model}"] if model in PRESETS else ["model=custom", f"model.name={model}"]
+    command = shlex.join([*chosen, f"method.schedule=tuned/{folder}"])
     print(f"\nRun it: python run.py {command}")

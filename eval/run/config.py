@@ -217,11 +217,6 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
     return to_run_config(compose_config(prepared(arguments)))
 
 
-def model_arguments(name: str) -> list[str]:
-    """The arguments that choose a model by `model.name`: a preset, or a folder or hub id."""
-    return [f"model={name}"] if name in PRESETS else ["model=custom", f"model.name={name}"]
-
-
 def one_line(error: Exception) -> UserError:
     """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
     if isinstance(error, MissingConfigException) and error.options is not None:
