@@ -25,10 +25,7 @@ _SCORED = {name: each for name, each in DATASETS.items() if each.metric in {one.
 
 @dataclass(frozen=True)
 class DatasetScore:
-    """One dataset's result: the official score, and rouge-score's ROUGE-L F, None if the metric is not ROUGE.
-
-    Both are 0 to 100, rounded to 2 digits.
-    """
+    """One dataset's scores, 0 to 100: the official, and rouge-score's ROUGE-L F, None if the metric is not ROUGE."""
 
     dataset: str
     task: str
@@ -41,8 +38,7 @@ class DatasetScore:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One task's result: the mean of its datasets' scores, rounded to 2 digits. missing: datasets of the task without a
-    file; a score without them is not comparable with published ones."""
+    """One task's result: the mean of its datasets' scores. missing: datasets without a file; published ones have all."""
 
     task: str
     suite: str

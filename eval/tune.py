@@ -4,10 +4,9 @@ lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3           the 
 lazyllm-bench tune model=tiny dataset=embedded -m target_speedup=1.5,2,3    a study of each
 lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...              four processes on one study
 
-Optuna proposes rounds of schedules. A round is the arms of an ordinary run in `trials/`, stored, locked and resumed as
-any other. The best schedule and one like the paper's are compared in runs/. The same command resumes a study that was
-stopped or killed. Its folder also holds `schedules.csv` (ideal speedups, scores on `dev`) and `tuned.yaml`, for
-`method.schedule=tuned/STUDY`.
+A round of Optuna's schedules is the arms of an ordinary run in `trials/`. The best one and one like the paper's are
+compared in runs/. The same command resumes. The study's folder also holds `schedules.csv` (ideal speedups, scores on
+`dev`) and `tuned.yaml`, for `method.schedule=tuned/STUDY`.
 """
 
 from __future__ import annotations
@@ -306,6 +305,7 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     import pandas as pd
 
     from eval.analysis.columns import with_ends
+    from eval.analysis.run_table import NO_INTERVAL
     from eval.run.loop import measure
     from eval.store.aggregate import drawn_means, on_common_examples
 
@@ -329,7 +329,9 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     write_whole(folder / FILE, as_yaml(folder.name, schedule, space.model_config.num_hidden_layers, about))
     print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, score on test {score[0]:.2f}", end="")
     if "paper" in drawn:
-        print(", {:+.2f} [{:+.2f}, {:+.2f}] to paper's".format(*with_ends(drawn["tuned"] - drawn["paper"])), end="")
+        more, *ends = with_ends(drawn["tuned"] - drawn["paper"])
+        interval = "[{:+.2f}, {:+.2f}]".format(*ends) if ends[0] == ends[0] else f"(no interval: {NO_INTERVAL})"
+        print(f", {more:+.2f} {interval} to paper's", end="")
     model = config.model.name
     chosen = [f"model={model}"] if model in PRESETS else ["model=custom", f"model.name={model}"]
     command = shlex.join([*chosen, f"method.schedule=tuned/{folder}"])

@@ -39,7 +39,7 @@ LAUNCHERS = {
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # environment; W&B reports even if offline
 
 # The begins of lines of Hydra's errors that help nobody here
-_NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://hydra.cc", "To append to your config", "^")
+_NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://hydra", "To append to your config", "^")
 # Hydra's options, which --hydra-help describes
 _OPTIONS = (
     "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info",
@@ -282,6 +282,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
+    require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")
     require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")
     if plain.shard is not None:

@@ -77,10 +77,7 @@ def suite_code(module: str) -> str:
 
 
 def method_code(name: str) -> str:
-    """What changes with the code of a method: `code_sha256` of its own files, or the version of another package.
-
-    Of a class that was entered into `METHODS` by hand, in a notebook for example, the source of its functions.
-    """
+    """`code_sha256` of a method's own files; of another package's, `code_of`; of a notebook's class, its functions'."""
     kind = by_name(name)
     if kind.__module__.partition(".")[0] != "lazyllm":
         functions = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
@@ -111,11 +108,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _meaning(node: Any) -> Any:
-    """A syntax tree as nested lists, without positions and docstrings.
-
-    `ast.dump` and `ast.unparse` differ between versions of Python. Here empty fields are left out, as new versions add
-    some.
-    """
+    """A syntax tree as nested lists, without positions, docstrings and empty fields, which new Pythons add."""
     match node:
         case ast.Expr(value=ast.Constant(value=str())):  # only a text, like a docstring
             return None

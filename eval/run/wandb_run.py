@@ -35,8 +35,7 @@ from lazyllm.errors import reason_of
 
 log = logging.getLogger(__name__)
 
-# wandb.Settings: machine, user and command line are not recorded; system metrics are not sampled, as that would disturb
-# the timing. Timeouts: seconds that a run waits for an unreachable server
+# Nothing of machine, user and command line, and no samples of the system, which would disturb the timing
 SETTINGS: dict[str, Any] = {
     "host": "", "console": "off", "disable_git": True, "disable_code": True, "save_code": False, "symlink": False,
     "x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True, "x_save_requirements": False,
