@@ -38,7 +38,7 @@ class DatasetScore:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One task's result: the mean of its datasets' scores. missing: datasets without a file; published ones have all."""
+    """One task's result: the mean of its datasets' scores. missing: datasets without a file; published ones have it."""
 
     task: str
     suite: str

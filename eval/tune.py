@@ -92,14 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     """The command `tune`. Returns the exit code. Raises UserError."""
     if find_spec("optuna") is None and not {"-h", "--help"} & set(arguments):
         raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
-    start(tune_job, arguments, TuneConfig)
+
+    def work(config: DictConfig) -> None:
+        with job():
+            tune(to_tune_config(config))
+
+    start(work, arguments, TuneConfig)
     return 0
-
-
-def tune_job(config: DictConfig) -> None:
-    """One process's part in the search of a composed config."""
-    with job():
-        tune(to_tune_config(config))
 
 
 def schedule_of(cuts: Cuts) -> dict[int, float]:

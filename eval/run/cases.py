@@ -1,7 +1,4 @@
-"""A run's examples with their prompts, ready to be measured. No weights are needed.
-
-Functions take an `eval.run.run.Run`, whose properties call them.
-"""
+"""A run's examples with their prompts, ready to be measured. No weights are needed."""
 
 import logging
 from collections.abc import Iterator

@@ -84,10 +84,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
 
 
 def prompt_limit(positions: int) -> int:
-    """LongBench's limit for prompts of a model with N positions (its model2maxlen.json: 3500 of 4096, 31500 of 32768).
-
-    The remaining positions are for answers.
-    """
+    """LongBench's limit for prompts of a model with N positions (its model2maxlen.json: 3500 of 4096, ...)."""
     known = {4096: 3500, 8192: 7500, 16_384: 15_500, 32_768: 31_500}
     return known.get(positions) or max(positions // 2, (positions - 596) // 500 * 500)
 

@@ -1,7 +1,4 @@
-"""The identity of a run, and the provenance of its numbers: code, weights, versions, machine.
-
-Functions take an `eval.run.run.Run`, whose properties call them.
-"""
+"""The identity of a run, and the provenance of its numbers: code, weights, versions, machine."""
 
 import ast
 import hashlib

@@ -161,10 +161,7 @@ def job() -> Iterator[None]:
 
 
 def end() -> NoReturn:
-    """After Ctrl-C, when all files are closed: print `MESSAGE` and end this process with `INTERRUPTED`.
-
-    It does not wait for torch's threads, which would take seconds.
-    """
+    """After Ctrl-C, when all files are closed: print `MESSAGE`, and end without waiting seconds for torch's threads."""
     with suppress(OSError, ValueError):  # the reader has ended too, or the stream is closed
         sys.stdout.flush()
     _end()

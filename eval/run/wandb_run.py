@@ -3,8 +3,7 @@
 An error of W&B never stops the run.
 
 part of a W&B run   contents
-config              the run's config, identity and provenance, and the arm; nothing of the environment, the machine or
-                    the user
+config              the run's config, identity and provenance, and the arm
 history             after each visit of this job: examples done, score and speedups so far
 per_example         a table, one row a turn of each example
 summary             each row of the arm in the run's table as `<dataset, task or all>/<column>`, with `_low` and `_high`

@@ -86,7 +86,8 @@ COMMANDS = {
     ),
     "run model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run model=llama2 model.load_format=dummy dataset=lookup": (2, "error: random weights (model.load_format=dummy)"),
-    "fetch model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
+    "fetch model=llama2 dataset=lookup": (2, ". Fetch it where the hub answers, without HF_HUB_OFFLINE"),
+    "fetch --help": (0, "Download what runs need"),
     "plan model=llama2 dataset=lookup": (2, "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache"),
     "run method=null": (2, "error: method=null: Config group override must be a string or a list"),
     "run dataset=trec data.dir=MADE/rows": (2, "rows/trec.jsonl:10: not valid JSON in UTF-8"),
@@ -109,7 +110,6 @@ WITH_TORCH = {
         "expected less, as the best ideal speedup with layers=2",
     ),
     "tune target_speedup=2 model.device=cuda": (2, "sees none: give device=cpu (in a run model.device=cpu)"),
-    "run model.chat=auto": (2, "error: model.chat=auto: the tokenizer has no chat template: give model.chat=none"),
     "run model.max_prompt_tokens=99999": (
         2,
         "error: model.max_prompt_tokens=99999: the model has 4096 positions: give",

@@ -191,7 +191,6 @@ def test_published_experiments_have_their_arms() -> None:
     [
         # unknown keys and choices, with the nearest known one; more of them in tests/eval/test_cli.py
         (["++limits=1"], "Key 'limits' not in 'RunConfig' (did you mean limit? --help lists all keys)"),
-        (["++model.nam=1"], "Key 'nam' not in 'ModelConfig' (--help lists all keys)"),
         (["~limt"], "Could not delete from config. 'limt' does not exist"),
         (["model.nam=tiny"], "Key 'nam' not in 'ModelConfig' (did you mean model.name?"),
         (["timing.warmup=0"], "Key 'timing' not in 'RunConfig' (did you mean warmup?"),
@@ -200,7 +199,6 @@ def test_published_experiments_have_their_arms() -> None:
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
         (["--limit", "4"], "--limit: expected KEY=VALUE"),
         (["limit"], "Error parsing override 'limit': missing EQUAL"),
-        (["method.schedule={2:"], "no viable alternative at input '{2:'"),
         (["dataset=[1]"], "dataset=[1]: "),
         # values
         (["warmup=many"], "warmup=many: Value 'many' of type 'str' could not be converted to Integer"),
@@ -237,14 +235,12 @@ def test_published_experiments_have_their_arms() -> None:
         (["method=random_drop", "method.keep=fast"], "is a number"),
         (["seed=-1"], "seed=-1: expected 0 or more"),
         (["seed=9223372036854775808"], "seed=9223372036854775808: expected less than 2^63"),
-        (["method=static_pruning", "method.layer=2.0x"], "layer=2.0x"),
         (["dataset=trec", "dataset.trec=false"], "no dataset is left"),
         (["+dataset.nosuch=true"], "unknown dataset 'nosuch'"),
         (["dataset=[qasper,lookup]"], "share no table"),
         (["shard=2"], "shard=2: expected the i-th of n shards, written i/n"),
         # known keys that would have no effect
         (["speedup=3x"], "speedup=3x: expected experiment=field with it, or a method with ${speedup}"),
-        (["experiment=turns", "draft=tiny"], "draft=tiny: expected experiment=field with it, or a method with"),
         (["dataset=hops", "ruler.length=99"], "ruler.length=99: expected dataset=ruler with it: hops is of embedded"),
         (["dataset.trec=false"], "Could not override 'dataset.trec'"),
         (["experiment=field", "method=my/mine.py"], "'+compare.mine={name: my/mine.py}' adds an arm"),
@@ -349,7 +345,7 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
     ("overrides", "message"),
     [
         (["dataset=needle", "needle.lengths=[99999]"], "99999 tokens of prompt and answer exceed the model's 4096"),
-        (["model.chat=auto"], "the tokenizer has no chat template"),
+        (["model.chat=auto"], "model.chat=auto: the tokenizer has no chat template: give model.chat=none"),
         (["model.device=cuda"], "sees none: give device=cpu"),
     ],
 )
