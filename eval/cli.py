@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from io import TextIOWrapper
+from pathlib import Path
 
 from lazyllm.errors import UserError
 
@@ -42,6 +43,9 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Call a command; returns the exit code: the command's, or a `UserError`'s with one line on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for closed in ("stdout", "stderr"):  # by the caller, as with >&-
+        if getattr(sys, closed) is None:
+            setattr(sys, closed, Path(os.devnull).open("w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # not what replaces them in a notebook or a test
             stream.reconfigure(errors="replace")  # a terminal that has no ± shows a question mark

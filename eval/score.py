@@ -38,8 +38,7 @@ class DatasetScore:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """One task's result: the mean of its datasets' scores, rounded to 2 digits. missing: datasets of the task without a
-    file; a score without them is not comparable with published ones."""
+    """One task's result: the mean of its datasets' scores. missing: datasets without a file; published ones have it."""
 
     task: str
     suite: str

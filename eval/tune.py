@@ -4,10 +4,9 @@ lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3           the 
 lazyllm-bench tune model=tiny dataset=embedded -m target_speedup=1.5,2,3    a study of each
 lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...              four processes on one study
 
-Optuna proposes rounds of schedules. A round is the arms of an ordinary run in `trials/`, stored, locked and resumed as
-any other. The best schedule and one like the paper's are compared in runs/. The same command resumes a study that was
-stopped or killed. Its folder also holds `schedules.csv` (ideal speedups, scores on `dev`) and `tuned.yaml`, for
-`method.schedule=tuned/STUDY`.
+A round of Optuna's schedules is the arms of an ordinary run in `trials/`. The best one and one like the paper's are
+compared in runs/. The same command resumes. The study's folder also holds `schedules.csv` (ideal speedups, scores on
+`dev`) and `tuned.yaml`, for `method.schedule=tuned/STUDY`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import setting
-from eval.run.config import model_arguments, to_run_config
+from eval.run.config import to_run_config
 from eval.run.job import job, start
 from eval.run.run import Run
 from eval.run.settings import RunConfig, TrackerConfig
@@ -43,6 +42,7 @@ from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Baseline, Method, by_name
 from lazyllm.methods.lazy import DEPTHS
+from lazyllm.presets import PRESETS
 
 if TYPE_CHECKING:
     import optuna
@@ -92,14 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     """The command `tune`. Returns the exit code. Raises UserError."""
     if find_spec("optuna") is None and not {"-h", "--help"} & set(arguments):
         raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
-    start(tune_job, arguments, TuneConfig)
+
+    def work(config: DictConfig) -> None:
+        with job():
+            tune(to_tune_config(config))
+
+    start(work, arguments, TuneConfig)
     return 0
-
-
-def tune_job(config: DictConfig) -> None:
-    """One process's part in the search of a composed config."""
-    with job():
-        tune(to_tune_config(config))
 
 
 def schedule_of(cuts: Cuts) -> dict[int, float]:
@@ -305,6 +304,7 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     import pandas as pd
 
     from eval.analysis.columns import with_ends
+    from eval.analysis.run_table import NO_INTERVAL
     from eval.run.loop import measure
     from eval.store.aggregate import drawn_means, on_common_examples
 
@@ -315,7 +315,7 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     write_whole(folder / "schedules.csv", table.to_csv(index=False, lineterminator="\n"))
     finalists = space.references() | {"tuned": order[0]}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    result = measure(test.changed(compare=methods, label=folder.name))
+    result = measure(test.changed(compare=methods, label=f"tuned_{space.target:g}x"))
     if result.failed or result.results is None:
         raise UserError("answers failed, so no schedule is written: the same command tries them again")
     frame: Any = result.results.frame
@@ -328,6 +328,10 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     write_whole(folder / FILE, as_yaml(folder.name, schedule, space.model_config.num_hidden_layers, about))
     print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, score on test {score[0]:.2f}", end="")
     if "paper" in drawn:
-        print(", {:+.2f} [{:+.2f}, {:+.2f}] to paper's".format(*with_ends(drawn["tuned"] - drawn["paper"])), end="")
-    command = shlex.join([*model_arguments(config.model.name), f"method.schedule=tuned/{folder}"])
+        more, *ends = with_ends(drawn["tuned"] - drawn["paper"])
+        interval = "[{:+.2f}, {:+.2f}]".format(*ends) if ends[0] == ends[0] else f"(no interval: {NO_INTERVAL})"
+        print(f", {more:+.2f} {interval} to paper's", end="")
+    model = config.model.name
+    chosen = [f"model={model}"] if model in PRESETS else ["model=custom", f"model.name={model}"]
+    command = shlex.join([*chosen, f"method.schedule=tuned/{folder}"])
     print(f"\nRun it: python run.py {command}")

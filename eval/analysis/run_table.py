@@ -58,8 +58,14 @@ def run_table(results: Results, title: str) -> Table:
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
     text = cells(shown, [*columns, *counts(frame), score, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
-    brief: Any = text[frame["kind"] == "all"] if is_long else None
+    brief: Any = text[_whole(frame)] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
+
+
+def _whole(frame: Any) -> Any:
+    """Which rows are of a whole run: the mean over its tasks, or its only task."""
+    several = frame["run"].isin(frame.loc[frame["kind"] == "all", "run"])
+    return frame["kind"].eq(several.map({True: "all", False: "task"}))
 
 
 def counts(frame: Any) -> list[Column]:
@@ -171,7 +177,7 @@ def _caption(results: Results, frame: Any) -> str:
             f"{cut} of {len(turns)} prompts are longer than model.max_prompt_tokens: their middle is cut out, as in "
             "LongBench."
         )
-    for row in frame[frame["kind"].eq("all") & frame["failed"].gt(0)].to_dict("records"):
+    for row in frame[_whole(frame) & frame["failed"].gt(0)].to_dict("records"):
         lines.append(
             f"{row['method']}: {counted(row['failed'], 'answer')} failed, left out here; counted as 0, the score is "
             f"{row['score_failed_as_zero']:.2f}."

@@ -13,7 +13,7 @@ from eval.run import targets
 from eval.run.config import CONF
 from eval.run.settings import RunConfig
 from lazyllm.engine.inputs import TURNS
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, place_of, reason_of, require
 from lazyllm.methods import Method, by_name, is_file, known, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
@@ -61,12 +61,21 @@ def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def _given(config: RunConfig) -> dict[str, dict[str, Any]]:
     """{label: settings} as the config has them."""
-    compare = config.compare or {name_of(config.method.get("name", "")): config.method}
+    compare = config.compare
+    if compare is None:
+        return {name_of(config.method.get("name", "")): config.method}
+    arms = dict[str, Any]()
     if isinstance(compare, list) and all(isinstance(name, str) for name in compare):
-        compare = {name_of(name): _shipped(name) for name in compare}
-    if not isinstance(compare, dict) or not all(isinstance(arm, dict) for arm in compare.values()):
+        for name in compare:
+            require(name_of(name) not in arms, "compare", name, "names that differ")
+            arms[name_of(name)] = _shipped(name)
+    elif isinstance(compare, dict):
+        arms = {str(label): arm for label, arm in compare.items()}
+    if not arms or not all(isinstance(arm, dict) for arm in arms.values()):
         raise UserError(f"compare={compare}: expected [lazy, fastkv], or {{label: {{name: lazy, ...}}, ...}}")
-    return {str(label): arm for label, arm in compare.items()}
+    for label, arm in arms.items():
+        require("name" in arm, f"compare.{label}.name", None, "a method's name")
+    return arms
 
 
 def _shipped(name: str) -> dict[str, Any]:
@@ -118,13 +127,15 @@ def build_method(settings: Mapping[str, Any]) -> Method:
 
 @contextmanager
 def about_the_method() -> Iterator[None]:
-    """Turn a method's errors, also of an installed package's method, into UserError."""
+    """Turn a method's errors, also of a package's or a file's method, into UserError."""
     try:
         yield
     except UserError:
         raise
     except (ValueError, TypeError) as error:
         raise UserError(f"method: {error}") from error
+    except Exception as error:  # a fault of its code
+        raise UserError(f"method: {reason_of(error)} ({place_of(error)})") from error
 
 
 def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:

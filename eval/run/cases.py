@@ -7,11 +7,8 @@ from typing import Any
 
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset
-from eval.run.work import rows_of_answers
 from lazyllm.errors import UserError
-from lazyllm.measuring import memory_of
-from lazyllm.methods import Method
-from lazyllm.models.load import devices_in_use, load_end_ids
+from lazyllm.models.load import load_end_ids
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ def make_cases(run: Any) -> list[Case]:
 
 def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
     dataset, limit, longest = data.dataset, run.max_prompt_tokens, run.positions
-    methods = _methods(run, dataset.name)
+    methods = [] if run.is_served else [arm.method(dataset.name) for arm in run.arms]
     end_ids = end_token_ids(run.tokenizer, () if run.is_served else load_end_ids(run.spec), dataset)
     thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
     max_new_tokens = min(data.max_new_tokens, run.config.max_new_tokens or data.max_new_tokens) + thinking
@@ -83,16 +80,3 @@ def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
                 f"{longest} positions: {instead}"
             )
         yield Case(dataset, example, prompt, max_new_tokens, end_ids)
-
-
-def choose_batch_size(run: Any) -> int:
-    """The number of answers that decode together. Raises UserError if an arm's answers cannot."""
-    methods = [method for dataset in run.datasets for method in _methods(run, dataset.name)]
-    new_tokens = max(data.max_new_tokens for data in run.loaded)
-    memory = memory_of(*devices_in_use(run.spec))
-    return rows_of_answers(run.config.batch_size, run.spec, methods, run.max_prompt_tokens, new_tokens, memory)
-
-
-def _methods(run: Any, dataset: str) -> list[Method]:
-    """The arms' methods for a dataset; none behind servers."""
-    return [] if run.is_served else [arm.method(dataset) for arm in run.arms]

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -21,8 +22,9 @@ from eval.benchmarks.datasets import register_configs
 from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
+from eval.run.targets import is_preset
 from lazyllm.errors import UserError, require
-from lazyllm.methods import METHODS, by_name, is_file, known, name_of, settings_of
+from lazyllm.methods import by_name, is_file, known, name_of, settings_of
 from lazyllm.presets import PRESETS
 
 CONF = Path(__file__).resolve().parents[1] / "conf"  # a link to the folder at the top level; a wheel holds it here
@@ -37,7 +39,7 @@ LAUNCHERS = {
 QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}  # environment; W&B reports even if offline
 
 # The begins of lines of Hydra's errors that help nobody here
-_NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://hydra.cc", "To append to your config")
+_NOT_FOR_PEOPLE = ("full_key:", "object_type=", "reference_type=", "See https://hydra", "To append to your config", "^")
 # Hydra's options, which --hydra-help describes
 _OPTIONS = (
     "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info",
@@ -75,7 +77,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
             defaults = _defaults(name)
         except UserError:
             defaults = {}
-        if name in METHODS:  # for its file in conf/method
+        if (CONF / "method" / f"{name}.yaml").is_file():  # which includes them
             store(group="method/settings", name=name, node=defaults)
         else:
             store(group="method", name=name, node={"name": name, **defaults})
@@ -145,8 +147,8 @@ def _check_method_is_read(arguments: Sequence[str]) -> None:
     compare, by = given.get("compare"), f"compare={given.get('compare')}"
     for name in given.get("experiment", "").split(",") if compare is None else ():
         file = CONF / "experiment" / f"{name}.yaml"
-        if file.is_file() and "\ncompare:" in (text := file.read_text(encoding="utf-8")):
-            compare, by = text, f"experiment={name}"
+        if file.is_file() and (arms := yaml.safe_load(file.read_text(encoding="utf-8")).get("compare")) is not None:
+            compare, by = str(arms), f"experiment={name}"
     if key is None or compare in (None, "null") or "${method" in compare:
         return
     value = given[key]
@@ -181,7 +183,7 @@ def _with_own_files(arguments: Sequence[str]) -> list[str]:
                 node = {"name": choice, **_defaults(choice)}
             else:
                 continue
-            choices[number] = file.stem
+            choices[number] = json.dumps(file.stem, ensure_ascii=False)  # quoted, for any letters and signs
             ConfigStore.instance().store(group=key, name=file.stem, node=node)
         named.append(f"{key}={','.join(choices)}" if choices else argument)
     return named
@@ -203,11 +205,6 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
     return to_run_config(compose_config(prepared(arguments)))
 
 
-def model_arguments(name: str) -> list[str]:
-    """The arguments that choose a model by `model.name`: a preset, or a folder or hub id."""
-    return [f"model={name}"] if name in PRESETS else ["model=custom", f"model.name={name}"]
-
-
 def one_line(error: Exception) -> UserError:
     """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -221,6 +218,7 @@ def one_line(error: Exception) -> UserError:
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
     message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))
+    message = message.replace("LexerNoViableAltException: ", "cannot read ")
     unknown = re.match(r"(?:Could not override|Key) '([^']+)'", message)
     if unknown is not None and unknown[1].startswith("method."):
         message += " (lazyllm-bench methods lists the settings of each method)"
@@ -269,15 +267,18 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
+    require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")
     require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")
     if plain.shard is not None:
         parse_shard(plain.shard)
     folder = plain.data.dir
     require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
+    require(plain.out != "", "out", plain.out, "a folder, or null")
     methods = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["method", "compare"]))  # interpolations unresolved
     for key in ("speedup", "draft"):
         value, reference = getattr(plain, key), f"${{{key}}}"
         expected = f"experiment=field with it, or a method with {reference}: none here has it"
         require(value is None or reference in methods, key, value, expected)
+    require(plain.speedup is None or is_preset(plain.speedup), "speedup", plain.speedup, "a number and x, such as 2x")
     return plain

@@ -27,10 +27,9 @@ POLL_S = 0.5
 def held(devices: Sequence[torch.device], holder: str) -> Iterator[None]:
     """Hold these accelerators until the block ends, so that two runs of this user are never timed on one at once.
 
-    holder: shown to runs that wait. A lock is a file in the cache folder, named by the device's id, so it also works
-    between containers and jobs that share the folder. All runs take the devices in the same order, so no two wait for
-    each other. The CPU is not held: runs on separate cores hardly disturb each other, and `load` shows whether there
-    were enough cores. A thread may hold a device twice.
+    holder: shown to runs that wait. A lock is a file in the cache folder, which containers and jobs may share. All runs
+    take devices in the same order, so no two wait for each other. The CPU is not held; `load` shows whether there were
+    enough cores. A thread may hold a device twice.
     """
     with ExitStack() as stack:
         for device in sorted((device for device in devices if device.type != "cpu"), key=_device_id):
@@ -58,9 +57,8 @@ def _acquire(file: Path, device: torch.device, holder: str) -> FileLock:
 def load(*devices: torch.device) -> dict[str, Any]:
     """The machine's load now.
 
-    average: running or waiting processes, mean over the last 1, 5 and 15 minutes (`os.getloadavg`). cpu_count: their
-    cores. gpu_processes: number of processes on the busiest of the GPUs, by nvidia-smi, including this one once its
-    model is loaded; None on CPU or if nvidia-smi does not answer.
+    average: of `os.getloadavg`. cpu_count: cores. gpu_processes: on the busiest of the GPUs, by nvidia-smi, this one
+    included once its model is loaded; None on CPU or if nvidia-smi does not answer.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     listed = [nvidia_smi("--query-compute-apps=pid", f"--id=GPU-{_device_id(device)}") for device in gpus]

@@ -74,10 +74,7 @@ def suite_code(module: str) -> str:
 
 
 def method_code(name: str) -> str:
-    """What changes with the code of a method: `code_sha256` of its own files, or the version of another package.
-
-    Of a class that was entered into `METHODS` by hand, in a notebook for example, the source of its functions.
-    """
+    """`code_sha256` of a method's own files; of another package's, `code_of`; of a notebook's class, its functions'."""
     kind = by_name(name)
     if kind.__module__.partition(".")[0] != "lazyllm":
         functions = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
@@ -89,16 +86,17 @@ def method_code(name: str) -> str:
 
 def _own_files(module: str, package: str) -> set[str]:
     """The files of a module of a package, and of the modules there that it imports; not those in `ENGINE`."""
-    path = _ROOT / module.replace(".", "/")
-    path = path if path.is_dir() else path.with_suffix(".py")
-    found = {path.relative_to(_ROOT).as_posix()}
-    for file in _sources(path):
-        for node in ast.walk(_tree(file)):
+    paths = dict[str, Path]()
+    names = [module]
+    for name in names:  # it grows
+        path = _ROOT / name.replace(".", "/")
+        paths[name] = path if path.is_dir() else path.with_suffix(".py")
+        for node in (node for file in _sources(paths[name]) for node in ast.walk(_tree(file))):
             other = node.module if isinstance(node, ast.ImportFrom) and node.module is not None else ""
             other = ".".join(other.split(".")[:3])
-            if other.startswith(f"{package}.") and other not in (module, "lazyllm.methods.support"):
-                found |= _own_files(other, package)
-    return found
+            if other.startswith(f"{package}.") and other not in (*names, "lazyllm.methods.support"):
+                names.append(other)
+    return {path.relative_to(_ROOT).as_posix() for path in paths.values()}
 
 
 @cache
@@ -107,11 +105,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _meaning(node: Any) -> Any:
-    """A syntax tree as nested lists, without positions and docstrings.
-
-    `ast.dump` and `ast.unparse` differ between versions of Python. Here empty fields are left out, as new versions add
-    some.
-    """
+    """A syntax tree as nested lists, without positions, docstrings and empty fields, which new Pythons add."""
     match node:
         case ast.Expr(value=ast.Constant(value=str())):  # only a text, like a docstring
             return None

@@ -106,6 +106,8 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
         _through_hydra(work, arguments)
     except KeyboardInterrupt:
         end()
+    finally:
+        (RUNS / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; each run has its settings in run.json
 
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:

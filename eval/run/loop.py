@@ -74,9 +74,6 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
         screen = console()
         screen.print(result.table.to_rich(screen.width))
         lines = ["Files:", *(f"  {path}" for path in (run.folder / "summary.md", *pictures))]
-        if config.model.name == "tiny":
-            lines.append("A first look at a checkpoint on LongBench, on a GPU:")
-            lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
         screen.print("\n".join(lines), highlight=False)
     if bad := [row for data in run.loaded for row in data.skipped]:
         where, reason = bad[0]
@@ -89,7 +86,8 @@ def _result(run: Run, store: RunStore) -> RunResult:
     stored = _stored(run, store)
     pending, failed = [key for key in _all_keys(run, store) if key not in store.visits], _failed(stored)
     if pending:
-        log.info("%s: other shards have %d examples to measure; the last makes the table", run.folder, len(pending))
+        left = counted(len(pending), "example")
+        log.info("%s: %s left for other shards; the last makes the table", run.folder, left)
         return RunResult(run.folder, None, None, failed)
     if not stored.answered:
         raise FailedExamplesError(f"no answer: {failed}")

@@ -23,6 +23,7 @@ from eval.run.arms import Arm, about_the_method, arms_asked, build_method
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
+from eval.run.work import rows_of_answers
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
 from lazyllm.models.checkpoint import read_config
@@ -90,7 +91,8 @@ class Run:
             _check_unused("load", self.config.load, with_server)
             for settings in arms.values():
                 require(settings.get("name") != SERVER, "method", SERVER, with_server)
-                build_method(targets.check(settings))
+                with about_the_method():
+                    build_method(targets.check(settings))
         return arms
 
     @property
@@ -289,9 +291,15 @@ class Run:
     @cached_property
     def batch_size(self) -> int:
         """Answers that decode together."""
-        from eval.run.cases import choose_batch_size
+        if self.is_served:
+            return 1
+        from lazyllm.measuring import memory_of
+        from lazyllm.models.load import devices_in_use
 
-        return 1 if self.is_served else choose_batch_size(self)
+        methods = [arm.method(dataset.name) for dataset in self.datasets for arm in self.arms]
+        new_tokens = max(data.max_new_tokens for data in self.loaded)
+        memory = memory_of(*devices_in_use(self.spec))
+        return rows_of_answers(self.config.batch_size, self.spec, methods, self.max_prompt_tokens, new_tokens, memory)
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def solved(
     others = {key: value for key, value in settings.items() if key not in ("name", "turns")}
     solution = kind.solve(others, model_config, tokens, target)
     if solution is None:
-        instead = "name a draft" if others.get("draft", "") is None else "give less"
+        instead = "name a draft" if others.get("draft", "") is None else "give less" if target > 1 else "give 1x"
         raise OutOfReachError(
             f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on "
             f"{model_config.num_hidden_layers} layers; {instead}"

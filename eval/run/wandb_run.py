@@ -3,8 +3,7 @@
 An error of W&B never stops the run.
 
 part of a W&B run   contents
-config              the run's config, identity and provenance, and the arm; nothing of the environment, the machine or
-                    the user
+config              the run's config, identity and provenance, and the arm
 history             after each visit of this job: examples done, score and speedups so far
 per_example         a table, one row a turn of each example
 summary             each row of the arm in the run's table as `<dataset, task or all>/<column>`, with `_low` and `_high`
@@ -35,8 +34,7 @@ from lazyllm.errors import reason_of
 
 log = logging.getLogger(__name__)
 
-# wandb.Settings: machine, user and command line are not recorded; system metrics are not sampled, as that would disturb
-# the timing. Timeouts: seconds that a run waits for an unreachable server
+# Nothing of machine, user and command line, and no samples of the system, which would disturb the timing
 SETTINGS: dict[str, Any] = {
     "host": "", "console": "off", "disable_git": True, "disable_code": True, "save_code": False, "symlink": False,
     "x_disable_meta": True, "x_disable_machine_info": True, "x_disable_stats": True, "x_save_requirements": False,

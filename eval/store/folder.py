@@ -292,13 +292,19 @@ def _data(file: Path) -> bytes:
 
 def check_same(folder: Path, kind: str, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise UserError, with the differences, if a folder's run or study has another identity than the current one."""
-    differing = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
-    if differing:
-        changes = "; ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in differing)
+    if before != now:
         raise UserError(
-            f"{folder}: holds a {kind} that differs ({changes}). Their visits cannot be mixed: give another "
-            "folder with out=FOLDER, or omit out= for a new one"
+            f"{folder}: holds a {kind} that differs ({'; '.join(_differences(before, now))}). Their visits cannot be "
+            "mixed: give another folder with out=FOLDER, or omit out= for a new one"
         )
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        yield f"{name}: {_short(before)} there, {_short(now)} now"
+        return
+    for key in sorted(key for key in {*before, *now} if before.get(key) != now.get(key)):
+        yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
 
 
 def read_about(file: Path) -> dict[str, Any]:

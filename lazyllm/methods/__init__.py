@@ -1,4 +1,4 @@
-"""The methods, one file each, which gives the name. A new one is a file, its class here, a config, a row in
+"""The methods, one file each, which gives the name. A new one is a file, its class here, a row in
 `tests/lazyllm/methods/method_matrix.py`.
 
 Installed packages and files of a user can hold methods too (`lazyllm.methods.support.plugins`): `make` and `by_name`

@@ -201,6 +201,7 @@ def test_study_of_real_runs(
     assert json.loads(table["schedule"].tolist()[0]) == schedule
     assert (content["layers"], content["model"]) == (8, "tiny")
     (folder,) = Path("runs").iterdir()
+    assert folder.name.startswith("tiny-tuned_")
     compared = pd.read_csv(folder / "summary.csv").query("kind == 'all'").set_index("method")
     ends = [compared.loc["tuned", f"score{end}"] for end in ("", "_low", "_high")]
     assert content["test_score"] == pytest.approx(ends, abs=0.02)
@@ -209,6 +210,6 @@ def test_study_of_real_runs(
     assert run.identity["arms"]["lazy"]["method"]["schedule"] == schedule
     monkeypatch.setattr(eval.run.measure, "generate", None)  # nothing is measured again
     tune(config_of(*QUICK))
-    for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms: ")):
+    for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms.")):
         with pytest.raises(UserError, match=named):
             tune(config_of(*QUICK, changed))

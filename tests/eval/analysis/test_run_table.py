@@ -119,6 +119,9 @@ def test_failures_are_counted_and_score_zero_in_a_column_of_their_own() -> None:
     as_zero = f"{(multi_doc_qa + 50) / 2:.2f}"
     assert f"\n{ARM}: 4 answers failed, left out here; counted as 0, the score is {as_zero}." in table.caption
     assert "failed" not in run_table(Results([stored(VISITS)]), "").to_markdown()
+    one_task = run_table(Results([stored([*VISITS[:3], failed("hotpotqa", "x", ARM)])]), "")
+    as_zero = f"{(33.33 * 2 / 2 + 33.33) / 2:.2f}"  # hotpotqa: 100, 0 and the failed one
+    assert f"\n{ARM}: 1 answer failed, left out here; counted as 0, the score is {as_zero}." in one_task.caption
 
 
 def test_failure_that_a_later_visit_mends_is_none() -> None:
@@ -180,6 +183,9 @@ def test_terminal_shows_means_only_of_many_arms() -> None:
     assert "multi_doc_qa" not in shown
     assert f"arm {MANY - 1}" in shown
     assert table.to_markdown().count("hotpotqa") == MANY + 2
+    of_one_task = console_text(run_table(Results([with_arms(MANY, VISITS[:3])]), ""))
+    assert f"{MANY + 2} of {3 * (MANY + 2)} rows; the files have all." in of_one_task
+    assert "multi_doc_qa" in of_one_task
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

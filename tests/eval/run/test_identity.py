@@ -125,6 +125,12 @@ def test_a_methods_or_a_suites_own_file_changes_it_alone(tree: Path, file: str, 
     assert changed_by(tree, file) == changed
 
 
+def test_modules_that_import_each_other_are_hashed_together(tree: Path) -> None:
+    with (tree / "lazyllm/methods/fastkv.py").open("a") as opened:
+        opened.write("\nfrom lazyllm.methods.claa import CLAA\n")
+    assert changed_by(tree, "lazyllm/methods/claa.py") == {"claa", "fastkv"}
+
+
 def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, where a class has no file."""
 

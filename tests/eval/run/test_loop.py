@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import eval.run.measure
-from eval.analysis.run_table import run_table
 from eval.cli import main
-from eval.run.loop import measure, show_together
+from eval.run.loop import measure
 from eval.run.measure import free
 from eval.store.folder import RunStore, read_about, read_visits
 from eval.store.results import Results, find_runs
@@ -346,18 +345,3 @@ def test_smaller_limit_leaves_the_table_of_a_wider_run(tmp_path: Path) -> None:
     before = {name: (tmp_path / "run" / name).read_text() for name in ("summary.csv", "examples.json")}
     measure(config.changed(limit=1), show=False)
     assert {name: (tmp_path / "run" / name).read_text() for name in before} == before
-
-
-def test_sweep_ends_in_one_table_whose_runs_are_joined_within_themselves(capsys, tmp_path: Path) -> None:
-    results = [measure(small_run(tmp_path / name, seed=seed), show=False) for name, seed in (("a", 0), ("b", 1))]
-    show_together(results[:1])
-    assert capsys.readouterr().out == ""  # it has been shown
-    show_together(results)
-    out = capsys.readouterr().out
-    assert "All runs of the sweep" in out
-    together = run_table(Results([run for one in results for run in one.results.runs]), "").frame  # type: ignore[union-attr]
-    for result in results:
-        assert result.table is not None
-        own = result.table.frame.query("kind == 'all'")["ttft_speedup"].tolist()
-        rows = together[(together["run"] == result.folder.name) & (together["kind"] == "all")]
-        assert rows["ttft_speedup"].tolist() == own

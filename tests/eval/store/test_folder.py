@@ -97,14 +97,17 @@ def test_store_refuses_other_folders_without_a_change(
 
 
 @pytest.mark.parametrize(
-    ("part", "change"),
+    ("part", "change", "named"),
     [
-        ("", {"arms": ARMS | {"lazy": {"method": {"name": "lazy", "schedule": {"2": 0.5}}}}}),
-        ("-2-of-2", {"device": "another"}),
+        ("", {"arms": ARMS | {"lazy": {"method": {"name": "lazy", "schedule": {"2": 0.5}}}}}, r"arms\.lazy\.method"),
+        ("", {"arms": ARMS | {"more": {}}}, r"arms\.more: null there, {} now\)"),
+        ("-2-of-2", {"device": "another"}, "device: "),
     ],
 )
-def test_store_refuses_another_identity_and_names_the_difference(folder: Path, part: str, change: dict) -> None:
-    with pytest.raises(UserError, match=f"differs \\({next(iter(change))}: .*out=FOLDER"):
+def test_store_refuses_another_identity_and_names_the_difference(
+    folder: Path, part: str, change: dict, named: str
+) -> None:
+    with pytest.raises(UserError, match=f"differs \\({named}.*out=FOLDER"):
         opened(folder, IDENTITY | change, part)
     assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
 

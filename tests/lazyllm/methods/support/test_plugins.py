@@ -24,6 +24,7 @@ from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Prune, StaticPruning, by_name, code_of, known, make
 from lazyllm.methods.support import bases, plugins
+from tests.runs import small_run
 
 CONF = Path(__file__).resolve().parents[4] / "eval" / "conf"
 
@@ -259,7 +260,8 @@ class {name}(StaticPruning):
 def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`method=FILE.py` runs without a package; name, records and fingerprint do not depend on the folder."""
     monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
-    file = tmp_path / "mine.py"
+    name = "méthode (1)"
+    file = tmp_path / f"{name}.py"
     file.write_text(_IN_A_FILE.format(name="Mine"))
     lengths = make("static_pruning", {"layer": 2, "keep": 0.25}).tokens_per_layer(8, 40)
     assert make(str(file), {"layer": 2, "keep": 0.25}).tokens_per_layer(8, 40) == lengths
@@ -267,10 +269,10 @@ def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert main(["run", *arguments, "warmup=0", f"out={tmp_path / 'run'}"]) == 0
     stored = json.loads((tmp_path / "run" / "run.json").read_text())
     assert str(tmp_path) not in json.dumps(stored["identity"])
-    arm = stored["identity"]["arms"]["mine"]
-    assert (arm["method"]["name"], arm["method"]["layer"], arm["code"]) == ("mine", 2, code_of(str(file)))
-    listed = run_of(f"compare=[lazy,{file}]")
-    assert list(listed.asked) == ["baseline", "lazy", "mine"]
+    arm = stored["identity"]["arms"][name]
+    assert (arm["method"]["name"], arm["method"]["layer"], arm["code"]) == (name, 2, code_of(str(file)))
+    listed = run_of(f"compare=[lazy,'{file}']")
+    assert list(listed.asked) == ["baseline", "lazy", name]
     file.write_text(file.read_text() + "\n\n")
     assert code_of(str(file)) != arm["code"]
 
@@ -290,6 +292,15 @@ def test_unusable_file_is_refused(tmp_path: Path, name: str, text: str, message:
     (tmp_path / f"{name}.py").write_text(text)
     with pytest.raises(UserError, match=message):
         make(str(tmp_path / f"{name}.py"))
+
+
+@pytest.mark.parametrize("hook", ["__post_init__(self)", "kept(self, layers, n)", "score_spec(self, layers)"])
+def test_fault_in_a_file_is_one_line_with_its_place(tmp_path: Path, hook: str) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(f"{_IN_A_FILE.format(name='Faulty')}\n    def {hook}:\n        self.nothing\n")
+    arm = {"mine": {"name": str(file), "layer": 2, "keep": 0.5}}
+    with pytest.raises(UserError, match=r"method: AttributeError: .*'nothing' \(faulty\.py:12\)"):
+        small_run(tmp_path / "run", compare=arm).check()
 
 
 def test_missing_file_is_named() -> None:
