@@ -28,9 +28,10 @@ from starlette.exceptions import HTTPException
 from torch import Tensor
 from transformers import PreTrainedModel, TopPLogitsWarper
 
+from eval.benchmarks.rows import is_text
 from lazyllm import start
 from lazyllm.engine.generation import Greedy, end_ids_of
-from lazyllm.errors import UserError, reason_of
+from lazyllm.errors import reason_of
 from lazyllm.methods import Method
 from lazyllm.models.chat_template import render
 
@@ -135,8 +136,10 @@ class TextSampler(Greedy):
     """Chooses the tokens of a request, and hands on their text: each token's at once, unless its characters are
     incomplete or may begin a stop string. Stop strings and special tokens are not part of the text.
 
-    put: called with each piece of the text. is_cancelled: whether to end with the next token.
+    put: called with each piece of the text. is_cancelled: whether to end with the next token. reason: why it ended.
     """
+
+    reason: Literal["stop", "length"] = "length"
 
     def __init__(
         self,
@@ -152,58 +155,48 @@ class TextSampler(Greedy):
         self._random = torch.Generator(model.device)
         _ = self._random.seed() if asked.seed is None else self._random.manual_seed(asked.seed)
         self._token_ids: list[int] = []
-        self._before = self._told = 0  # the text of the tokens before `_told` was handed on, from `_before` on together
+        self._before = self._told = 0  # the text of the tokens before `_told` was taken, from `_before` on together
         self._held = ""  # what may begin a stop string
-        self._has_ended = self._was_cut = False  # by an end token, by a stop string
-
-    @property
-    def reason(self) -> Literal["stop", "length"]:
-        """Why the answer ended."""
-        return "stop" if self._has_ended or self._was_cut else "length"
 
     def sample(self, logits: Tensor) -> Tensor:
         if self._asked.temperature == 0:
             return super().sample(logits)
-        scores = logits.float()[None]
-        scores = (scores - scores.max()) / self._asked.temperature  # at most 0, so that no temperature overflows
+        scores = logits.double()[None]  # so that no temperature is rounded to 0
+        scores = (scores - scores.max()) / self._asked.temperature  # at most 0, so that none overflows
         no_ids: Any = None  # the rule reads no tokens
         odds = self._keep_top(no_ids, scores)[0].softmax(dim=0)
         # the winner of an exponential race is a draw; unlike torch.multinomial, NaN does not fail on the device
         token_id = (odds / torch.empty_like(odds).exponential_(generator=self._random)).argmax()
-        return torch.stack([odds[token_id].double(), token_id.double()])
+        return torch.stack([odds[token_id], token_id.double()])
 
     def read(self, sampled: list[float]) -> tuple[int, bool]:
-        token_id, self._has_ended = super().read(sampled)
-        self._token_ids.append(token_id)
-        if not self._has_ended:
-            self._hand_on(self._new_text())
-        return token_id, self._has_ended or self._was_cut or self._is_cancelled()
+        token_id, has_ended = super().read(sampled)
+        if has_ended:
+            self.reason = "stop"
+        else:
+            self._token_ids.append(token_id)
+            self.hand_on()
+        return token_id, self.reason == "stop" or self._is_cancelled()
 
-    def finish(self) -> None:
-        """Hand on what was held, after the last token."""
-        if not self._was_cut:
-            self._hand_on(self._new_text(is_last=True), is_last=True)
+    def hand_on(self, is_last: bool = False) -> None:
+        """Hand on what can be; after the last token, all that was held.
 
-    def _new_text(self, is_last: bool = False) -> str:
-        """The text of the tokens since `_told`, "" while its last character is incomplete.
-
-        Tokens before them are decoded too, as a text may begin otherwise than it goes on.
+        Tokens before the new ones are decoded too, as a text may begin otherwise than it goes on.
         """
         old, new = self._token_ids[self._before : self._told], self._token_ids[self._before :]
         before, text = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (old, new))
-        if len(text) <= len(before) or (text.endswith("\N{REPLACEMENT CHARACTER}") and not is_last):
-            return ""
-        self._before, self._told = self._told, len(self._token_ids)
-        return text[len(before) :]
-
-    def _hand_on(self, text: str, is_last: bool = False) -> None:
-        held, stop = self._held + text, self._asked.stop
+        if is_last or (len(text) > len(before) and not text.endswith("\N{REPLACEMENT CHARACTER}")):
+            self._before, self._told = self._told, len(self._token_ids)
+            self._held += text[len(before) :]
+        held, stop = self._held, self._asked.stop
         found = [at for at in map(held.find, stop) if at >= 0]
         begun = [n for word in stop for n in range(1, len(word)) if held.endswith(word[:n])]
         until = min(found) if found else len(held) - (0 if is_last else max(begun, default=0))
-        self._held, self._was_cut = held[until:], bool(found)
+        if found:
+            self.reason = "stop"
         if until:
             self._put(held[:until])
+        self._held = held[until:]
 
 
 @dataclass(frozen=True)
@@ -223,23 +216,24 @@ class Endpoint:
     def positions(self) -> int:
         return self.model.config.max_position_embeddings
 
-    def name_of(self, asked: Asked) -> str:
-        """The name that the request asks for. Raises RefusedError."""
-        name = next(iter(self.methods)) if asked.model is None else asked.model
+    def name_of(self, name: str | None) -> str:
+        """The model's name; of the first if None is given. Raises RefusedError."""
+        name = next(iter(self.methods)) if name is None else name
         if name not in self.methods:
             there = ", ".join(self.methods)
-            raise RefusedError(404, f"model: no model {name!r}; there are {there}", "model", "model_not_found")
+            raise RefusedError(404, f"model: no model {name!r:.80}; there are {there}", "model", "model_not_found")
         return name
 
     def prompt_of(self, asked: CompletionRequest | ChatRequest) -> tuple[list[int], int]:
-        """The prompt's tokens, and the most new ones. Raises RefusedError for a prompt that is too long."""
+        """The prompt's tokens, and the most new ones. Raises RefusedError for a prompt that cannot be."""
         if isinstance(asked, CompletionRequest):
-            param, most = "prompt", asked.max_tokens
-            ids = self.tokenizer(asked.prompt, verbose=False)["input_ids"]
+            param, text, most, is_rendered = "prompt", asked.prompt, asked.max_tokens, False
         else:
-            param, most = "messages", asked.max_completion_tokens or asked.max_tokens
-            text = self._chat_text(asked)
-            ids = self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template, verbose=False)["input_ids"]
+            param, text, most = "messages", self._chat_text(asked), asked.max_completion_tokens or asked.max_tokens
+            is_rendered = bool(self.tokenizer.chat_template)
+        if not is_text(text):
+            raise RefusedError(400, f"{param}: half a surrogate pair, which no tokenizer takes", param)
+        ids = self.tokenizer(text, add_special_tokens=not is_rendered, verbose=False)["input_ids"]
         most = most or max(1, self.positions - len(ids))
         if not ids or len(ids) + most > self.positions:
             said = f"{param}: {len(ids)} tokens and {most} new ones; expected 1 or more, and {self.positions} together"
@@ -248,17 +242,17 @@ class Endpoint:
 
     def _chat_text(self, asked: ChatRequest) -> str:
         """The messages in the chat template; without one, a line each, before the answer's line."""
-        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
+        messages = [message.model_dump() for message in asked.messages]
         if not self.tokenizer.chat_template:
             return "\n".join(message["content"] for message in messages)
         try:
             return render(self.tokenizer, messages, asked.chat_template_kwargs)
-        except UserError as error:
-            raise RefusedError(400, str(error), "messages") from error
+        except (TypeError, ValueError) as error:  # of arguments that are not the template's, or what it refuses
+            raise RefusedError(400, f"messages: {error}", "messages") from error
 
     async def answer(self, asked: CompletionRequest | ChatRequest) -> AsyncGenerator[str | End]:
         """The answer's text in pieces, then its end. A reader that leaves ends the generation. Raises RefusedError."""
-        method, (ids, most) = self.methods[self.name_of(asked)], self.prompt_of(asked)
+        method, (ids, most) = self.methods[self.name_of(asked.model)], self.prompt_of(asked)
         loop, told, is_left = asyncio.get_running_loop(), asyncio.Queue[str | End | Exception](), threading.Event()
 
         def put(item: str | End | Exception) -> None:
@@ -275,7 +269,7 @@ class Endpoint:
                     with start(self.model, ids, method) as conversation:
                         tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
                     if not self.is_ending.is_set():
-                        sampler.finish()
+                        sampler.hand_on(is_last=True)
                         usage = {"prompt_tokens": len(ids), "completion_tokens": tokens}
                         put(End(sampler.reason, usage | {"total_tokens": len(ids) + tokens}))
                         return
@@ -310,12 +304,18 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     async def chat(asked: ChatRequest, request: Request) -> Response:
         return await _respond(endpoint, asked, request)
 
+    def entry_of(name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "lazyllm-bench"}
+        return about | {"version": version("lazyllm-bench"), "max_model_len": endpoint.positions}
+
     @app.get("/health")
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        facts = {"object": "model", "created": 0, "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
-        facts["max_model_len"] = endpoint.positions
-        return {"object": "list", "data": [{"id": name, **facts} for name in endpoint.methods]}
+        return {"object": "list", "data": [entry_of(name) for name in endpoint.methods]}
+
+    @app.get("/v1/models/{name:path}")
+    def model(name: str) -> dict[str, Any]:
+        return entry_of(endpoint.name_of(name))
 
     @app.exception_handler(RefusedError)
     async def refused(_: Request, error: RefusedError) -> JSONResponse:
@@ -335,7 +335,8 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def no_such_page(request: Request, error: HTTPException) -> JSONResponse:
-        return RefusedError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(RefusedError(error.status_code, said).body, error.status_code, error.headers)
 
     return app
 
@@ -343,16 +344,24 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
     is_chat = isinstance(asked, ChatRequest)
     kind = ("chat.completion.chunk" if asked.stream else "chat.completion") if is_chat else "text_completion"
-    about = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": endpoint.name_of(asked),
-    }
+    about = {"id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", "object": kind, "created": int(time.time())}
+    about["model"] = endpoint.name_of(asked.model)
+
+    def told(said: Mapping[str, str], reason: str | None = None, **more: Any) -> dict[str, Any]:
+        """The answer, or an event of its stream."""
+        part = {"delta" if asked.stream else "message": said} if is_chat else {"text": said.get("content", "")}
+        return {**about, "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": reason}], **more}
+
     answer = endpoint.answer(asked)
-    first = await anext(answer)  # an error before it gets its own status
+    try:
+        first = await anext(answer)  # an error before it gets its own status
+    except RefusedError:
+        raise
+    except Exception as error:
+        log.exception("a request failed")
+        raise RefusedError(500, reason_of(error)) from error
     if asked.stream:
-        events = _events(about, asked, first, answer)
+        events = _events(told, asked, first, answer)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     text = ""
     async with aclosing(answer):
@@ -360,37 +369,26 @@ async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, r
             if await request.is_disconnected():
                 return Response(status_code=499)
             text, first = text + first, await anext(answer)
-    said = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-    return JSONResponse({**about, **_choice(said, first.reason), "usage": first.usage})
+    return JSONResponse(told({"role": "assistant", "content": text}, first.reason, usage=first.usage))
 
 
 async def _events(
-    about: Mapping[str, Any], asked: Asked, first: str | End, answer: AsyncGenerator[str | End]
+    told: Callable[..., dict[str, Any]], asked: Asked, first: str | End, answer: AsyncGenerator[str | End]
 ) -> AsyncGenerator[str]:
     """The lines of a stream. Its last choice has the usage too, unless `stream_options` says where to tell it."""
-    is_chat = isinstance(asked, ChatRequest)
-
-    def event(text: str, reason: str | None = None, **more: Any) -> str:
-        said = {"delta": {"content": text} if text else {}} if is_chat else {"text": text}
-        return _line({**about, **_choice(said, reason), **more})
-
     try:
         async with aclosing(answer):
-            if is_chat:
-                yield _line({**about, **_choice({"delta": {"role": "assistant", "content": ""}})})
+            if isinstance(asked, ChatRequest):
+                yield _line(told({"role": "assistant", "content": ""}))
             while not isinstance(first, End):
-                yield event(first)
+                yield _line(told({"content": first}))
                 first = await anext(answer)
-        yield event("", first.reason, **({} if asked.stream_options else {"usage": first.usage}))
+        yield _line(told({}, first.reason, **({} if asked.stream_options else {"usage": first.usage})))
         if asked.stream_options and asked.stream_options.include_usage:
-            yield _line({**about, "choices": [], "usage": first.usage})
+            yield _line(told({}, choices=[], usage=first.usage))
         yield "data: [DONE]\n\n"
     except RefusedError as error:  # the status has been sent
         yield _line(error.body)
-
-
-def _choice(said: Mapping[str, Any], reason: str | None = None) -> dict[str, Any]:
-    return {"choices": [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]}
 
 
 def _line(event: Mapping[str, Any]) -> str:

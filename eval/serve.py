@@ -10,6 +10,7 @@ request runs at a time, and others wait. /docs lists the fields that it takes; i
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -29,10 +30,9 @@ GRACE_S = 2  # for answers in progress, after SIGTERM
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `serve`; ends by SIGTERM or Ctrl-C. Returns the exit code. Raises UserError."""
     _, arguments = parser_of("serve", __doc__).parse_known_args(arguments)
-    own = {"port": "8000", "host": "127.0.0.1"}
+    own = {"host": "127.0.0.1", "port": "8000"}
     others = [word for word in arguments if word.partition("=")[0] not in own]
     own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
-    require(own["port"].isdigit() and int(own["port"]) < 2**16, "port", own["port"], "a number below 65536")
     # the dataset, which none is needed for, is one that is made here
     run = Run(run_config(["dataset=lookup", "baseline=false", *others]))
     if run.is_served:
@@ -40,29 +40,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [package for package in ("fastapi", "uvicorn") if find_spec(package) is None]
     if missing:
         raise UserError(f"serve needs {missing[0]}: pip install --editable '.[serve]' in the repository's folder")
-    with job():
-        endpoint = endpoint_of(run)
-        host = f"[{own['host']}]" if ":" in own["host"] else own["host"]
-        print(f"http://{host}:{own['port']}/v1: {', '.join(endpoint.methods)}", flush=True)
-        with suppress(KeyboardInterrupt):
-            serve(endpoint, own["host"], int(own["port"]))
+    with job(), listen(**own) as listening, suppress(KeyboardInterrupt):
+        serve(endpoint_of(run), listening)
     return 0
 
 
-def serve(endpoint: Endpoint, host: str, port: int) -> None:
+def listen(host: str, port: str) -> socket.socket:
+    """A socket that listens: clients that connect before the weights are loaded wait. Raises UserError."""
+    require(host != "", "host", host, "an address")  # "" stands for all of them
+    try:
+        return socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except (OSError, OverflowError, ValueError) as error:
+        raise UserError(f"host={host} port={port}: no server can listen there ({error})") from error
+
+
+def serve(endpoint: Endpoint, listening: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C: then answers in progress are refused, and end with their next token."""
     import uvicorn
 
     from eval.openai_api import make_app
 
+    host, port = listening.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
     class Server(uvicorn.Server):
+        async def startup(self, *arguments: Any, **options: Any) -> None:
+            await super().startup(*arguments, **options)
+            print(f"http://{address}/v1: {', '.join(endpoint.methods)}", flush=True)
+
         def handle_exit(self, sig: int, frame: Any) -> None:
             endpoint.is_ending.set()
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # tracebacks of those that are cut
             super().handle_exit(sig, frame)
 
-    app, options = make_app(endpoint), {"log_level": "warning", "timeout_graceful_shutdown": GRACE_S}
-    Server(uvicorn.Config(app, host=host, port=port, **options)).run()
+    options: Any = {"log_level": "warning", "timeout_graceful_shutdown": GRACE_S}
+    Server(uvicorn.Config(make_app(endpoint), **options)).run([listening])
 
 
 def endpoint_of(run: Run) -> Endpoint:

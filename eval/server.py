@@ -192,18 +192,18 @@ class Server:
                     reported.setdefault("first_content_s", now)
             if not ended or not tokens:
                 raise httpx2.RemoteProtocolError(self._message(other) or "without an end")
+            number, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if they came in one event
+            request = Request(
+                **{"first_content_s": None, **reported},
+                end_s=time.perf_counter() - start,
+                tpot_s=later_s / (number - 1) if number is not None and number > 1 and later_s > 0 else None,
+                prompt_tokens=usage.get("prompt_tokens"),
+                completion_tokens=number,
+                cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            )
         except (httpx2.RequestError, AttributeError, TypeError) as error:  # of the connection, or no such events
             broken = f"the answer broke off after {time.perf_counter() - start:.1f} s"
             raise RequestError(f"{broken}: {str(error) or repr(error)}") from error
-        number, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if all tokens came in one event
-        request = Request(
-            **{"first_content_s": None, **reported},
-            end_s=time.perf_counter() - start,
-            tpot_s=later_s / (number - 1) if number is not None and number > 1 and later_s > 0 else None,
-            prompt_tokens=usage.get("prompt_tokens"),
-            completion_tokens=number,
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        )
         return Answer(text, reasoning, tokens[0], tokens[-1], request)
 
     def _refusal(self, response: httpx2.Response, retries: int = 0) -> Exception:

@@ -9,13 +9,12 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -96,8 +95,8 @@ def main(arguments: Sequence[str]) -> int:
 def run_part(part: str, file: str) -> None:
     """Measure one part and write its file. Cases that the file holds are not measured again."""
     if part in PARTS:
-        tiny = f"--shape {_TINY} --tokens 60 --new-tokens 3 --repeats 1 --warmup 0".split()  # the last one counts
-        bench([*PARTS[part], *(tiny if is_tiny() else []), "--json", file])
+        tiny = f"--shape {_TINY} --tokens 60 --new-tokens 3 --repeats 1 --warmup 0" if is_tiny() else ""
+        bench([*PARTS[part], *tiny.split(), "--json", file])  # the last of an option counts
         return
     device = as_device("auto")
     about: dict[str, Any] = {
@@ -129,43 +128,40 @@ def attention(device: torch.device) -> Cases:
     heads, k = (4, 40) if is_tiny() else (32, 4000)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
-    def seconds(backend: SDPBackend, is_prefill: bool) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for length in (k, k + 1, k + 2):
-            query = torch.rand(1, heads, length if is_prefill else 1, 128, device=device, dtype=dtype)
-            keys, values = (torch.rand(1, heads, length, 128, device=device, dtype=dtype) for _ in range(2))
-            times = []
-            for _ in range(4):
-                began = read_clock(device)
-                with sdpa_kernel(backend):
-                    scaled_dot_product_attention(query, keys, values, is_causal=is_prefill)
-                times.append(read_clock(device) - began)
-            found[f"k={length}"] = {"first": times[0], "later": statistics.median(times[1:])}
-        return found
+    def tensors(length: int, queries: int, heads: int, kv_heads: int) -> list[torch.Tensor]:
+        sizes = (heads, queries), (kv_heads, length), (kv_heads, length)
+        return [torch.rand(1, *size, 128, device=device, dtype=dtype) for size in sizes]
 
-    names = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
-    for name, member in names.items():
-        for is_prefill in (False, True):
-            case = f"{name}, {'prefill' if is_prefill else 'step'}"
-            yield case, partial(seconds, getattr(SDPBackend, member), is_prefill)
-
-    def of_chosen(length: int, form: str) -> float:
-        """Seconds of a step that attends to all stored tokens, or to 70 %: by a mask, as LazyLLM does, or as a copy."""
-        query = torch.rand(1, 32, 1, 128, device=device, dtype=dtype)
-        keys, values = (torch.rand(1, 8, length, 128, device=device, dtype=dtype) for _ in range(2))
-        chosen = torch.rand(1, length, device=device) < 0.7
-        mask = additive_mask(chosen, 4, dtype) if form == "masked" else None
-        slots = chosen[0].nonzero()[:, 0] if form == "copied" else slice(None)
+    def seconds(call: Callable[[], object]) -> dict[str, float]:
         times = []
         for _ in range(4):
             began = read_clock(device)
-            attend_to_chosen(query, keys[:, :, slots], values[:, :, slots], mask, 0.1)
+            call()
             times.append(read_clock(device) - began)
-        return statistics.median(times[1:])
+        return {"first": times[0], "later": statistics.median(times[1:])}
 
-    for length in (k,) if is_tiny() else (k, 32_000, 128_000):
-        for form in ("all", "masked", "copied"):
-            yield f"one step's attention to {length} tokens, {form}", partial(of_chosen, length, form)
+    def of_backend(backend: SDPBackend, is_prefill: bool) -> dict[str, Any]:
+        found = {}
+        for length in (k, k + 1, k + 2):
+            parts = tensors(length, length if is_prefill else 1, heads, heads)
+            with sdpa_kernel(backend):
+                found[f"k={length}"] = seconds(partial(scaled_dot_product_attention, *parts, is_causal=is_prefill))
+        return found
+
+    names = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+    for (name, member), kind in product(names.items(), ("step", "prefill")):
+        yield f"{name}, {kind}", partial(of_backend, getattr(SDPBackend, member), kind == "prefill")
+
+    def of_chosen(length: int, form: str) -> dict[str, float]:
+        """Of a step that attends to all stored tokens, or to 70 %: by a mask, as LazyLLM does, or as a copy."""
+        query, keys, values = tensors(length, 1, 32, 8)
+        chosen = torch.rand(1, length, device=device) < 0.7
+        mask = additive_mask(chosen, 4, dtype) if form == "masked" else None
+        slots = chosen[0].nonzero()[:, 0] if form == "copied" else slice(None)
+        return seconds(lambda: attend_to_chosen(query, keys[:, :, slots], values[:, :, slots], mask, 0.1))
+
+    for length, form in product((k,) if is_tiny() else (k, 32_000, 128_000), ("all", "masked", "copied")):
+        yield f"one step's attention to {length} tokens, {form}", partial(of_chosen, length, form)
 
 
 def small_model(device: torch.device, dtype: torch.dtype) -> Any:
@@ -174,11 +170,9 @@ def small_model(device: torch.device, dtype: torch.dtype) -> Any:
     fields: dict[str, Any] = fields_of(shape) | {"max_position_embeddings": 4096}
     config = AutoConfig.for_model(**fields)
     exact = random_weights(config, ModelSpec(shape, "dummy", "float64", "cpu"))
-    name = str(dtype).removeprefix("torch.")
-    model = random_weights(config, ModelSpec(shape, "dummy", name, str(device))).eval()
-    with torch.no_grad():
-        for weight, source in zip(model.parameters(), exact.parameters(), strict=True):
-            weight.copy_(source)
+    spec = ModelSpec(shape, "dummy", str(dtype).removeprefix("torch."), str(device))
+    model = random_weights(config, spec).eval()
+    model.load_state_dict(exact.state_dict())
     return model
 
 
@@ -258,23 +252,16 @@ def commands(device: torch.device) -> Cases:
         return {"code": ran.returncode, "says": (ran.stdout + ran.stderr)[-4000:]}
 
     def serve() -> dict[str, Any]:
-        words = ["serve", *model, "method=lazy", "port=18765"]
+        import httpx2  # a dependency of the harness
+
+        words = ["serve", *model, "method=lazy", "port=0"]
         with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
-                lines = iter(server.stdout.readline, "")
-                url = next(word.rstrip(":") for line in lines for word in line.split() if word.startswith("http"))
+                url = next(line.partition(": ")[0] for line in server.stdout if line.startswith("http"))
                 asked = {"model": "tiny", "prompt": "A text.", "max_tokens": 4}
-                body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json"}
-                request = urllib.request.Request(f"{url}/completions", body, kind)
-                for _ in range(100):  # it names its address a moment before it listens
-                    with suppress(OSError), urllib.request.urlopen(f"{url}/models", timeout=60):
-                        break
-                    time.sleep(0.1)
-                began = time.perf_counter()
-                with urllib.request.urlopen(request, timeout=120) as answer:
-                    content = json.loads(answer.read())
-                return {"seconds": time.perf_counter() - began, "answer": content}
+                answer = httpx2.post(f"{url}/completions", json=asked, timeout=120)
+                return {"seconds": answer.elapsed.total_seconds(), "answer": answer.json()}
             finally:
                 server.terminate()
 
@@ -313,7 +300,7 @@ def plan() -> Iterator[str]:
     yield f"|---|{'---:|' * len(ACCELERATORS)}"
     for part in PARTS:
         minutes = [
-            "-" if card.gigabytes < 22 or not card.has_bfloat16 else f"{seconds_of(part, card) / 60:.0f}"
+            f"{seconds_of(part, card) / 60:.0f}" if card.gigabytes >= 22 and card.has_bfloat16 else "-"
             for card in ACCELERATORS.values()
         ]
         yield f"| {part} | {' | '.join(minutes)} |"

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,33 +82,45 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
     return OK, ". ".join([f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), "bfloat16")])
 
 
-def check_models(models: Sequence[str]) -> dict[str, State]:
-    """The disk, the hub's token, each model's files, and their suites' rows. Raises UserError for an unknown model."""
-    from huggingface_hub import constants, get_token, try_to_load_from_cache
+def is_here(model: str) -> bool:
+    """Whether a model's files are in a folder or in the cache. Raises UserError for an unknown model."""
+    from huggingface_hub import try_to_load_from_cache
 
-    states, files, is_gated = dict[str, State](), 0.0, False
-    for model in models:
-        source = source_of(model)
-        preset = PRESETS.get(model, Preset(source))
-        if Path(source).is_dir() or any(isinstance(try_to_load_from_cache(source, file), str) for file in FIRST_FILES):
-            states[model] = OK, f"{source} is here"
-            continue
-        files += gigabytes_of(model) * (2 if preset.pickled else 1)  # pickles in 32 bits
-        is_gated |= preset.gated
-        access = f"ask for access at https://huggingface.co/{source}, then " if preset.gated else ""
-        fetch = f"{access}lazyllm-bench fetch model={model}, with a network"
-        states[model] = MISSING, f"{source} is not in the cache: {fetch}"
+    source = source_of(model)
+    return Path(source).is_dir() or any(isinstance(try_to_load_from_cache(source, file), str) for file in FIRST_FILES)
+
+
+def check_disk(absent: Sequence[str]) -> State:
+    """The disk for the files of models that are not here."""
+    from huggingface_hub import constants
+
+    needed = 2 + sum(gigabytes_of(model) * (2 if _preset(model).pickled else 1) for model in absent)  # 32 bits
     cache = Path(constants.HF_HUB_CACHE)
     folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(folder).free / 1e9
-    space = f"{free:.1f} GB free in {folder}, {files + 2:.0f} GB needed"  # 2 for LongBench and runs
-    no_token = MISSING if is_gated else NOT_NEEDED, "hf auth login (gated models need it)"
-    return {
-        "disk": (OK, space) if free >= files + 2 else (MISSING, f"{space}: export HF_HOME=FOLDER_ON_A_LARGER_DISK"),
-        "token": (OK, "the hub's client has one") if get_token() is not None else no_token,
-        **states,
-        "rows": check_rows([default_suite(model) for model in models]),
-    }
+    space = f"{free:.1f} GB free in {folder}, {needed:.0f} GB needed"  # 2 for LongBench and runs
+    return (OK, space) if free >= needed else (MISSING, f"{space}: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
+
+
+def check_token(absent: Sequence[str]) -> State:
+    from huggingface_hub import get_token
+
+    if get_token() is not None:
+        return OK, "the hub's client has one"
+    is_needed = any(_preset(model).gated for model in absent)
+    return MISSING if is_needed else NOT_NEEDED, "hf auth login (gated models need it)"
+
+
+def check_model(model: str, is_absent: bool) -> State:
+    source = source_of(model)
+    if not is_absent:
+        return OK, f"{source} is here"
+    access = f"ask for access at https://huggingface.co/{source}, then " if _preset(model).gated else ""
+    return MISSING, f"{source} is not in the cache: {access}lazyllm-bench fetch model={model}, with a network"
+
+
+def _preset(model: str) -> Preset:
+    return PRESETS.get(model, Preset(model))
 
 
 def check_rows(suites: Sequence[Suite]) -> State:
@@ -143,20 +156,24 @@ def first_gpu() -> list[str] | None:
 
 def examine(models: Sequence[str]) -> dict[str, State]:
     """The state of each thing that runs of the models need. Raises UserError for an unknown model."""
-    gpu = first_gpu()
+    gpu, absent = first_gpu(), [model for model in models if not is_here(model)]
     checks: dict[str, Callable[[], State]] = {
         "Python": lambda: (OK, platform.python_version()),  # others cannot install it
         "torch": lambda: check_torch(gpu),
         "GPU": lambda: check_gpu(gpu, max(map(gigabytes_of, models))),
         "attention": lambda: check_attention(gpu, states["torch"][0] == OK),
+        "disk": lambda: check_disk(absent),
+        "token": lambda: check_token(absent),
+        **{model: partial(check_model, model, model in absent) for model in models},
+        "rows": lambda: check_rows([default_suite(model) for model in models]),
     }
     states = dict[str, State]()
     for thing, check in checks.items():
         try:
             states[thing] = check()
-        except Exception as error:  # a broken driver raises here: that is what the check reports
+        except Exception as error:  # a broken driver or HF_HOME raises here: that is what the check reports
             states[thing] = MISSING, f"could not be examined ({type(error).__name__}: {error})"
-    return states | check_models(models)
+    return states
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{name:<15}{value}" for name, value in found.items()))
         return 0
     key, _, names = options.model.partition("=")
-    require(key == "model" and bool(names), key, names, "model=NAME, or several: model=llama2,xgen")
+    require(key == "model" and all(names.split(",")), key, names, "model=NAME, or several: model=llama2,xgen")
     states = examine(names.split(","))
     for thing, (state, says) in states.items():
         print(f"{thing:<15}{state:<12}{says}")

@@ -17,11 +17,15 @@ import openai
 import pytest
 import torch
 
-from eval.openai_api import CompletionRequest, TextSampler
+from eval.openai_api import ChatRequest, CompletionRequest, Endpoint, RefusedError, TextSampler
+from eval.serve import listen
 from lazyllm import generate
+from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_model
-from tests.eval.serving import free_port, tiny_server
+from lazyllm.models.tokenizers import load_tokenizer
+from lazyllm.presets import PRESETS
+from tests.eval.serving import tiny_server
 
 PROMPT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 ANSWER = " lantern copper."
@@ -53,8 +57,11 @@ def test_completion_tells_text_reason_usage_and_the_name_that_was_asked_for(clie
         assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (tokens, 4, tokens + 4)
     cut = complete(client, max_tokens=2)
     assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 2)
-    names = [model.id for model in client.models.list()]
-    assert names == ["tiny", "tiny/lazy", "tiny/baseline"]
+    models = list(client.models.list())
+    assert [model.id for model in models] == ["tiny", "tiny/lazy", "tiny/baseline"]
+    assert [client.models.retrieve(model.id) for model in models] == models
+    with pytest.raises(openai.NotFoundError, match="no model 'other'; there are tiny"):
+        client.models.retrieve("other")
 
 
 def test_greedy_text_is_that_of_the_engine(client: Any, tiny: Any) -> None:
@@ -72,7 +79,7 @@ def test_sampling_is_as_asked(client: Any) -> None:
 
     assert text(temperature=2, seed=1) == text(temperature=2, seed=1) != text(temperature=2, seed=2)
     assert text(temperature=2, seed=1, top_p=1e-6) == text(temperature=0)
-    assert text(temperature=1e-9, seed=1) == text(temperature=0)
+    assert text(temperature=1e-300, seed=1) == text(temperature=0)
     assert len({text(temperature=2) for _ in range(4)}) > 1  # without a seed, each is another
     assert text(temperature=2, seed=1) == "".join(
         event.choices[0].text for event in complete(client, max_tokens=16, temperature=2, seed=1, stream=True)
@@ -169,24 +176,28 @@ def test_what_is_not_honoured_is_refused_by_the_field_s_name(
 
 
 def test_other_pages_and_bodies_have_the_same_errors(url: str) -> None:
+    half = b'{"messages": [{"role": "user", "content": "half a pair \\ud800"}]}'
     for refused in (
         httpx2.get(f"{url}/nothing"),
         httpx2.get(f"{url}/completions"),
         httpx2.post(f"{url}/completions", content=b'{"prompt"', headers={"Content-Type": "application/json"}),
         httpx2.post(f"{url}/completions", json=[1]),
+        httpx2.post(f"{url}/chat/completions", content=half, headers={"Content-Type": "application/json"}),
     ):
         assert refused.status_code in (400, 404, 405)
+        assert refused.headers.get("Allow") == ("POST" if refused.status_code == 405 else None)
         assert refused.json()["error"].keys() == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("part", ["sample", "__init__"])  # of a generation, and before it
 def test_error_of_a_generation_has_its_status_and_the_server_lives(
-    client: Any, monkeypatch: pytest.MonkeyPatch
+    client: Any, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TextSampler, "sample", fail)
+        patch.setattr(TextSampler, part, fail)
         for stream in (True, False):
             with pytest.raises(openai.InternalServerError, match="RuntimeError: no memory"):
                 complete(client, stream=stream)
@@ -209,6 +220,24 @@ def test_reader_that_goes_away_ends_its_generation(url: str, client: Any, monkey
         next(response.iter_lines())
     assert complete(client).choices[0].text == ANSWER  # waits for the other's end
     assert len(tokens) < 200
+
+
+def test_thinking_template_takes_its_arguments_and_refuses_others(tiny: Any) -> None:
+    model, tokenizer = tiny[0], load_tokenizer(PRESETS["tiny"].source)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if not enable_thinking %}<think></think>{% endif %}"
+    )
+    end = "<think></think>"
+    fields = {"messages": [{"role": "user", "content": "lamp"}], "max_completion_tokens": 3, "max_tokens": 2}
+    asked = ChatRequest.model_validate(fields)
+    for args, last in (({}, end), ({"enable_thinking": True}, "")):
+        asked.chat_template_kwargs = args
+        ids, most = Endpoint(model, tokenizer, {"tiny": Baseline()}).prompt_of(asked)
+        assert (tokenizer.decode(ids), most) == (f"{tokenizer.bos_token}[user]lamp{last}", 3)
+    asked.chat_template_kwargs = {"tokenize": False}  # an argument of the tokenizer's method
+    with pytest.raises(RefusedError, match=r"messages: .*tokenize"):
+        Endpoint(model, tokenizer, {"tiny": Baseline()}).prompt_of(asked)
 
 
 # ------------------------------------------------------------------------------------------------ against slow oracles
@@ -272,7 +301,7 @@ def test_pieces_are_the_text_up_to_the_first_stop_string(name: str, seed: int) -
         expected, count = expected_text(tokenizer, ids, stop)
         ends = [one.read([0.0, float(token)])[1] for token in ids[:count]]
         assert ends[:-1] == [False] * (count - 1)
-        one.finish()
+        one.hand_on(is_last=True)
         assert "".join(told) == expected
         assert ends[-1] == (one.reason == "stop")
         assert "" not in told
@@ -283,39 +312,36 @@ def test_pieces_are_the_text_up_to_the_first_stop_string(name: str, seed: int) -
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_signal_during_requests_ends_it_without_a_traceback(end: signal.Signals) -> None:
-    port = free_port()
-    command = [sys.executable, "-m", "eval.cli", "serve", "model=tiny", f"port={port}"]
+    command = [sys.executable, "-m", "eval.cli", "serve", "model=tiny", "port=0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert server.stdout is not None
-    assert any("http://" in line for line in server.stdout)
-    url, refused = f"http://127.0.0.1:{port}/v1", list[int]()
-    while True:
-        with suppress(httpx2.ConnectError):
-            httpx2.get(f"{url}/models")
-            break
-        time.sleep(0.05)
+    url = next(line.partition(": ")[0] for line in server.stdout if line.startswith("http://"))
+    body, waiting = {"prompt": "lamp", "max_tokens": 2000, "temperature": 2, "seed": 1}, list[str]()
 
-    def ask(number: int) -> None:
-        """Ask until the server ends: a sampled answer may be short."""
-        body = {"prompt": "lamp " * 700, "max_tokens": 500, "temperature": 2, "stream": bool(number % 2)}
-        while True:
-            try:
-                answer = httpx2.post(f"{url}/completions", json=body, timeout=60).text
-            except httpx2.RequestError:
-                return
-            if "the server is ending" in answer:
-                refused.append(number)
-                return
+    def ask(stream: bool) -> None:
+        with suppress(httpx2.RequestError):  # the connection may be cut
+            waiting.append(httpx2.post(f"{url}/completions", json=body | {"stream": stream}, timeout=60).text)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(1.0)
-    assert refused == []
-    server.send_signal(end)
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
+    with httpx2.stream("POST", f"{url}/completions", json=body | {"stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        server.send_signal(end)
+        assert "the server is ending" in "".join(lines)
     said, _ = server.communicate(timeout=20)
     for thread in threads:
         thread.join(10)
     assert server.returncode in (0, -signal.SIGTERM)
     assert said == ""
-    assert refused  # at least the one that was being answered
+    assert all("the server is ending" in text for text in waiting)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", "taken"), ("127.0.0.1", "70000"), ("127.0.0.1", "1²"), ("", "0"), ("no such", "0")]
+)
+def test_address_that_cannot_be_listened_on_is_refused_before_weights_load(host: str, port: str) -> None:
+    with listen("127.0.0.1", "0") as taken, pytest.raises(UserError, match=f"host={host}"):
+        listen(host, port.replace("taken", str(taken.getsockname()[1])))

@@ -90,6 +90,7 @@ def test_request_is_sent_again_before_the_first_byte(failures: list[Reply], retr
         ([Reply([event("Yes")])], 1, "without an end"),
         ([Reply([b'{"error": {"message": "no adapter"}}'])], 1, "no adapter"),  # in place of a stream
         ([Reply([b'data: {"choices": [{"text": 3}]}\n\n'])], 1, "the answer broke off after"),
+        ([Reply([event("Yes", "stop"), b'data: {"choices": [], "usage": {"completion_tokens": "2"}}'])], 1, "not supp"),
         ([Reply([event("Yes"), b'data: {"error": {"message": "out of memory"}}\n\n'])], 1, "out of memory"),
         ([Reply([b'data: {"error": "bad "quotes""}\n\n'])], 1, 'bad "quotes"'),
         ([Reply([b"no gzip"], headers={"Content-Encoding": "gzip"})], 1, "the answer broke off after .* header"),

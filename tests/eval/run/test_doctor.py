@@ -100,6 +100,15 @@ def test_exit_code_is_2_if_something_is_missing(examined, capsys: pytest.Capture
     assert "'lama2' is not a model" in captured.err
     assert cli.main(["doctor", "dataset=lookup"]) == 2
     assert "dataset=lookup: expected model=NAME" in capsys.readouterr().err
+    assert cli.main(["doctor", "model=tiny,"]) == 2  # "" would be the working folder
+
+
+def test_folder_of_the_hub_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "file" / "token"))
+    (tmp_path / "file").touch()
+    state, says = doctor.examine(["tiny"])["token"]
+    assert (state, "NotADirectoryError" in says) == ("missing", True)
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])
