@@ -157,11 +157,11 @@ class Session:
 
     def step(self, token_id: int) -> Tensor:
         """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
-        return step_together([self], [token_id])[0]
+        return self.step_on(torch.full((1,), token_id, device=self.decoder.device))
 
     def step_on(self, token_ids: Tensor) -> Tensor:
         """`step` with a token [1] on the model's device, unknown to the host; in a `turn`, also the tokens after it."""
-        return _step([self], [token_ids])[0]
+        return step_together([self], [token_ids])[0]
 
     def begin_step(self, m: int) -> Tensor:
         """Lengthen the text by the m tokens of a decoding step, or of a later turn: their positions [m]."""
@@ -265,13 +265,7 @@ class Session:
                 raise UserError(f"{label}: dropped the newest of {m} tokens: expected it to be kept")
 
 
-def step_together(sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
-    """Run one generated token in each session: the logits [r, v] after them."""
-    device = sessions[0].decoder.device
-    return _step(sessions, [torch.full((1,), token_id, device=device) for token_id in token_ids])
-
-
-def _step(sessions: Sequence[Session], token_ids: Sequence[Tensor]) -> Tensor:
+def step_together(sessions: Sequence[Session], token_ids: Sequence[Tensor]) -> Tensor:
     """Run the tokens [m] of a decoding step, or of a later turn, in each session: the logits [r, v] after them."""
     positions = [session.begin_step(len(own)) for session, own in zip(sessions, token_ids, strict=True)]
     return _run(sessions, sessions[0].decoder.embed_each(token_ids, positions))

@@ -186,7 +186,6 @@ class Unbatchable(Baseline):
         ([[1]], Baseline(), {"batch_size": 0}, ValueError),
         ([[1]], Baseline(), {"batch_size": True}, ValueError),
         ([[1]], Baseline(), {"max_new_tokens": 0}, ValueError),
-        ([[1], []], Baseline(), {}, ValueError),
         ([[1]], "lazy", {}, TypeError),
         ([[1], [2] * 5000], Baseline(), {}, UserError),
     ],
