@@ -94,6 +94,18 @@ class Decoder:
         self._rope_of = [next(kind for kind, pair in enumerate(kinds) if pair is own) for own in of_layers]
         return Tokens(hidden, positions, to_device(tuple(part for pair in kinds for part in pair), self.device))
 
+    def embed_each(self, token_ids: Sequence[Tensor], positions: Sequence[Tensor]) -> list[Tokens]:
+        """`embed` for several generations: in one call, unless a RoPE depends on the length of the text."""
+        if len(token_ids) > 1 and not _has_rope(self.config, "dynamic", "longrope"):
+            whole, sizes = self.embed(torch.cat([*token_ids]), torch.cat([*positions])), [*map(len, token_ids)]
+            ropes = zip(*(part.split(sizes, dim=1) for part in whole.rope), strict=True)
+            return [*map(Tokens, whole.hidden.split(sizes, dim=1), positions, ropes)]
+        tokens = []
+        for own in zip(token_ids, positions, strict=True):
+            with preserve_rope_state(self.model):  # each starts from the state of the open model
+                tokens.append(self.embed(*own))
+        return tokens
+
     def run(self, contexts: Sequence[AttentionContext], tokens: Sequence[Tokens], layers: range) -> list[Tokens]:
         """The tokens of each generation after these layers, which run all of them as one sequence [1, sum of m, w].
 
@@ -187,16 +199,14 @@ def check_longrope(model: PreTrainedModel, prompt_tokens: int, max_new_tokens: i
 
 def longest_text(config: Any) -> float:
     """The model's number of positions; infinite if its RoPE grows with the text."""
-    grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(config))
-    return float("inf") if grows else config.max_position_embeddings
+    return float("inf") if _has_rope(config, "dynamic") else config.max_position_embeddings
 
 
 @contextmanager
 def preserve_rope_state(model: Any) -> Iterator[None]:
     """On exit, restore the state of a RoPE that grows with the text; not all releases of transformers do so."""
-    grows = any("dynamic" in str(rope.get("rope_type")) for rope in _rope_parameters(model.config))
-    parts = ("embed_tokens", "layers", "norm")
-    ropes = [child for name, child in model.model.named_children() if name not in parts] if grows else []
+    children = model.model.named_children() if _has_rope(model.config, "dynamic") else ()
+    ropes = [child for name, child in children if name not in ("embed_tokens", "layers", "norm")]
     held = [({k: v for k, v in vars(rope).items() if k[0] != "_"}, dict(rope._buffers)) for rope in ropes]
     try:
         yield
@@ -212,6 +222,11 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """RoPE parameters: those of all layers, or of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+
+
+def _has_rope(config: Any, *kinds: str) -> bool:
+    """Whether a RoPE of the model is of one of these kinds."""
+    return any(kind in str(rope.get("rope_type")) for kind in kinds for rope in _rope_parameters(config))
 
 
 def run_layers(

@@ -210,7 +210,9 @@ def advance(generations: Sequence[RunningGeneration]) -> None:
     """Generate one more token in each of these generations of one open model, all of which go on."""
     sessions = [generation.session for generation in generations]
     with _naming_bad_selections(*sessions):
-        _choose(generations, step_together(sessions, [generation.token_ids[-1] for generation in generations]))
+        device = sessions[0].decoder.device
+        last = [torch.full((1,), generation.token_ids[-1], device=device) for generation in generations]
+        _choose(generations, step_together(sessions, last))
 
 
 def _choose(generations: Sequence[RunningGeneration], logits: Tensor) -> None:

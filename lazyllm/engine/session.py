@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import AuxCache, GroupCache
-from lazyllm.engine.decoder import Decoder, Tokens, check_longrope, preserve_rope_state
+from lazyllm.engine.decoder import Decoder, Tokens, check_longrope
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
 from lazyllm.errors import UserError
 
@@ -152,17 +152,17 @@ class Session:
 
     def step(self, token_id: int) -> Tensor:
         """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
-        return step_together([self], [token_id])[0]
+        return self.step_on(torch.full((1,), token_id, device=self.decoder.device))
 
     def step_on(self, token_ids: Tensor) -> Tensor:
         """`step` with a token [1] on the model's device, unknown to the host; in a `turn`, also the tokens after it."""
-        return _run([self], [self.begin_step(token_ids)])[0]
+        return step_together([self], [token_ids])[0]
 
-    def begin_step(self, token_ids: Tensor) -> Tokens:
-        """The tokens [m] that a decoding step, or a later turn, runs through the first group."""
+    def begin_step(self, m: int) -> Tensor:
+        """Lengthen the text by the m tokens of a decoding step, or of a later turn: their positions [m]."""
         self._selected.append({})
-        start, self.length = self.length, self.length + token_ids.shape[0]
-        return self.decoder.embed(token_ids, self._all_positions[start : self.length])
+        start, self.length = self.length, self.length + m
+        return self._all_positions[start : self.length]
 
     def enter(self, index: int, tokens: Tokens) -> None:
         """Prepare a run through group `index`: slots, masks, scores to record. Counts the tokens as computed."""
@@ -257,13 +257,10 @@ class Session:
                 raise UserError(f"{label}: dropped the newest of {m} tokens: expected it to be kept")
 
 
-def step_together(sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
-    """Run one generated token in each session: the logits [r, v] after them."""
-    tokens = []
-    for session, token_id in zip(sessions, token_ids, strict=True):
-        with preserve_rope_state(session.decoder.model):  # a RoPE that grows with the text starts anew for each
-            tokens.append(session.begin_step(torch.full((1,), token_id, device=session.decoder.device)))
-    return _run(sessions, tokens)
+def step_together(sessions: Sequence[Session], token_ids: Sequence[Tensor]) -> Tensor:
+    """Run the tokens [m] of a decoding step, or of a later turn, in each session: the logits [r, v] after them."""
+    positions = [session.begin_step(len(own)) for session, own in zip(sessions, token_ids, strict=True)]
+    return _run(sessions, sessions[0].decoder.embed_each(token_ids, positions))
 
 
 def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:

@@ -91,13 +91,14 @@ class LazySession(Session):
         for aux in self._aux:
             aux.lengthen(max_positions)
 
-    def begin_step(self, token_ids: Tensor) -> Tokens:
-        start, end = self.length, self.length + token_ids.shape[0]
-        self._take_all(end)
-        tokens = super().begin_step(token_ids)
-        if self._aux:
-            torch.cat(tokens.rope, dim=2, out=self._rope[:, start:end])
-        return tokens
+    def begin_step(self, m: int) -> Tensor:
+        self._take_all(self.length + m)
+        return super().begin_step(m)
+
+    def enter(self, index: int, tokens: Tokens) -> None:
+        super().enter(index, tokens)
+        if index == 0 and self._aux and not self._in_prefill:
+            torch.cat(tokens.rope, dim=2, out=self._rope[:, self.length - len(tokens) : self.length])
 
     @property
     def _opens_turn(self) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil, floor
 from typing import Any
 
@@ -111,6 +112,7 @@ def _mapping_of(text: str) -> dict[str, float]:
     return mapping
 
 
+@lru_cache(maxsize=1024)  # a decoding step asks at each boundary
 def keep_count(ratio: float, n: int) -> int:
     """ceil(ratio * n), exact for the ratio as written in decimal: 0.7 of 10 is 7."""
     return ceil(Fraction(str(ratio)) * n)

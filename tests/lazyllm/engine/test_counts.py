@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
 from lazyllm.engine import attention, masks
-from lazyllm.engine.decoder import Decoder, Tokens, open_decoder
+from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, UniPrefill, make
@@ -97,11 +97,11 @@ class SteeredLazy(Lazy):
             importance(index)
             return wanted[session.caches[index].positions]
 
-        def drifting_step(token_ids: torch.Tensor) -> Tokens:
+        def drifting_step(m: int) -> torch.Tensor:
             if (len(session.computed) - 1) % self.every == 0:
                 fresh, chance = torch.rand(2, size, generator=draw)
                 wanted.copy_(torch.where(chance < self.drift, fresh, wanted))
-            return begin_step(token_ids)
+            return begin_step(m)
 
         session.importance, session.begin_step = of_drawn, drifting_step
         return session
