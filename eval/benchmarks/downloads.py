@@ -3,9 +3,11 @@ a network."""
 
 import ast
 import hashlib
+import http.client
 import json
 import logging
 import os
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -48,7 +50,10 @@ class HubDataset:
         from huggingface_hub import constants
 
         folder = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
-        return (Path(folder).expanduser() / self.repository.replace("/", "___")).is_dir()
+        *owner, name = self.repository.split("/")
+        # as `datasets.naming` does: an underscore before each capital of a word
+        name = re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+        return (Path(folder).expanduser() / "___".join([*owner, name])).is_dir()
 
     def absent(self, reason: str = "") -> str | None:
         """Why it cannot be loaded, without importing `datasets`; None if it can. reason: of a load that failed."""
@@ -185,7 +190,7 @@ def official_file(
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # the second, if the connection ends too early
         raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
     if digest(content) != sha256:
         raise UserError(f"{url}: not {owner}'s own (sha256 {digest(content)}, expected {sha256}). {ways_out}")
@@ -229,7 +234,7 @@ def is_reachable(url: str, timeout_s: float = 3.0) -> bool:
             urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s).close()
         except urllib.error.HTTPError:
             pass  # an error page is an answer
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return
         answered.set()
 

@@ -12,32 +12,38 @@ Fields are those of `OwnDataset`. A path is relative to the YAML file, and in co
 of the hub come through the package `datasets`, which guesses types: it would take "0042" of a CSV file for 42.
 """
 
+import codecs
 import csv
 import gzip
 import hashlib
 import io
+import json
 import string
 import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from eval.benchmarks.downloads import HubDataset
-from eval.benchmarks.metrics import METRICS, check_gold, score_example
+from eval.benchmarks.metrics import METRICS, score_example
 from eval.benchmarks.rows import (
     Rows,
     check_fields,
     is_answers,
     is_text,
+    is_texts,
     loaded,
     parsed_json,
     prompt_parts,
     read_lines,
     sha256_of,
+    shortened,
 )
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError, reason_of, require
@@ -75,6 +81,14 @@ class OwnDataset(Dataset):
     version: int = 1
 
 
+_TYPES: dict[Any, tuple[Callable[[Any], bool], str]] = {  # {type of a field: (check, description)}
+    str: (is_text, "a text"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (lambda value: type(value) is int, "a whole number"),
+    str | None: (lambda value: value is None or is_text(value), "a text or null"),
+    tuple[str, ...]: (is_texts, "a list of texts"),
+    str | tuple[str, ...]: (lambda value: is_text(value) or is_texts(value), "a text or a list of texts"),
+}
 _NOT_GIVEN = ("name", "task", "suite", "prompt_of", "protected")
 _NO_PROMPT = ("name", "suite", "file", "prompt_tokens")  # these change no prompt, and no answer's score
 _GIVEN = {item.name: item for item in fields(OwnDataset) if item.name not in _NOT_GIVEN}
@@ -86,7 +100,8 @@ def described(file: Path) -> dict[str, dict[str, Any]]:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"dataset={file}: cannot be read ({reason_of(error)})") from error
-    if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
+    fits = isinstance(content, dict) and [is_text(name) and isinstance(content[name], dict) for name in content]
+    if not fits or not all(fits):
         raise UserError(f"dataset={file}: expected NAME: with {', '.join(_GIVEN)} below it")
     for value in content.values():
         if value.get("file"):
@@ -99,6 +114,8 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     where = f"dataset.{name}"
     for key, value in description.items():
         require(key in _GIVEN, f"{where}.{key}", value, f"one of {', '.join(_GIVEN)}")
+        accepts, expected = _TYPES[_GIVEN[key].type]
+        require(accepts(value), f"{where}.{key}", value, expected)
     for key, item in _GIVEN.items():
         require(item.default is not MISSING or key in description, f"{where}.{key}", None, "a value")
     values: dict[str, Any] = {
@@ -111,10 +128,11 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     except ValueError as error:
         raise UserError(f"{where}.template={own.template!r}: {error}; a brace itself is written twice") from error
     expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
-    require(places.count(own.context) == 1, f"{where}.context", own.context, expected)
+    is_one = places.count(own.context) == 1 and f"{{{own.context}}}" in own.template
+    require(is_one, f"{where}.context", own.context, expected)
     for key, least in (("max_new_tokens", 1), ("prompt_tokens", 0)):
         number = getattr(own, key)
-        require(type(number) is int and number >= least, f"{where}.{key}", number, f"{least} or more")
+        require(number >= least, f"{where}.{key}", number, f"{least} or more")
     require(bool(own.file) != bool(own.hub), f"{where}.file", own.file, "a file, or hub: OWNER/NAME instead")
     readable = not own.file or _kind(own) in _KINDS
     require(readable, f"{where}.file", own.file, f"{', '.join(_KINDS)}, also with .gz")
@@ -157,10 +175,10 @@ def _file_rows(own: OwnDataset) -> Rows:
     """The file's rows, with values as they stand in it: "0042" of a CSV stays a text, and a date in JSON too."""
     data = Path(own.file).read_bytes()
     try:
-        plain = gzip.decompress(data) if own.file.endswith(".gz") else data
+        plain = (gzip.decompress(data) if own.file.endswith(".gz") else data).removeprefix(codecs.BOM_UTF8)
         match _kind(own):
             case ".csv":
-                rows = _csv_rows(own.file, plain.decode("utf-8-sig"))
+                rows = _csv_rows(own.file, plain.decode())
             case ".parquet":
                 from pyarrow import BufferReader, parquet  # not at the top: slow to import, for these files only
 
@@ -171,7 +189,7 @@ def _file_rows(own: OwnDataset) -> Rows:
                 rows = [(f"{own.file}, row {number}", row) for number, row in listed]
             case _:
                 rows = list(read_lines(plain, own.file))
-    except (OSError, EOFError, ValueError, UserError, csv.Error) as error:
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
         raise UserError(f"{own.file}: not a table of rows ({reason_of(error)})") from error
     return rows, own.file, hashlib.sha256(data).hexdigest()
 
@@ -181,6 +199,9 @@ def _csv_rows(source: str, text: str) -> list[tuple[str, Any]]:
     longest = csv.field_size_limit(sys.maxsize)  # a context may be longer than Python's limit
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        names = reader.fieldnames or ()
+        if len({*names}) < len(names):
+            raise csv.Error("a name occurs twice in the first line")
         return [
             (f"{source}:{reader.line_num}", UserError("not as many fields as the first line"))
             if None in row or None in row.values()
@@ -194,40 +215,44 @@ def _csv_rows(source: str, text: str) -> list[tuple[str, Any]]:
 def _example(own: OwnDataset, row: Any, number: int) -> Example:
     check_fields(row, ())
 
-    def field(name: str) -> Any:
+    def values_of(name: str, many: bool = False) -> list[Any]:
         if row.get(name) is None:
             lack = "is null" if name in row else f"is missing; the row has {', '.join(map(str, row))}"
             raise UserError(f"field {name!r} {lack}")
-        if isinstance(row[name], str) and not is_text(row[name]):
-            raise UserError(f"field {name!r} has half a surrogate pair, which no tokenizer takes")
-        return row[name]
+        values = row[name] if many and isinstance(row[name], list | tuple) else [row[name]]
+        for value in values:
+            if isinstance(value, str) and not is_text(value):
+                raise UserError(f"field {name!r} has half a surrogate pair, which no tokenizer takes")
+            is_plain = isinstance(value, str | Number) or hasattr(value, "isoformat")
+            if not is_plain or value != value:  # not a number
+                raise UserError(f"field {name!r} must be a text or a number, got {shortened(value)}")
+        return values
 
-    def texts(name: str) -> list[str]:
-        value = field(name)
-        return [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
-
-    values = {place: field(place) for place in _places(own.template)}
-    before, behind = prompt_parts(own.template, values, own.context)
-    context = str(field(own.context))
-    answers = [
-        text for name in ([own.answers] if isinstance(own.answers, str) else own.answers) for text in texts(name)
-    ]
+    filled = {place: values_of(place)[0] for place in _places(own.template)}
+    before, behind = prompt_parts(own.template, filled, own.context)
+    context = str(filled[own.context])
+    fields = [own.answers] if isinstance(own.answers, str) else own.answers
+    answers = [str(value) for name in fields for value in values_of(name, many=True)]
     if not is_answers(answers):
         raise UserError(f"field {own.answers!r}: its text is empty, so there is nothing to score against")
-    check_gold(own, answers, own.classes)
-    starts = [(context.find(text), len(text)) for text in (texts(own.evidence) if own.evidence else ())]
-    if any(start < 0 for start, _ in starts):
+    try:
+        score_example(own, "", answers, own.classes)
+    except json.JSONDecodeError as error:  # of the metric `number`
+        raise UserError(f"field {own.answers!r}: the metric {own.metric} cannot score it ({error})") from error
+    texts = map(str, values_of(own.evidence, many=True)) if own.evidence else ()
+    spans = {(context.find(text), context.find(text) + len(text)) for text in texts}
+    if any(not 0 <= start < end for start, end in spans):
         raise UserError(f"field {own.evidence!r}: its text does not occur in {own.context!r}")
     return Example(
         dataset=own.name,
-        id=str(field(own.id)) if own.id else sha256_of([number, row])[:48],
+        id=str(values_of(own.id)[0]) if own.id else sha256_of([number, row])[:48],
         instruction=before,
         context=context,
         input=behind,
         answers=tuple(answers),
         all_classes=own.classes,
         length=len(context.split()),
-        evidence=tuple((start, start + length) for start, length in starts),
+        evidence=tuple(sorted(spans)),
         official=row,
     )
 

@@ -219,8 +219,13 @@ def shortened(value: Any) -> str:
 
 
 def canonical(value: Any) -> bytes:
-    """JSON that is the same for equal values, in ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    """JSON that is the same for equal values, in ASCII; with `named` for values that JSON lacks."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=named).encode()
+
+
+def named(value: Any) -> str:
+    """A value of a table that JSON lacks: the text of a date, the type of others, such as bytes and pictures."""
+    return str(value) if hasattr(value, "isoformat") else type(value).__name__
 
 
 def sha256_of(value: Any) -> str:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.benchmarks.rows import named
 from eval.run.config import run_config
 from eval.run.run import Run
 from eval.store.runs import counted
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
             print(case.prompt.text, end="\n\n")
         return 0
     for name, examples in run.examples.items():
-        lines = [json.dumps(example.official) for example in examples]
+        lines = [json.dumps(example.official, default=named) for example in examples]
         file = Path(run.config.out) / f"{name}.jsonl"
         write_whole(file, "".join(f"{line}\n" for line in lines))
         print(f"{file}: {counted(len(lines), 'row')}")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.benchmarks import SUITES, downloads, longbench_v2
+from eval.benchmarks import SUITES, longbench_v2
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.metrics import chosen_letter
@@ -21,7 +21,6 @@ from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.eval.official import LLAMA2, llama2
-from tests.hub_server import HubServer
 from tests.runs import run_of
 
 DATASET = DATASETS["longbench_v2"]
@@ -187,29 +186,6 @@ def test_incomplete_folder_is_refused(tmp_path):
     (tmp_path / "data.json").unlink()
     with pytest.raises(UserError, match=r"no file data\.json is there; give data\.dir=FOLDER with LongBench v2's"):
         load(tmp_path)
-
-
-def test_rows_come_from_the_hub_and_the_prompt_is_fetched_once(tmp_path, monkeypatch, hub_rows):
-    server = HubServer({}, {"/0shot.txt": PROMPT.encode()})
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(longbench_v2, "PROMPT_URL", f"{server.url}/0shot.txt")
-    hub_rows["THUDM/LongBench-v2", None, "train"] = [row(0), row(1)]
-    made = SUITE.load(DATASET, DataSettings())
-    assert made.examples == load(write(tmp_path, row(0), row(1))).examples
-    monkeypatch.setattr(downloads, "is_reachable", lambda url: pytest.fail("the network was asked for"))
-    assert SUITE.load(DATASET, DataSettings()) == made
-    assert server.asked.count(("GET", "/0shot.txt")) == 1
-    server.close()
-
-
-def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch):
-    out = r"give data\.dir=FOLDER with LongBench v2's data\.json and prompts/0shot\.txt, or run once with a network"
-    with pytest.raises(UserError, match=rf"THUDM/LongBench-v2 is not cached and cannot be downloaded: {out}"):
-        run_of("dataset=longbench_v2")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=rf"0shot\.txt is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
-        SUITE.load(DATASET, DataSettings())
 
 
 def test_examples_are_in_the_groups_of_their_difficulty_and_length(tmp_path):

@@ -1,8 +1,10 @@
 """A user's own rows: CSV, Parquet and gzipped lines to the same examples, to scores, to another process's report."""
 
 import csv
+import datetime
 import gzip
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +122,12 @@ def test_lists_of_answers_and_classes(tmp_path: Path) -> None:
         ({"file": ""}, "dataset.mine.file"),
         ({"file": "rows.xlsx"}, "dataset.mine.file"),
         ({"task": "few_shot"}, "dataset.mine.task"),
+        ({"template": "{report!s} {question}"}, "dataset.mine.context"),
+        ({"template": 5}, "dataset.mine.template"),
+        ({"file": ["rows.csv"]}, "dataset.mine.file"),
+        ({"chat_wrap": "no"}, "dataset.mine.chat_wrap"),
+        ({"answers": ["answer", 3]}, "dataset.mine.answers"),
+        ({"classes": "river"}, "dataset.mine.classes"),
     ],
 )
 def test_a_bad_description_is_refused_by_its_key(changes: dict[str, Any], key: str) -> None:
@@ -139,7 +147,13 @@ def test_a_missing_field_of_a_description_is_named(key: str) -> None:
         ({"question": None}, "question"),
         ({"question": "cq \ud800"}, "question. has half"),
         ({"where": "nowhere"}, "where"),
+        ({"where": ""}, "where"),
         ({"answer": [""]}, "answer"),
+        *(
+            ({"answer": bad}, "answer. must be a text or a number")
+            for bad in ([None], [["x"]], {"text": "x"}, math.nan)
+        ),
+        ({"question": ["x"]}, "question. must be a text or a number"),
     ],
 )
 def test_a_bad_row_is_named_by_file_number_and_field(tmp_path: Path, row: dict[str, Any], field: str) -> None:
@@ -167,6 +181,23 @@ def test_numbers_of_json_are_written_as_there(tmp_path: Path) -> None:
     assert [example.answers[0] for example in examples] == ["5", "2.5", "12345678901234567890"]
 
 
+def test_gold_answers_that_a_metric_cannot_score_are_refused_before_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: field 'answer': the metric number cannot score it"):
+        loaded(written(tmp_path, ".jsonl"), metric="number")
+
+
+def test_columns_that_json_lacks_stand_beside_the_rows_texts(tmp_path: Path) -> None:
+    rows = [{**row, "day": datetime.date(2026, 11, 25), "picture": b"\x89"} for row in ROWS]
+    file = written(tmp_path, ".parquet", [])
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    ids = [one.id for one in loaded(file, id="").examples]
+    assert len({*ids}) == 2
+    assert [one.id for one in loaded(file, id="").examples] == ids
+    assert loaded(file, template="{report} {day}").examples[0].input == " 2026-11-25"
+    with pytest.raises(UserError, match=r"field 'picture' must be a text or a number, got b"):
+        loaded(file, template="{report} {picture}")
+
+
 @pytest.mark.parametrize("line", ["aq copper.,Entry", "a,b,c,d,e,f"])
 def test_a_row_of_a_csv_file_with_another_number_of_fields_is_named(tmp_path: Path, line: str) -> None:
     file = written(tmp_path, ".csv")
@@ -186,10 +217,38 @@ def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.parquet").write_bytes(b"no table")
-    with pytest.raises(UserError, match=r"rows\.parquet: not a table of rows"):
-        loaded(tmp_path / "rows.parquet")
+LINES = "".join(json.dumps({**ROWS[0], "n": number}) + "\n" for number in range(50)).encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (".parquet", b"no table"),
+        (".csv", b"n,report,report\na,b,c\n"),
+        (".jsonl.gz", b"no gzip"),
+        (".jsonl.gz", gzip.compress(LINES)[:-20]),
+        (".jsonl.gz", gzip.compress(LINES)[:30] + b"\xff" * 9 + gzip.compress(LINES)[39:]),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, kind: str, content: bytes) -> None:
+    (tmp_path / f"rows{kind}").write_bytes(content)
+    with pytest.raises(UserError, match=rf"rows\{kind}: not a table of rows"):
+        loaded(tmp_path / f"rows{kind}")
+
+
+@pytest.mark.parametrize("kind", [".csv", ".jsonl", ".json"])
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path: Path, kind: str) -> None:
+    file = written(tmp_path, kind)
+    content = json.dumps(ROWS, indent=1).encode() if kind == ".json" else file.read_bytes()
+    file.write_bytes(b"\xef\xbb\xbf" + content)
+    assert [one.id for one in loaded(file).examples] == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["{}", "- mine", "1: {file: rows.csv}", "mine: 5"])
+def test_a_file_without_descriptions_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"mine\.yaml: expected NAME: with "):
+        described(tmp_path / "mine.yaml")
 
 
 def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(no_hub: None) -> None:

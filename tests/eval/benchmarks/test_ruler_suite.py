@@ -208,11 +208,6 @@ def test_task_without_corpus_is_left_out_of_the_suite_and_refused_by_name(folder
             run_of(f"data.dir={folder}", f"dataset={names}")
 
 
-def test_missing_templates_are_refused_with_two_ways_out():
-    with pytest.raises(UserError, match=r"Either give data\.dir=FOLDER .* or run once with a network, which fills .*"):
-        run_of("dataset=vt")
-
-
 def test_missing_package_is_refused_before_the_run(folder, monkeypatch):
     files = importlib.resources.files
 

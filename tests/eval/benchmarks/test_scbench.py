@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.benchmarks import downloads, scbench
+from eval.benchmarks import scbench
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import CHOICES, DATASETS
 from eval.benchmarks.prompts import build_prompt
@@ -17,7 +17,6 @@ from eval.run.loop import measure
 from eval.store.folder import read_visits
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_prompts import Characters
-from tests.hub_server import HubServer
 from tests.runs import run_of
 
 # Our own prompts with the official placeholders: SCBench's must not enter the repository
@@ -219,32 +218,6 @@ def test_task_without_rows_or_scorer_is_left_out_of_the_suite_and_refused_by_nam
         run_of("dataset=scbench_repoqa", f"data.dir={folder}")
     with pytest.raises(UserError, match=r"scbench_vt: data\.dir=.* holds no <task>\.jsonl for it"):
         run_of("dataset=scbench_vt", f"data.dir={folder}")
-
-
-def test_rows_come_from_the_hub_and_prompts_are_fetched_once(tmp_path, monkeypatch, hub_rows):
-    server = HubServer({}, {"/eval_utils.py": PROMPTS.encode()})
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(scbench, "PROMPTS_URL", f"{server.url}/eval_utils.py")
-    rows = hub_rows["microsoft/SCBench", "scbench_mf", "test"] = [row("scbench_mf"), row("scbench_mf", 1)]
-    made = SUITE.load(DATASETS["scbench_mf"], DataSettings())
-    assert made.examples == load(write(tmp_path, "scbench_mf", *rows), "scbench_mf").examples
-    monkeypatch.setattr(downloads, "is_reachable", lambda url: pytest.fail("the network was asked for"))
-    assert SUITE.load(DATASETS["scbench_mf"], DataSettings()) == made
-    assert server.asked.count(("GET", "/eval_utils.py")) == 1
-    server.close()
-    (tmp_path / "cache" / "scbench" / "eval_utils.py").write_text(PROMPTS.replace("Novel", "Book"))
-    with pytest.raises(UserError, match="not SCBench's own"):
-        SUITE.load(DATASETS["scbench_mf"], DataSettings())
-
-
-def test_missing_files_are_refused_offline_with_two_ways_out(no_hub, monkeypatch):
-    out = r"give data\.dir=FOLDER with SCBench's <task>\.jsonl and eval_utils\.py, or run once with a network"
-    with pytest.raises(UserError, match=rf"microsoft/SCBench is not cached and cannot be downloaded: {out}"):
-        run_of("dataset=scbench_kv")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match=rf"eval_utils\.py is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
-        SUITE.load(DATASETS["scbench_kv"], DataSettings())
 
 
 def test_run_takes_the_tasks_of_the_folder(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import platform
 import sysconfig
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from eval.benchmarks import stdlib
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.metrics import score_example
 from scripts.dev.train import is_held_out, module_of
 
 NAMES = tuple(stdlib.TEMPLATES)
@@ -37,19 +35,13 @@ def test_rows_are_the_same_on_every_python(name: str) -> None:
 
 
 @EVERY
-def test_row_is_the_end_of_its_file_before_the_gold_line(name: str) -> None:
-    rows = rows_of(name)
-    assert Counter(int(row["_id"].split("-")[1]) for row in rows) == dict.fromkeys((3000, 6000, 9000), stdlib.ROWS // 3)
-    assert len({row["_id"].split("-", 2)[2] for row in rows}) == stdlib.ROWS
+def test_rows_are_ends_of_held_out_files_before_the_gold_line(name: str) -> None:
     library = Path(sysconfig.get_paths()["stdlib"])
-    for row in rows:
+    for row in rows_of(name):
         path, number = row["_id"].split("-", 2)[2].split(":")
-        prompt, own = stdlib.TEMPLATES[name].format(**row), row["input"] or row["context"]
+        own = row["input"] or row["context"]
         assert is_held_out(path)
-        assert own.startswith(f"# {path}\n")
-        assert prompt.endswith(own)
-        length = int(row["_id"].split("-")[1])
-        assert 0.4 * length < row["length"] == len(prompt) <= length + len(f"# {path}\n")
+        assert stdlib.TEMPLATES[name].format(**row).endswith(own)
         if platform.python_version() == "3.11.7":  # whose files they are
             lines = (library / path).read_text(encoding="utf-8").split("\n")
             assert row["answers"] == [lines[int(number) - 1]]
@@ -61,10 +53,3 @@ def test_modules_are_held_out_by_name() -> None:
     assert module_of("_pyio.py") == module_of("io.py") == "io"
     assert is_held_out("_pyio.py")
     assert not is_held_out("json/decoder.py")
-
-
-@EVERY
-def test_gold_line_scores_1_and_another_less(name: str) -> None:
-    row, other = rows_of(name)[:2]
-    assert score_example(DATASETS[name], row["answers"][0] + "\n", row["answers"]) == 1
-    assert score_example(DATASETS[name], other["answers"][0], row["answers"]) < 1
