@@ -14,18 +14,7 @@ from eval.benchmarks import (
 )
 from eval.benchmarks.suite import Suite
 
-_ALL = (
-    longbench.SUITE,
-    longbench.SUITE_E,
-    longbench_v2.SUITE,
-    embedded.SUITE,
-    stdlib.SUITE,
-    ruler.SUITE,
-    needle.SUITE,
-    scbench.SUITE,
-    graphwalks.SUITE,
-    babilong.SUITE,
-    mrcr.SUITE,
-)
+_OTHERS = (longbench_v2, embedded, stdlib, ruler, needle, scbench, graphwalks, babilong, mrcr)
+_ALL = (longbench.SUITE, longbench.SUITE_E, *(module.SUITE for module in _OTHERS))
 
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}

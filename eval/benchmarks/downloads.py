@@ -4,14 +4,13 @@ a network."""
 import ast
 import hashlib
 import http.client
-import json
 import logging
 import os
 import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ from typing import Any
 
 from eval.benchmarks.rows import Rows, canonical
 from eval.benchmarks.suite import Dataset, DataSettings
+from eval.benchmarks.tables import read_table
 from lazyllm.errors import UserError, reason_of
 from lazyllm.files import cache_folder, write_whole
 
@@ -87,32 +87,17 @@ class HubDataset:
         self, settings: DataSettings, pattern: str = "", configuration: str | None = None, split: str = "train"
     ) -> Rows:
         """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split."""
-        parts = dict[Path | str, Iterable[dict[str, Any]]]()  # {file or dataset: its rows}
         if settings.dir is None:
             source = self.repository if configuration is None else f"{self.repository}, {configuration}"
-            parts[source] = map(dict, self.split(configuration, split))
+            values = enumerate(map(dict, self.split(configuration, split)), start=1)
+            rows = [(f"{source}, row {number}", row) for number, row in values]
         else:
             source = str(settings.dir.expanduser())
-            parts |= {file: _rows_in(file) for file in sorted(Path(source).glob(pattern))}
-            if not parts:
+            files = sorted(map(str, Path(source).glob(pattern)))
+            if not files:
                 raise UserError(f"data.dir={source}: no file {pattern} is there; give data.dir=FOLDER with {self.give}")
-        rows = [(f"{part}, row {place}", row) for part, values in parts.items() for place, row in enumerate(values, 1)]
+            rows = [row for file in files for row in read_table(file)[0]]
         return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
-
-
-def _rows_in(file: Path) -> list[Any]:
-    """The rows of a JSON array or a Parquet file. Raises UserError."""
-    try:
-        if file.suffix != ".json":
-            import pyarrow.parquet as pq  # not at the top: it is slow to import
-
-            return pq.read_table(file).to_pylist()
-        rows = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not a table of rows ({reason_of(error)})") from error
-    if not isinstance(rows, list):
-        raise UserError(f"{file}: not a table of rows (expected an array, got {type(rows).__name__})")
-    return rows
 
 
 def literals(content: bytes, *names: str) -> list[Any]:

@@ -6,8 +6,7 @@ repository; both are pinned by commit and sha256 and downloaded once. Prompts an
 `eval.py` and `config/` (commit 2e00731).
 
 The archive is read here, not by the package `datasets`: the hub serves these rows behind a loading script only, and
-`datasets` refuses such scripts since its version 4. The suites whose rows the hub serves as plain files (LongBench v2,
-SCBench, RULER's qa) are loaded by `datasets`.
+`datasets` refuses such scripts since its version 4.
 
 LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many short as long ones; scores by length.
 Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.

@@ -12,15 +12,8 @@ Fields are those of `OwnDataset`. A path is relative to the YAML file, and in co
 of the hub come through the package `datasets`, which guesses types: it would take "0042" of a CSV file for 42.
 """
 
-import codecs
-import csv
-import gzip
-import hashlib
-import io
 import json
 import string
-import sys
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
@@ -33,23 +26,20 @@ import yaml
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.metrics import METRICS, score_example
 from eval.benchmarks.rows import (
-    Rows,
     check_fields,
     is_answers,
     is_text,
     is_texts,
     loaded,
-    parsed_json,
     prompt_parts,
-    read_lines,
     sha256_of,
     shortened,
 )
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.tables import KINDS, kind_of, read_table
 from lazyllm.errors import UserError, reason_of, require
 
 TASK = "own"
-_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +108,8 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
         require(accepts(value), f"{where}.{key}", value, expected)
     for key, item in _GIVEN.items():
         require(item.default is not MISSING or key in description, f"{where}.{key}", None, "a value")
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in description.items()
-    }
-    own = OwnDataset(name=name, suite=name, **values)
+    given: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in description.items()}
+    own = OwnDataset(name=name, suite=name, **given)
     require(own.metric in METRICS, f"{where}.metric", own.metric, " or ".join(METRICS))
     try:
         places = _places(own.template)
@@ -130,23 +118,17 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
     is_one = places.count(own.context) == 1 and f"{{{own.context}}}" in own.template
     require(is_one, f"{where}.context", own.context, expected)
-    for key, least in (("max_new_tokens", 1), ("prompt_tokens", 0)):
-        number = getattr(own, key)
-        require(number >= least, f"{where}.{key}", number, f"{least} or more")
+    require(own.max_new_tokens > 0, f"{where}.max_new_tokens", own.max_new_tokens, "1 or more")
+    require(own.prompt_tokens >= 0, f"{where}.prompt_tokens", own.prompt_tokens, "0 or more")
     require(bool(own.file) != bool(own.hub), f"{where}.file", own.file, "a file, or hub: OWNER/NAME instead")
-    readable = not own.file or _kind(own) in _KINDS
-    require(readable, f"{where}.file", own.file, f"{', '.join(_KINDS)}, also with .gz")
+    readable = not own.file or kind_of(own.file) in KINDS
+    require(readable, f"{where}.file", own.file, f"{', '.join(KINDS)}, also with .gz")
     return own
 
 
 def _places(template: str) -> list[str]:
     """The names in braces."""
     return [place for _, place, _, _ in string.Formatter().parse(template) if place is not None]
-
-
-def _kind(own: OwnDataset) -> str:
-    """The ending of the file's name, without .gz."""
-    return Path(own.file.removesuffix(".gz")).suffix
 
 
 def _hub(own: OwnDataset) -> HubDataset:
@@ -164,52 +146,14 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The rows. Raises UserError for an unusable row (unless skipped) or file."""
     assert isinstance(dataset, OwnDataset)
-    own = dataset.configuration, dataset.split
-    rows = _file_rows(dataset) if dataset.file else _hub(dataset).rows(settings, "", *own)
+    if dataset.file:
+        values, data_sha256 = read_table(dataset.file)
+        rows = values, dataset.file, data_sha256
+    else:
+        rows = _hub(dataset).rows(settings, "", dataset.configuration, dataset.split)
     meaning = {key: value for key, value in asdict(dataset).items() if key not in _NO_PROMPT}
     parse = partial(_example, dataset)
     return loaded(dataset, rows, parse, settings.on_error, dataset.max_new_tokens, [meaning])
-
-
-def _file_rows(own: OwnDataset) -> Rows:
-    """The file's rows, with values as they stand in it: "0042" of a CSV stays a text, and a date in JSON too."""
-    data = Path(own.file).read_bytes()
-    try:
-        plain = (gzip.decompress(data) if own.file.endswith(".gz") else data).removeprefix(codecs.BOM_UTF8)
-        match _kind(own):
-            case ".csv":
-                rows = _csv_rows(own.file, plain.decode())
-            case ".parquet":
-                from pyarrow import BufferReader, parquet  # not at the top: slow to import, for these files only
-
-                table = parquet.read_table(BufferReader(plain)).to_pylist()
-                rows = [(f"{own.file}, row {number}", row) for number, row in enumerate(table, start=1)]
-            case ".json" if plain.lstrip().startswith(b"["):
-                listed = enumerate(parsed_json(plain), start=1)
-                rows = [(f"{own.file}, row {number}", row) for number, row in listed]
-            case _:
-                rows = list(read_lines(plain, own.file))
-    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
-        raise UserError(f"{own.file}: not a table of rows ({reason_of(error)})") from error
-    return rows, own.file, hashlib.sha256(data).hexdigest()
-
-
-def _csv_rows(source: str, text: str) -> list[tuple[str, Any]]:
-    """As of `read_lines`, of a CSV file with a line of names. Raises csv.Error."""
-    longest = csv.field_size_limit(sys.maxsize)  # a context may be longer than Python's limit
-    try:
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        names = reader.fieldnames or ()
-        if len({*names}) < len(names):
-            raise csv.Error("a name occurs twice in the first line")
-        return [
-            (f"{source}:{reader.line_num}", UserError("not as many fields as the first line"))
-            if None in row or None in row.values()
-            else (f"{source}:{reader.line_num}", row)
-            for row in reader
-        ]
-    finally:
-        csv.field_size_limit(longest)
 
 
 def _example(own: OwnDataset, row: Any, number: int) -> Example:

@@ -1,8 +1,4 @@
-"""JSON lines in LongBench's format, checked line by line and field by field.
-
-Rows are read with `json`, as the package `datasets` reads whole files into Arrow tables: it does not name a bad row's
-line and field, and one integer beyond 64 bits or half a surrogate pair makes it refuse the whole file.
-"""
+"""JSON lines in LongBench's format, checked line by line and field by field, as `datasets` does not."""
 
 import hashlib
 import json
@@ -83,6 +79,8 @@ def parsed_json(data: bytes, where: str = "") -> Any:
 
 def check_fields(row: Any, fields: Sequence[Field]) -> None:
     """Raise UserError unless a row is a JSON object with all fields, each of its type."""
+    if isinstance(row, UserError):
+        raise row
     if not isinstance(row, dict):
         raise UserError(f"expected a JSON object, got {type(row).__name__}")
     for field, accepts, expected in fields:
@@ -96,13 +94,9 @@ def load_lines(
     dataset: Dataset, data: bytes, source: str, template: str, max_new_tokens: int, on_error: OnError
 ) -> LoadedDataset:
     """A dataset from lines in LongBench's format. source: the lines' origin. Raises UserError as `loaded`."""
-    parse = partial(parse_example, dataset, template)
-    return loaded(dataset, lines_of(data, source), parse, on_error, max_new_tokens, [template])
-
-
-def lines_of(data: bytes, source: str) -> Rows:
-    """The rows in a file of JSON lines."""
-    return read_lines(data, source), source, hashlib.sha256(data).hexdigest()
+    parse, rows = partial(parse_example, dataset, template), read_lines(data, source)
+    data_sha256 = hashlib.sha256(data).hexdigest()
+    return loaded(dataset, (rows, source, data_sha256), parse, on_error, max_new_tokens, [template])
 
 
 def loaded(
@@ -127,8 +121,6 @@ def loaded(
     places: dict[str, str] = {}
     for number, (where, row) in enumerate(values):
         try:
-            if isinstance(row, UserError):
-                raise row
             example = parse(row, number)
             if example is None:
                 continue

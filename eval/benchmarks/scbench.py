@@ -17,10 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.benchmarks.downloads import HubDataset, given_file, literals, official_file
+from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, lines_of, loaded, prompt_parts, sha256_of
+from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, prompt_parts, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
@@ -69,18 +69,11 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     content = official_file("SCBench", PROMPTS, PROMPTS_URL, PROMPTS_SHA256, settings.dir, _HUB.give, prompts_sha256)
     first, plain, in_chat = (prompts[dataset.name] for prompts in _parsed_prompts(content))
     is_wrapped = _is_wrapped(settings)
-    later, prefix = in_chat if is_wrapped else plain, ""
-    if is_wrapped and dataset.name == "scbench_summary":
-        prefix = "This paper"
-    if settings.dir is None:
-        rows = _HUB.rows(settings, configuration=dataset.name, split="test")
-    else:
-        file = given_file(settings.dir, f"{dataset.name}.jsonl", _HUB.give)
-        rows = lines_of(file.read_bytes(), str(file))
-    prompts = first, later, prefix
-    return loaded(
-        dataset, rows, partial(_example, dataset, prompts), settings.on_error, TASKS[dataset.name][2], prompts
-    )
+    prefix = "This paper" if is_wrapped and dataset.name == "scbench_summary" else ""
+    prompts = first, in_chat if is_wrapped else plain, prefix
+    rows = _HUB.rows(settings, f"{dataset.name}.jsonl", dataset.name, "test")
+    parse = partial(_example, dataset, prompts)
+    return loaded(dataset, rows, parse, settings.on_error, TASKS[dataset.name][2], prompts)
 
 
 def prompts_sha256(content: bytes) -> str:

@@ -93,10 +93,8 @@ def test_prompt_is_the_templates_own_text_without_thoughts_and_with_its_date(tem
 
 
 def test_later_turn_is_the_templates_text_after_the_answer(template: str) -> None:
-    tokenizer, row = (
-        tokenizer_with(template),
-        replace(QUESTION, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ()))),
-    )
+    tokenizer = tokenizer_with(template)
+    row = replace(QUESTION, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ())))
     prompt = prompt_of(row, tokenizer, chat=chat_format("auto"))
     messages = [{"role": role, "content": said} for role, said in (("user", "Who?"), ("assistant", "Me."))]
     messages += [{"role": "user", "content": " Why? "}, {"role": "assistant", "content": "So."}]

@@ -164,17 +164,3 @@ def test_character_at_the_cut_belongs_to_no_context() -> None:
         assert "\U0001f602" in goes
         assert "\ufffd" not in goes
     assert 0 < broken < 16
-
-
-@official.needs(LLAMA2)
-def test_llama2_spans_are_the_tokens_texts() -> None:
-    text = "  Hi  there \U0001f602\r\n    return x\n\tfoo(\u30d0) of a[0]"
-    prompt = prompt_of(replace(ROW, instruction="", context=text, input=""), llama2())
-    assert prompt.spans is not None
-    covered = set()
-    for token_id, (start, stop) in zip(prompt.token_ids, prompt.spans.tolist(), strict=True):
-        piece = llama2().convert_ids_to_tokens(token_id)
-        covered |= set(range(start, stop))
-        if start > 0 and not piece.startswith("<"):  # the first piece has a space that the text does not
-            assert text[start:stop] == piece.replace("\u2581", " ")
-    assert covered == set(range(len(text)))

@@ -162,8 +162,8 @@ def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
     [
         (b"[\n{'a': 1}\n]", r"data\.json: not a table of rows .*line 2"),
         (b"[\xff]", r"data\.json: not a table of rows .*utf-8"),
-        (b"{}", r"data\.json: not a table of rows \(expected an array, got dict\)"),
-        (b"3", r"data\.json: not a table of rows \(expected an array, got int\)"),
+        (b"{}", r"data\.json:1: field '_id' is missing"),
+        (b"3", r"data\.json:1: expected a JSON object, got int"),
         (b"[]", r"no usable row; give other rows"),
     ],
 )

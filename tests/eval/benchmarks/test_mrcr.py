@@ -114,10 +114,8 @@ def test_tokens_are_counted_by_the_model_without_tiktoken(monkeypatch: pytest.Mo
     monkeypatch.setattr(mrcr, "importlib", SimpleNamespace(import_module=missing))
     name, count = mrcr._counter(DataSettings(model=TINY))
     tokenizer: Any = load_tokenizer_of(TINY)
-    assert (name, count("1 2 3")) == (
-        "the model's tokenizer",
-        len(tokenizer("1 2 3", add_special_tokens=False)["input_ids"]),
-    )
+    tokens = len(tokenizer("1 2 3", add_special_tokens=False)["input_ids"])
+    assert (name, count("1 2 3")) == ("the model's tokenizer", tokens)
 
 
 def test_messages_enter_the_template_as_they_are(settings) -> None:

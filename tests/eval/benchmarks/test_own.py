@@ -207,14 +207,8 @@ def test_a_row_of_a_csv_file_with_another_number_of_fields_is_named(tmp_path: Pa
 
 
 def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
-    assert (
-        len(
-            loaded(written(tmp_path, ".csv", [ROWS[0] | {"report": "aq copper. bq river. " * 20_000}]))
-            .examples[0]
-            .context
-        )
-        == 420_000
-    )
+    file = written(tmp_path, ".csv", [ROWS[0] | {"report": "aq copper. bq river. " * 20_000}])
+    assert len(loaded(file).examples[0].context) == 420_000
 
 
 LINES = "".join(json.dumps({**ROWS[0], "n": number}) + "\n" for number in range(50)).encode()

@@ -202,28 +202,18 @@ def test_qa_documents_repeat_if_they_are_too_few(make):
 
 
 def test_hub_rows_give_the_same_rows_as_the_official_files(make, hub_rows):
-    hub_rows["rajpurkar/squad_v2", None, "validation"] = [
-        {
-            "title": article["title"],
-            "context": paragraph["context"],
-            "question": asked["question"],
-            "answers": {"text": [answer["text"] for answer in asked["answers"]]},
-        }
-        for article in SQUAD["data"]
-        for paragraph in article["paragraphs"]
-        for asked in paragraph["qas"]
-    ]
-    hub_rows["hotpotqa/hotpot_qa", "distractor", "validation"] = [
-        row
-        | {
-            "context": {
-                "title": [title for title, _ in row["context"]],
-                "sentences": [text for _, text in row["context"]],
-            },
-            "supporting_facts": {"title": [title for title, _ in row["supporting_facts"]], "sent_id": [1, 0]},
-        }
-        for row in HOTPOTQA
-    ]
+    squad = hub_rows["rajpurkar/squad_v2", None, "validation"] = []
+    for article in SQUAD["data"]:
+        for paragraph in article["paragraphs"]:
+            shared = {"title": article["title"], "context": paragraph["context"]}
+            for asked in paragraph["qas"]:
+                answers = {"text": [answer["text"] for answer in asked["answers"]]}
+                squad.append(shared | {"question": asked["question"], "answers": answers})
+    hotpotqa = hub_rows["hotpotqa/hotpot_qa", "distractor", "validation"] = []
+    for row in HOTPOTQA:
+        titles, texts = zip(*row["context"], strict=True)
+        facts = {"title": [title for title, _ in row["supporting_facts"]], "sent_id": [1, 0]}
+        hotpotqa.append(row | {"context": {"title": titles, "sentences": texts}, "supporting_facts": facts})
     for task in ("qa_1", "qa_2"):
         assert make(task, 2500, sources=Sources()) == make(task, 2500)
 

@@ -115,20 +115,6 @@ def test_examples_equal_their_rows_and_their_contexts_can_be_shortened(folder):
             assert example.context not in example.instruction + example.input
 
 
-def test_chat_template_takes_its_tokens_from_the_length(folder):
-    """Llama 2's wrap around nothing is `[INST][/INST]`."""
-    from lazyllm.models.load import load_tokenizer_of
-
-    tokenizer = load_tokenizer_of(ModelSpec("tiny"))
-    plain, wrapped = (
-        SUITE.load(FWE, settings_of(folder, chat=CHAT_FORMATS[chat])).examples[0].official
-        for chat in ("none", "llama2")
-    )
-    reserved = len(tokenizer("[INST][/INST]")["input_ids"])
-    assert plain["length_w_model_temp"] == plain["length"]
-    assert wrapped["length_w_model_temp"] == wrapped["length"] + reserved <= 1024
-
-
 ROW = Example("vt", "one", " Who?", "0123456789", ("1",), instruction="In: ", answer_prefix=" Answer: it is")
 
 

@@ -3,13 +3,11 @@
 import ast
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import CHOICES, DATASETS, TASKS
 from eval.benchmarks.metrics import METRICS, score_example
-from eval.run.settings import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -43,13 +41,6 @@ def test_names_are_unique_and_every_dataset_can_be_scored() -> None:
 def test_room_imports_nothing_heavy_and_does_not_warn() -> None:
     shown = subprocess.run([sys.executable, "-W", "error", "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, "[]\n", "")
-
-
-def test_settings_of_every_suite_are_keys_of_a_run() -> None:
-    keys = {item.name: item.default_factory for item in fields(RunConfig)}
-    options = {name: suite.options for name, suite in SUITES.items() if suite.options is not None}
-    assert options
-    assert options.items() <= keys.items()
 
 
 def test_no_other_room_compares_the_name_of_a_suite_or_metric() -> None:
