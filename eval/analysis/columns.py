@@ -38,14 +38,14 @@ def overall(results: Results) -> Any:
 
 
 def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
-    """`rows_of` each setting on each suite, in order, and each value of the column `key`, in order of appearance.
+    """`rows_of` each setting on each suite and each value of the column `key`, in order of appearance.
 
     among: as of `rows_of`.
     """
     keys = [*SETTING, key]
     return [
         dict(zip(keys, values, strict=True)) | row
-        for values, part in in_order(rows).groupby(keys, sort=False)
+        for values, part in rows.groupby(keys, sort=False)
         for row in rows_of(part, among)
     ]
 

@@ -117,7 +117,7 @@ def test_field_figure_by_hand() -> None:
 
 
 def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
-    slow = example("trec", "a", score=0.7, ttft_s=0.4, prefill_flops=500, baseline=BASELINE)
+    slow = example("trec", "a", score=0.7, ttft_s=0.4, prefill_flops=1000, baseline=BASELINE)
     other = stored([slow], "fastkv", {"keep": 0.4, "retain": 0.1})
     picture = drawn(plot, data(Results([*runs(), other])))
     scores, ideals, _ = picture.axes
@@ -126,7 +126,9 @@ def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
     hollow = [points for points, line in curves.items() if line.get_markerfacecolor() == "white"]
     assert hollow == [((2.0, 100.0),)]
     points = sorted(xy for bars in ideals.containers for xy in map(tuple, bars.lines[0].get_xydata().round(6)))
-    assert points == [(1.2, 1.0), (1.5, 1.6), (2.0, 2.0), (2.4, 2.0), (6.0, 4.0)]
+    assert points == [(0.6, 1.0), (1.5, 1.6), (2.0, 2.0), (2.4, 2.0), (6.0, 4.0)]
+    low, high = ideals.get_xlim()
+    assert all(low < min(point) <= max(point) < high for point in points)
     written = " ".join(texts(picture))
     assert "oracle (diagnostic):\nselection time excluded" in written
     assert "faint: other settings" in written
