@@ -44,9 +44,8 @@ def field(results: Results) -> Table:
     frame["diagnostic"] = frame["method"].map(is_diagnostic).astype(bool)
     values = forms(*(column.name for column in _VALUES if column.name != "scoring_share"))
     frame = frame[[*SETTING, "diagnostic", "examples", "seeds", *values]].assign(scoring_share=scoring)
-    named = zip(frame["label"], frame["method"], strict=True)  # a server's label does not begin with "server"
-    labels = [label.removesuffix(" (diagnostic)").removeprefix(method).removeprefix(", ") for label, method in named]
-    settings = [label or "-" for label in labels]
+    named = zip(frame["label"].str.removesuffix(" (diagnostic)"), frame["method"], strict=True)
+    settings = ["-" if label == method else label.removeprefix(f"{method}, ") for label, method in named]
     names = [columns.place_of(name)[1] for name in frame["method"]]
     shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     table = cells(shown, _FIELD, results)

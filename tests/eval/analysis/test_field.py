@@ -61,6 +61,18 @@ def test_memory_says_what_was_not_measured() -> None:
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
 
 
+def test_field_keeps_a_setting_that_has_its_own_name() -> None:
+    visits = [example("trec", "a")]
+    runs = [stored(visits, "server", {"label": "server two"}), stored(visits, "fastkv", {})]
+    assert set(field(Results(runs)).cells["setting"]) == {"server two", "-"}
+
+
+def test_ttft_share_does_not_guess_the_length_of_an_answer() -> None:
+    table = ttft_share(Results([stored([example("trec", "a", token_ids=None)])]))  # of a server that does not count
+    assert [heading for heading in table.cells if "answer" in heading] == ["answer 1-4"]  # the baseline's
+    assert set(table.frame["answer_tokens"]) == {"1-4", "unknown", "all"}
+
+
 def test_ttft_share_by_hand() -> None:
     records = [
         example("hops", "a", prompt_tokens=512, ttft_s=0.1, total_s=0.4, token_ids=[1] * 4),
