@@ -38,11 +38,11 @@ def overall(results: Results) -> Any:
 
 
 def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
-    """`rows_of` each setting on each suite, in order, and each value of column `key`. among: as of `rows_of`."""
+    """`rows_of` each setting on each suite and value of column `key`, as they appear. among: as of `rows_of`."""
     keys = [*SETTING, key]
     return [
         dict(zip(keys, values, strict=True)) | row
-        for values, part in in_order(rows).groupby(keys, sort=False)
+        for values, part in rows.groupby(keys, sort=False)
         for row in rows_of(part, among)
     ]
 
@@ -66,8 +66,9 @@ def range_names(ends: Sequence[int] = PROMPT_ENDS) -> list[str]:
 
 
 def range_of(lengths: Any, ends: Sequence[int] = PROMPT_ENDS) -> np.ndarray:
-    """The name of each length's range."""
-    return np.array(range_names(ends), dtype=object)[np.searchsorted(ends, lengths.to_numpy(dtype=float), side="left")]
+    """The name of each length's range; "unknown" for NaN, as of a server that does not count its tokens."""
+    names, numbers = np.array(range_names(ends), dtype=object), lengths.to_numpy(dtype=float)
+    return np.where(np.isnan(numbers), "unknown", names[np.searchsorted(ends, numbers, side="left")])
 
 
 def ranges_in(names: Any, ends: Sequence[int] = PROMPT_ENDS) -> list[str]:

@@ -99,7 +99,7 @@ def plot(frame: Any) -> MplFigure:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             style.legend_beside(axes, title="n", fontsize=7, title_fontsize=7, handlelength=2.4)
         part.supxlabel("layer", fontsize=9)
-        part.supylabel("evidence computed in prefill, %", fontsize=9)
+        part.supylabel("computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
         looks: list[dict[str, Any]] = [
             styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()

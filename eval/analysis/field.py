@@ -44,9 +44,8 @@ def field(results: Results) -> Table:
     frame["diagnostic"] = frame["method"].map(is_diagnostic).astype(bool)
     values = forms(*(column.name for column in _VALUES if column.name != "scoring_share"))
     frame = frame[[*SETTING, "diagnostic", "examples", "seeds", *values]].assign(scoring_share=scoring)
-    named = zip(frame["label"], frame["method"], strict=True)  # a server's label does not begin with "server"
-    labels = [label.removesuffix(" (diagnostic)").removeprefix(method).removeprefix(", ") for label, method in named]
-    settings = [label or "-" for label in labels]
+    named = zip(frame["label"].str.removesuffix(" (diagnostic)"), frame["method"], strict=True)
+    settings = ["-" if label == method else label.removeprefix(f"{method}, ") for label, method in named]
     names = [columns.place_of(name)[1] for name in frame["method"]]
     shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
     table = cells(shown, _FIELD, results)
@@ -133,7 +132,8 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
     axes.axline((1, 1), (2, 2), **style.REFERENCE)
     axes.set(xlabel="ideal TTFT speedup (FLOPs of what was computed)", ylabel="measured TTFT speedup")
     axes.set_title("Measured against ideal speedup (dotted: equal)")
-    reach = 0.9 * min(1, rows["ttft_speedup"].min()), 1.1 * rows["ideal_ttft_speedup"].max()
+    speedups = rows[["ttft_speedup", "ideal_ttft_speedup"]].to_numpy()
+    reach = 0.9 * min(1, speedups.min()), 1.1 * speedups.max()
     axes.set(xlim=reach, ylim=reach)
     style.log_scale(axes, "x")
     style.log_scale(axes, "y")

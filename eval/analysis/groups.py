@@ -33,10 +33,8 @@ def groups(results: Results) -> Table:
     frame = frame[frame["groups"].str.len() > 0]
     frame = frame.assign(group=[["all", *names] for names in frame["groups"]]).explode("group")
     frame = frame.sort_values("group", key=lambda groups: groups.map(_place), kind="stable")
-    table: Any = pd.DataFrame(
-        rows_by(frame, "group", results.frame),
-        columns=[*SETTING, "group", "level", "name", "task", "examples", *_VALUES],
-    )
+    columns = [*SETTING, "group", "level", "name", "task", "examples", *_VALUES]
+    table = in_order(pd.DataFrame(rows_by(frame, "group", results.frame), columns=columns))
     shown = cells(table[table["level"] == "all"], _COLUMNS, results)
     return worded("groups", table, shown, keys=3)
 

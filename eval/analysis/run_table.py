@@ -170,13 +170,11 @@ def _caption(results: Results, frame: Any) -> str:
     if len(beside_baseline) <= MANY:
         lines += [f"{one.name} beside the baseline: {one.text}." for one in beside_baseline]
     lines += list(_hardware_notes(results.runs))
-    turns = [turn for run in results.runs for visit in run.visits for turn in visit.turns[:1]]
-    cut = sum(turn.tokens < turn.tokens_before_truncation for turn in turns)
+    prompts = {(run.folder, *visit.key): visit.turns[0] for run in results.runs for visit in run.visits}
+    cut = sum(turn.tokens < turn.tokens_before_truncation for turn in prompts.values())
     if cut:
-        lines.append(
-            f"{cut} of {len(turns)} prompts are longer than model.max_prompt_tokens: their middle is cut out, as in "
-            "LongBench."
-        )
+        shown = f"{cut} of {counted(len(prompts), 'prompt')}"
+        lines.append(f"Longer than model.max_prompt_tokens: {shown}, whose middle is cut out, as in LongBench.")
     for row in frame[_whole(frame) & frame["failed"].gt(0)].to_dict("records"):
         lines.append(
             f"{row['method']}: {counted(row['failed'], 'answer')} failed, left out here; counted as 0, the score is "

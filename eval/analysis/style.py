@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import matplotlib as mpl
@@ -16,7 +17,7 @@ import pandas as pd
 from matplotlib import style
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure as MplFigure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, is_diagnostic, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
@@ -38,7 +39,7 @@ LINES = (
 
 GREY = "#6E6E6E"
 MOST = 3  # models and suites in a figure
-TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
+TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
 _IN_A_ROW = 4  # panels of tasks
 REFERENCE: Any = {"color": GREY, "linewidth": 0.8, "linestyle": (0, (1, 2))}  # a line to compare with
 
@@ -130,10 +131,14 @@ def paler(style: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def shown_label(label: str, method: str) -> str:
-    """A setting's label with the method's name as shown, `LazyLLM, schedule=paper`; an arm's own label in words."""
+    """A setting's label with the method's name as shown, `LazyLLM, schedule=paper`; an arm's own label in words.
+
+    At most two lines, for matplotlib.
+    """
     rest = label.removesuffix(" (diagnostic)").removeprefix(method)
     words = rest if rest.startswith(",") else rest.replace("_", " ")
-    return place_of(method)[1] + words if label.startswith(method) else words
+    text = place_of(method)[1] + words if label.startswith(method) else words
+    return "\n".join(wrap(text, 50, max_lines=2, placeholder="…")).replace("$", r"\$")
 
 
 def look_of(number: int, total: int) -> dict[str, Any]:
@@ -199,11 +204,20 @@ def task_panels(part: Any, rows: Any) -> dict[str, Any]:
     return panels
 
 
+class _Ticks(FixedLocator):
+    """The given ticks if the axis shows three of them, else round numbers."""
+
+    def __call__(self) -> Any:
+        low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
+        shown = [tick for tick in self.locs if low <= tick <= high]
+        return shown if len(shown) > 2 else MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high)
+
+
 def log_scale(axes: Any, which: str, ticks: Sequence[float] = TICKS) -> None:
-    """Make the "x" or "y" axis logarithmic, with plain numbers at these ticks only."""
+    """Make the "x" or "y" axis logarithmic, with plain numbers at these ticks only, or closer ones on a short axis."""
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_locator(_Ticks(ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 

@@ -1,6 +1,7 @@
 """A table, and its forms: Markdown, terminal, CSV at full precision, LaTeX. A figure: data and a plot of them."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -269,8 +270,13 @@ def random_models(results: Results) -> set[str]:
 def markdown_lines(headings: Sequence[str], rows: Sequence[Sequence[str]], keys: int) -> list[str]:
     """A pipe table. The first `keys` columns are left-aligned, the others right-aligned."""
     rule = "|" + "---|" * keys + "---:|" * (len(headings) - keys)
-    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in (headings, *rows)]
+    lines = ["| " + " | ".join(map(_in_pipes, row)) + " |" for row in (headings, *rows)]
     return [lines[0], rule, *lines[1:]]
+
+
+def _in_pipes(text: str) -> str:
+    """The text without what would end its cell, or begin an HTML tag."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text.replace("|", "\\|").replace("\n", " "))
 
 
 def latex(text: str) -> str:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
-from eval.analysis.columns import BASELINE, SECTION, SETTING, rows_by
+from eval.analysis.columns import BASELINE, SECTION, SETTING, in_order, rows_by
 from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Column, Table, cells, forms, worded
 from eval.store.results import Results
 
@@ -55,7 +55,7 @@ def by_turn(results: Results) -> pd.DataFrame:
         row["turns"] = json.loads(row["settings"]).get("turns", "continue")
         row |= {f"speedup_so_far{end}": row[f"generation_speedup{end}"] for end in ("", "_low", "_high")}
     columns = [*SETTING, "turns", "turn", "level", "name", "task", "examples", *forms(*_VALUES)]
-    return pd.DataFrame(rows, columns=columns)
+    return in_order(pd.DataFrame(rows, columns=columns))
 
 
 _PANELS = {  # {value: (axis label, whether the axis is logarithmic)}

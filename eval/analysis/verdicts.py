@@ -73,11 +73,12 @@ class Claim:
 
     def ours(self, parts: list[Value]) -> str:
         """The value for people; of several parts, the range and how many go which way."""
-        if not parts:
+        values = [part[0] for part in parts if not np.isnan(part[0])]
+        if not values:
             return "-"
         if len(parts) == 1:
             return Column("value", "", self.digits).text(dict(zip(forms("value"), parts[0], strict=True)))
-        values, obeys = [part[0] for part in parts], [self._obeys(part) for part in parts]
+        obeys = [self._obeys(part) for part in parts]
         low, high = (f"{value:.{self.digits}f}" for value in (min(values), max(values)))
         return f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do not"
 
@@ -144,7 +145,12 @@ _BELONGS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 def _values(rows: Any, column: str) -> list[Value]:
     """The values of these rows of `by_task`."""
-    return [tuple(row) for row in rows.loc[rows[column].notna(), forms(column)].to_numpy(dtype=float).tolist()]
+    return [tuple(row) for row in rows[forms(column)].to_numpy(dtype=float).tolist()]
+
+
+def _best(rows: Any, column: str) -> list[Value]:
+    """The largest of these values; NaN only if all are."""
+    return _values(rows.sort_values(column, na_position="first"), column)[-1:]
 
 
 def _by_task(
@@ -154,8 +160,8 @@ def _by_task(
     whole = section.by_task(section.of(preset, method))
     if only == "mean":
         return _values(whole[whole["level"] == "all"], column)[:1]
-    values = _values(whole[whole["level"] == "task"], column)
-    return sorted(values)[-1:] if only == "fastest" else values
+    tasks = whole[whole["level"] == "task"]
+    return _values(tasks, column) if only is None else _best(tasks, column)
 
 
 def _ttft_in(section: _Section, preset: str, unit: str, scale: float = 1) -> list[Value]:
@@ -179,7 +185,7 @@ def _kept_at(section: _Section, preset: str, speedup: float) -> list[Value]:
     rows = rows[rows["name"] == "multi_doc_qa"]
     fast = rows[rows["ttft_speedup"] > 0.99 * speedup]
     unreached: list[Value] = [(np.nan, np.nan, np.nan)] if len(rows) else []
-    return _values(fast.sort_values("relative_score"), "relative_score")[-1:] or unreached
+    return _best(fast, "relative_score") or unreached
 
 
 _SIGN = {"score": 1, "kl": -1}  # of what is better

@@ -10,6 +10,7 @@ from eval.analysis.columns import BASELINE, is_diagnostic, marked
 from eval.analysis.run_table import SHOWN
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells
 from eval.benchmarks.datasets import DATASETS
+from eval.store.aggregate import FEWEST
 from eval.store.results import Results, as_text
 from eval.store.runs import StoredRun, counted
 
@@ -145,9 +146,7 @@ def results_table(results: Results) -> Table:
         names = names.where(table["level"] == "dataset", names + ", " + table["suite"])
     table = table.assign(row=names, setting=list(map(marked, table["label"], table["method"])))
     caption = "Scores 0 to 100, and speedups over the baseline of the same visits."
-    notes = (
-        "Intervals are shown if each dataset has more than one example; the seeds of a setting count as one example."
-    )
+    notes = f"Intervals need {FEWEST} examples of each dataset; the seeds of a setting count as one example."
     keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting")]
     columns = [*keys, *SHOWN, Column("seeds", "seeds"), EXAMPLES]
     return Table("results", "Results", caption, table, cells(table, columns), keys=len(keys), notes=notes)
@@ -196,7 +195,7 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
         for run in group:
             lacking.setdefault(frozenset(wanted - {*run.keys}), []).append(run)
         sentences += [
-            f"Fewer examples: {len(keys)} of the {len(wanted)} that other runs of {model} have are missing, of "
+            f"Missing examples: {len(keys)} of the {len(wanted)} that runs of {model} have, of "
             f"{_listed(sorted(dataset for dataset, _ in keys))} ({_names(named)})."
             for keys, named in lacking.items()
             if keys

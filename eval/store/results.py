@@ -92,11 +92,10 @@ class Results:
             return []
         chosen = self._chosen(frame)
         lost: Any = frame.assign(chosen=chosen)[(frame["folder"] != chosen) & ~frame["is_baseline"]]
-        pairs = lost.groupby(["folder", "chosen"], sort=False)["label"].unique()
         return [
-            f"{', '.join(labels)}: measured in {folder} and in {other}; tables count {other}, which has more examples "
-            "or is newer (--where KEY=VALUE chooses)"
-            for (folder, other), labels in pairs.items()
+            f"{', '.join(rows['label'].unique())}, {', '.join(rows['dataset'].unique())}: measured in {folder} and in "
+            f"{other}; tables count {other}, which has more examples or is newer (--where KEY=VALUE chooses)"
+            for (folder, other), rows in lost.groupby(["folder", "chosen"], sort=False)
         ]
 
     @cached_property

@@ -66,7 +66,7 @@ def test_evidence_figure_draws_the_setting_with_most_examples() -> None:
     assert sorted(curves) == [[25, 25, 25], [100, 75, 50], [100, 100, 0]]
     assert len({str(line.get_linestyle()) for line in axes["single doc QA"].lines}) == 2
     written = texts(picture)
-    for text in ("LazyLLM, schedule=paper", "right answers", "wrong answers", "evidence computed in prefill, %"):
+    for text in ("LazyLLM, schedule=paper", "right answers", "wrong answers", "computed in prefill, %"):
         assert text in written
     assert data(Results([stored([example("lookup", "a")])])).empty
 

@@ -61,6 +61,18 @@ def test_memory_says_what_was_not_measured() -> None:
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
 
 
+def test_field_keeps_a_setting_that_has_its_own_name() -> None:
+    visits = [example("trec", "a")]
+    runs = [stored(visits, "server", {"label": "server two"}), stored(visits, "fastkv", {})]
+    assert set(field(Results(runs)).cells["setting"]) == {"server two", "-"}
+
+
+def test_ttft_share_does_not_guess_the_length_of_an_answer() -> None:
+    table = ttft_share(Results([stored([example("trec", "a", token_ids=None)])]))  # of a server that does not count
+    assert [heading for heading in table.cells if "answer" in heading] == ["answer 1-4"]  # the baseline's
+    assert set(table.frame["answer_tokens"]) == {"1-4", "unknown", "all"}
+
+
 def test_ttft_share_by_hand() -> None:
     records = [
         example("hops", "a", prompt_tokens=512, ttft_s=0.1, total_s=0.4, token_ids=[1] * 4),
@@ -117,7 +129,7 @@ def test_field_figure_by_hand() -> None:
 
 
 def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
-    slow = example("trec", "a", score=0.7, ttft_s=0.4, prefill_flops=500, baseline=BASELINE)
+    slow = example("trec", "a", score=0.7, ttft_s=0.4, prefill_flops=1000, baseline=BASELINE)
     other = stored([slow], "fastkv", {"keep": 0.4, "retain": 0.1})
     picture = drawn(plot, data(Results([*runs(), other])))
     scores, ideals, _ = picture.axes
@@ -126,7 +138,9 @@ def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
     hollow = [points for points, line in curves.items() if line.get_markerfacecolor() == "white"]
     assert hollow == [((2.0, 100.0),)]
     points = sorted(xy for bars in ideals.containers for xy in map(tuple, bars.lines[0].get_xydata().round(6)))
-    assert points == [(1.2, 1.0), (1.5, 1.6), (2.0, 2.0), (2.4, 2.0), (6.0, 4.0)]
+    assert points == [(0.6, 1.0), (1.5, 1.6), (2.0, 2.0), (2.4, 2.0), (6.0, 4.0)]
+    low, high = ideals.get_xlim()
+    assert all(low < min(point) <= max(point) < high for point in points)
     written = " ".join(texts(picture))
     assert "oracle (diagnostic):\nselection time excluded" in written
     assert "faint: other settings" in written

@@ -140,9 +140,10 @@ def test_run_table_shows_no_interval_of_few_examples_and_counts_cut_prompts() ->
     shown = [run_table(Results([stored(visits)]), "").cells.iloc[1] for visits in (alike[:4], alike)]
     assert [row["score"] for row in shown] == ["50.00", "50.00 ±0.00"]
     assert [row["TTFT, ms"] for row in shown] == ["125.0", "125.0"]  # no column for its interval
-    assert "longer than" not in run_table(Results([stored(alike)]), "").caption
+    assert "Longer than" not in run_table(Results([stored(alike)]), "").caption
     cut = replace(alike[0], turns=[replace(alike[0].turns[0], tokens_before_truncation=1000)])
-    assert "1 of 5 prompts are longer than model.max" in run_table(Results([stored([cut, *alike[1:]])]), "").caption
+    twice = Results([stored([cut, cut, *alike[1:]])])  # of an arm that failed first
+    assert "Longer than model.max_prompt_tokens: 1 of 5 prompts" in run_table(twice, "").caption
 
 
 def test_a_conversation_is_in_the_range_of_its_whole_prompt() -> None:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from eval.analysis.style import MOST, around, new_figure, panels_of, save, shown_label, styled, styles_of
+from eval.analysis.style import MOST, around, log_scale, new_figure, panels_of, save, shown_label, styled, styles_of
 from eval.store.results import Results
 from lazyllm.methods import METHODS
 from tests.eval.analysis.made import stored, texts
@@ -66,10 +66,25 @@ def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:
         ("lazy_without_revival", "lazy", "LazyLLM without revival"),
         ("oracle, keep=2x (diagnostic)", "oracle", "oracle (diagnostic), keep=2x"),
         ("after_2_keep_0.3", "lazy", "after 2 keep 0.3"),
+        ("$a^$", "mine", r"\$a^\$"),  # no formula
+        (
+            "a\n" + 9 * "long " + 9 * "words ",
+            "mine",
+            "a long long long long long long long long long\nwords words words words words words words words…",
+        ),
     ],
 )
 def test_labels_have_the_methods_names_as_shown(label: str, method: str, shown: str) -> None:
     assert shown_label(label, method) == shown
+
+
+@pytest.mark.parametrize(("ends", "shown"), [((0.3, 5), [0.5, 0.7, 1, 1.5, 2, 3, 4]), ((0.88, 1.45), [1, 1.2, 1.4])])
+def test_short_axis_of_speedups_has_several_ticks(ends: tuple[float, float], shown: list[float]) -> None:
+    axes = new_figure(2, 2).subplots()
+    axes.set_xlim(ends)
+    log_scale(axes, "x")
+    low, high = ends
+    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == pytest.approx(shown)
 
 
 def test_styled_restores_matplotlibs_settings() -> None:

@@ -16,7 +16,7 @@ TABLE1 = {"schedule": "table1"}
 
 
 def claim(**values: Any) -> Claim:
-    return Claim("1", "", "overall", "table1", "", 1, **values)
+    return Claim("1", "", "overall", "table1", "", **{"digits": 1} | values)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,16 @@ def test_a_mild_setting_is_not_judged_as_table_1s() -> None:
     compression = {"lazy": TABLE1, "prompt_compression": {"keep": 0.2}}
     results = beside_baseline(compression, lambda *_: {"ttft_s": 0.5})
     assert row(results, "Prompt compression's")["verdict"] == "not run"
+
+
+def test_what_was_run_without_a_number_cannot_be_seen() -> None:
+    results = beside_baseline({"lazy": TABLE1}, lambda *_: {"total_s": None, "ttft_s": 0.2})  # in packs
+    assert row(results, "Never slower")["verdict"] == "cannot be seen"
+    zero = stored(
+        [example("trec", str(number), score=0.5, baseline={"score": 0.0}) for number in range(6)], "lazy", TABLE1
+    )
+    assert row(Results([zero]), "Score kept, %")["verdict"] == "-"
+    assert claim(holds="> 1", digits=1).ours([(1.5, 1.4, 1.6), (NAN,) * 3]) == "1.5 to 1.5: 1 of 2 hold, 0 do not"
 
 
 def test_speed_that_is_only_ideal_does_not_count() -> None:

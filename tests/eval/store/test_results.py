@@ -164,8 +164,9 @@ def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path
     counting = results.counting[results.counting["arm"] == "lazy"]
     assert counting[["id", "score"]].to_numpy().tolist() == [["row-0", 100], ["row-1", 50]]
     (sentence,) = results.choices
-    assert "look" in sentence
-    assert "tables count" in sentence
+    look, whole = tmp_path / "look", tmp_path / "whole"
+    told = f"lazy, schedule={{2: 0.5}}, hotpotqa: measured in {look} and in {whole}; tables count {whole}, which"
+    assert sentence.startswith(told)
     write_run(tmp_path / "again", [visit(0), visit(1)], provenance=PROVENANCE | {"started": "2026-03"}, warmup=8)
     assert {*Results(find_runs([tmp_path])).counting["folder"]} == {str(tmp_path / "again")}  # as many, but newer
 
