@@ -180,7 +180,7 @@ def _model_identity(run: Any) -> dict[str, Any]:
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     quantiser = packages.get(run.spec.quantise or quantised_by(run.model_config) or "")
     return {
-        "model": model.name if Path(run.spec.source).is_dir() else run.spec.source,
+        "model": Path(model.name).name if Path(run.spec.source).is_dir() else run.spec.source,
         "load_format": model.load_format,
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,

@@ -11,8 +11,11 @@ import pytest
 
 from eval.benchmarks import SUITES
 from eval.run import identity
+from eval.run.config import run_config
 from eval.run.identity import ENGINE, SERVED, code_sha256, method_code, suite_code
+from eval.run.run import Run
 from lazyllm.methods import METHODS, Prune
+from lazyllm.presets import PRESETS
 
 SOURCE = '''"""A module."""
 def scaled(x: float) -> float:
@@ -150,6 +153,14 @@ def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest
         return method_code("mine")
 
     assert code("{2: n}") == code("{2: n}") != code("{2: 1}")
+
+
+def test_a_checkpoint_has_one_fingerprint_wherever_its_folder_is(tmp_path: Path) -> None:
+    def fingerprint(place: str) -> str:
+        folder = shutil.copytree(PRESETS["tiny"].source, tmp_path / place / "mine")
+        return Run(run_config(["model=custom", f"model.name={folder}", "dataset=lookup", "limit=1"])).fingerprint
+
+    assert fingerprint("here") == fingerprint("there")
 
 
 def test_local_checkpoint_is_hashed_by_the_weights_that_are_read(tmp_path: Path) -> None:
