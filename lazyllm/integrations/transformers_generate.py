@@ -109,7 +109,8 @@ def generate_with(method: Method, *, seed: int | None = None, tokenizer: Any = N
     Sampling and its options, logits processors, stopping criteria, `num_return_sequences` and `return_dict_in_generate`
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
     assistants, a filled cache, `inputs_embeds`, attentions and hidden states; and a streamer, which transformers 5 does
-    not hand to a `custom_generate`: it needs `lazyllm.using`.
+    not hand to a `custom_generate`: it needs `lazyllm.using`. For `cache_implementation="paged"`, transformers does not
+    call it, so nothing is pruned; `using` refuses that.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
     and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt.
