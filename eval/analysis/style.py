@@ -209,7 +209,7 @@ class _Ticks(FixedLocator):
 
     def __call__(self) -> Any:
         low, high = sorted(self.axis.get_view_interval())  # type: ignore[union-attr]
-        shown = [tick for tick in self.locs if low <= tick <= high]
+        shown = [tick for tick in self.locs if low <= tick <= high]  # type: ignore[attr-defined]
         return shown if len(shown) > 2 else MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(low, high)
 
 

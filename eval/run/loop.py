@@ -74,6 +74,9 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
         screen = console()
         screen.print(result.table.to_rich(screen.width))
         lines = ["Files:", *(f"  {path}" for path in (run.folder / "summary.md", *pictures))]
+        if config.model.name == "tiny":
+            lines.append("A first look at a checkpoint on LongBench, on a GPU:")
+            lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
         screen.print("\n".join(lines), highlight=False)
     if bad := [row for data in run.loaded for row in data.skipped]:
         where, reason = bad[0]

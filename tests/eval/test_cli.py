@@ -47,7 +47,7 @@ COMMANDS = {
     "run dataset=vt ruler.length=0": (2, "error: ruler.length=0: expected a number of tokens of at least 1"),
     "run dataset=vt ruler.haystack=nowhere": (2, "error: ruler.haystack=nowhere: expected a text file or a folder"),
     "run server.url=http://[::1]:9/v1": (2, "a value with special signs takes quotes, for the shell too"),
-    "serve port=99999": (2, "error: port=99999: expected a number below 65536"),
+    "serve port=99999": (2, "error: host=127.0.0.1 port=99999: no server can listen there"),
     "run data.dir=nowhere": (2, "error: data.dir=nowhere: expected an existing folder"),
     "run model=custom model.name=./nowhere": (2, "error: './nowhere' is not a model: no such folder"),
     "board nowhere": (2, "error: nowhere: no submission; expected folders"),
