@@ -95,7 +95,10 @@ class Decoder:
         return Tokens(hidden, positions, to_device(tuple(part for pair in kinds for part in pair), self.device))
 
     def embed_each(self, token_ids: Sequence[Tensor], positions: Sequence[Tensor]) -> list[Tokens]:
-        """`embed` for several generations: in one call, unless a RoPE depends on the length of the text."""
+        """`embed` for each of several generations, [m] tokens and positions of each.
+
+        In one call, unless the model has a RoPE that depends on the length of the text.
+        """
         if len(token_ids) > 1 and not _has_rope(self.config, "dynamic", "longrope"):
             whole, sizes = self.embed(torch.cat([*token_ids]), torch.cat([*positions])), [*map(len, token_ids)]
             ropes = zip(*(part.split(sizes, dim=1) for part in whole.rope), strict=True)

@@ -35,7 +35,10 @@ class Sampler(Protocol):
         ...
 
     def read(self, sampled: list[float]) -> tuple[int, bool]:
-        """The next token, and whether it is the last (timed in the next step). Raises FloatingPointError for none."""
+        """The next token, and whether it is the last one; its time counts in the next step.
+
+        Raises FloatingPointError if none can be chosen.
+        """
         ...
 
 
