@@ -1,4 +1,6 @@
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -12,3 +14,12 @@ def two_have_an_interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     aggregate._weights.cache_clear()
     yield
     aggregate._weights.cache_clear()
+
+
+@pytest.fixture
+def wandb_ends() -> Iterator[None]:
+    """W&B's service ends with the test. How it ends is not the test's matter: it may be gone already."""
+    yield
+    if "wandb" in sys.modules:
+        with suppress(Exception, SystemExit):
+            sys.modules["wandb"].teardown()

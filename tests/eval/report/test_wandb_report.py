@@ -18,7 +18,7 @@ pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not in
 
 
 @pytest.fixture(autouse=True)
-def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) -> None:
     """No key, no access to other machines, and two runs in `runs`."""
     for name in ("WANDB_API_KEY", "WANDB_ENTITY", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
@@ -34,9 +34,6 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         settings = {"name": method, **PRESETS[method]}
         write_run(Path("runs", method), over(names, score=0.25, ttft_s=0.1), settings, arm=ARM,
                   model="llama2", paper="llama2", device="a device", data=dict.fromkeys(names, "d"))  # fmt: skip
-    yield
-    if "wandb" in sys.modules:
-        sys.modules["wandb"].teardown()
 
 
 def of_kind(value: Any, kind: str) -> list[dict[str, Any]]:

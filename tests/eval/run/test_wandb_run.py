@@ -5,7 +5,6 @@ W&B has no reader of its offline files in Python, so values are compared in the 
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,17 +63,13 @@ AFTER_SECOND = {
 
 
 @pytest.fixture(autouse=True)
-def _a_users_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _a_users_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) -> None:
     """A key that must not be written, an empty home folder, and the test's own working folder."""
     (tmp_path / "home").mkdir()
     for name, value in {"HOME": tmp_path / "home", "WANDB_API_KEY": SECRET, "HF_TOKEN": f"hf_{SECRET}"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(sys, "argv", ["run.py", f"anything={SECRET}"])
     monkeypatch.chdir(tmp_path)
-    yield
-    import wandb
-
-    wandb.teardown()
 
 
 class Shown:
