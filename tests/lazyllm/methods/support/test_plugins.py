@@ -111,7 +111,7 @@ def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     plugins.installed.cache_clear()
     yield packages
     plugins.installed.cache_clear()
-    for name in [name for name in sys.modules if name.split(".")[0] == "own_methods"]:
+    for name in [name for name in list(sys.modules) if name.split(".")[0] == "own_methods"]:
         del sys.modules[name]
 
 
