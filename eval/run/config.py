@@ -240,7 +240,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
         schema = OmegaConf.structured(OmegaConf.get_type(config))
         plain = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.to_container(config)))
     except MissingMandatoryValue as error:
-        value = "FOLDER_OR_HUB_ID" if error.full_key == "model.name" else "VALUE"
+        name = "FOLDER_OR_HUB_ID" if OmegaConf.select(config, "server.url") is None else "NAME"
+        value = name if error.full_key == "model.name" else "VALUE"
         raise UserError(
             f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
         ) from error
@@ -267,6 +268,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
+    require((plain.threads or 1) <= 1024, "threads", plain.threads, "at most 1024")  # OpenMP ends the process
     require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")
     require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")

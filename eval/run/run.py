@@ -27,6 +27,7 @@ from eval.run.work import rows_of_answers
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
 from lazyllm.models.checkpoint import read_config
+from lazyllm.models.tokenizers import has_chat_template
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -348,8 +349,8 @@ class Run:
         if self.config.out is not None:
             return Path(self.config.out)
         model = self.config.model.name if self.is_served else Path(self.config.model.name).name
-        parts = (model.replace("/", "-"), self.name, self.data_name, self.fingerprint[:8])
-        return RUNS / "-".join(parts)
+        parts = (model, self.name, self.data_name, self.fingerprint[:8])
+        return RUNS / "-".join(parts).replace("/", "-")
 
     def changed(self, **settings: Any) -> Run:
         """The run with other settings."""
@@ -378,6 +379,8 @@ class Run:
                 for settings in self.asked.values():
                     with about_the_method():
                         build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
+        if self.is_served or self.spec.tokenizer is not None:
+            has_chat_template(self.spec.tokenizer or self.spec.source)  # refuses what is no tokenizer
         if suite.rows_here or (suite.length(self.data) is None and self.data.dir is not None):
             _ = self.examples
         _ = self.servers

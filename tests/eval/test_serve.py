@@ -187,6 +187,8 @@ def test_other_pages_and_bodies_have_the_same_errors(url: str) -> None:
         assert refused.status_code in (400, 404, 405)
         assert refused.headers.get("Allow") == ("POST" if refused.status_code == 405 else None)
         assert refused.json()["error"].keys() == {"message", "type", "param", "code"}
+    text = httpx2.post(f"{url}/completions", content=b'{"prompt": "lamp"}', headers={"Content-Type": "text/plain"})
+    assert text.json()["error"]["message"] == "the body is no JSON: expected Content-Type: application/json"
 
 
 @pytest.mark.parametrize("part", ["sample", "__init__"])  # of a generation, and before it

@@ -126,6 +126,10 @@ def test_other_suites_have_theirs_or_none() -> None:
     assert (run_of("model=coder").limit, run_of("dataset=all").limit) == (24, None)
 
 
+def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
+    assert run_of("dataset=lookup", "label=a/b").folder.parent == Path("runs")
+
+
 def test_dataset_list_and_exclusion() -> None:
     assert [dataset.name for dataset in run_of("dataset=[trec,qasper]").datasets] == ["trec", "qasper"]
     assert [dataset.name for dataset in run_of("model=tiny", "dataset=multi_doc_qa").datasets] == ["hops"]

@@ -86,6 +86,13 @@ def test_gpu_that_shares_the_host_s_memory_is_no_fault(examined) -> None:
     )
 
 
+def test_nvidia_smi_that_fails_is_a_fault(examined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert examined("tiny")["GPU"] == ("missing", "nvidia-smi fails or hangs: run it, and mend the driver")
+
+
 def test_tiny_needs_nothing_but_torch(examined) -> None:
     states = {thing: state for thing, (state, _) in examined("tiny").items()}
     assert {states[thing] for thing in ("token", "rows", "GPU")} == {"not needed"}
