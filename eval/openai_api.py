@@ -350,25 +350,22 @@ async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, r
         part = {"delta" if asked.stream else "message": said} if is_chat else {"text": said.get("content", "")}
         return {**about, "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": reason}], **more}
 
-    async def events(piece: str | End) -> AsyncGenerator[dict[str, Any]]:
+    async def lines(piece: str | End) -> AsyncGenerator[str]:
         """Of a stream. Its last choice has the usage too, unless `stream_options` says where to tell it."""
-        if is_chat:
-            yield told({"role": "assistant", "content": ""})
-        while not isinstance(piece, End):
-            yield told({"content": piece})
-            piece = await anext(answer)
-        yield told({}, piece.reason, **({} if asked.stream_options else {"usage": piece.usage}))
-        if asked.stream_options and asked.stream_options.include_usage:
-            yield told({}, choices=[], usage=piece.usage)
-
-    async def lines(first: str | End) -> AsyncGenerator[str]:
+        options = asked.stream_options
         try:
             async with aclosing(answer):
-                async for event in events(first):
-                    yield f"data: {json.dumps(event)}\n\n"
+                if is_chat:
+                    yield _line(told({"role": "assistant", "content": ""}))
+                while not isinstance(piece, End):
+                    yield _line(told({"content": piece}))
+                    piece = await anext(answer)
+            yield _line(told({}, piece.reason, **({} if options else {"usage": piece.usage})))
+            if options and options.include_usage:
+                yield _line(told({}, choices=[], usage=piece.usage))
             yield "data: [DONE]\n\n"
         except RefusedError as error:  # the status has been sent
-            yield f"data: {json.dumps(error.body)}\n\n"
+            yield _line(error.body)
 
     answer, text = endpoint.answer(asked), ""
     piece = await anext(answer)  # an error before it gets its own status
@@ -380,3 +377,7 @@ async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, r
                 return Response(status_code=499)
             text, piece = text + piece, await anext(answer)
     return JSONResponse(told({"role": "assistant", "content": text}, piece.reason, usage=piece.usage))
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(event)}\n\n"

@@ -208,10 +208,9 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
 def one_line(error: Exception) -> UserError:
     """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if group.startswith("model/"):
-            path = f"{group.removeprefix('model/')}/{name}"
-            return UserError(f"model={path}: expected a preset's name, or model=custom model.name={path}")
+        group, name = re.findall(r"^((?:hydra/)?\w+)/(.*)", str(error.missing_cfg_file))[0]
+        if group == "model" and "/" in name:
+            return UserError(f"model={name}: expected a preset's name, or model=custom model.name={name}")
         near = difflib.get_close_matches(name, error.options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")

@@ -19,7 +19,6 @@ import torch
 
 from eval.openai_api import ChatRequest, CompletionRequest, Endpoint, RefusedError, TextSampler
 from eval.serve import listen
-from lazyllm import generate
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_model
@@ -62,15 +61,6 @@ def test_completion_tells_text_reason_usage_and_the_name_that_was_asked_for(clie
     assert [client.models.retrieve(model.id) for model in models] == models
     with pytest.raises(openai.NotFoundError, match="no model 'other'; there are tiny"):
         client.models.retrieve("other")
-
-
-def test_greedy_text_is_that_of_the_engine(client: Any, tiny: Any) -> None:
-    model, tokenizer = tiny
-    for prompt in (PROMPT, "lamp", "the old house"):
-        own = generate(model, tokenizer(prompt)["input_ids"], Baseline(), max_new_tokens=24)
-        answer = complete(client, model="tiny/baseline", prompt=prompt, max_tokens=24)
-        assert answer.choices[0].text == tokenizer.decode(own.token_ids, skip_special_tokens=True)
-        assert answer.usage.completion_tokens == len(own.token_ids)
 
 
 def test_sampling_is_as_asked(client: Any) -> None:
