@@ -301,18 +301,17 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     async def chat(asked: ChatRequest, request: Request) -> Response:
         return await _respond(endpoint, asked, request)
 
-    def entry_of(name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "lazyllm-bench"}
-        return about | {"version": version("lazyllm-bench"), "max_model_len": endpoint.positions}
+    about = {"object": "model", "created": 0, "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
+    entries = {name: {"id": name, **about, "max_model_len": endpoint.positions} for name in endpoint.methods}
 
     @app.get("/health")
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [entry_of(name) for name in endpoint.methods]}
+        return {"object": "list", "data": [*entries.values()]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
-        return entry_of(endpoint.name_of(name))
+        return entries[endpoint.name_of(name)]
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
