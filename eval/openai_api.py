@@ -275,9 +275,9 @@ class Endpoint:
             end.add_done_callback(told.put_nowait)  # behind the last piece
             while (piece := await told.get()) is not end:
                 yield piece
-            if end.result() is None:
+            if (ended := end.result()) is None:
                 raise RefusedError(503, "the server is ending")
-            yield end.result()
+            yield ended
         except RefusedError:
             raise
         except ValueError as error:  # of a method that cannot take this prompt

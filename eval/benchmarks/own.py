@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from eval.benchmarks.downloads import HubDataset
-from eval.benchmarks.metrics import METRICS, score_example
+from eval.benchmarks.metrics import METRICS, needs_classes, score_example
 from eval.benchmarks.rows import check_fields, is_answers, is_text, is_texts, loaded, prompt_parts, sha256_of, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from eval.benchmarks.tables import KINDS, kind_of, read_table
@@ -95,6 +95,9 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     given: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in description.items()}
     own = OwnDataset(name=name, suite=name, **given)
     require(own.metric in METRICS, f"{where}.metric", own.metric, " or ".join(METRICS))
+    is_scorable = bool(own.classes) or not needs_classes(own)
+    require(is_scorable, f"{where}.classes", [], f"the class names, which metric={own.metric} needs")
+    require(bool(own.answers), f"{where}.answers", own.answers, "a field of the rows, or several")
     try:
         places = _places(own.template)
     except ValueError as error:

@@ -131,6 +131,8 @@ def test_lists_of_answers_and_classes(tmp_path: Path) -> None:
         ({"chat_wrap": "no"}, "dataset.mine.chat_wrap"),
         ({"answers": ["answer", 3]}, "dataset.mine.answers"),
         ({"classes": "river"}, "dataset.mine.classes"),
+        ({"metric": "classification"}, "dataset.mine.classes"),
+        ({"answers": []}, "dataset.mine.answers"),
         *(({key: LEFT_OUT}, f"dataset.mine.{key}") for key in [*ABOUT][:5]),
     ],
 )
@@ -241,7 +243,7 @@ def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(no_hub: None) ->
 
 
 def test_names_of_suites_are_refused_and_own_ones_stand_alone() -> None:
-    for name in ("hotpotqa", "ruler"):  # a dataset, a suite
+    for name in ("hotpotqa", "ruler", "few_shot", "all"):  # a dataset, a suite, a task, a suite's name in configs
         with pytest.raises(UserError, match=rf"dataset\.{name}: "):
             add_own({name: ABOUT | {"file": "rows.csv"}})
     with pytest.raises(UserError, match="own datasets alone"):

@@ -332,6 +332,8 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
     arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
     with pytest.raises(UserError, match="exceed the model's 400 positions") as refused:
         _ = run_of(*arguments, "model.max_prompt_tokens=390").cases
+    with pytest.raises(UserError, match="400 positions: give a lower max_new_tokens or"):
+        _ = run_of(*arguments, "model.max_prompt_tokens=390", "model.thinking_tokens=390").cases
     (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
     (case,) = run_of(*arguments, f"model.max_prompt_tokens={fits}").cases
     tokens = [len(message.token_ids) for message in (case.prompt, *case.prompt.turns)]
