@@ -252,7 +252,6 @@ class Endpoint:
 
     async def answer(self, asked: CompletionRequest | ChatRequest) -> AsyncGenerator[str | End]:
         """The answer's text in pieces, then its end. A reader that leaves ends the generation. Raises RefusedError."""
-        method, (ids, most) = self.methods[self.name_of(asked.model)], self.prompt_of(asked)
         loop, told, is_left = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
         def is_cancelled() -> bool:
@@ -264,11 +263,14 @@ class Endpoint:
                 return None
             with start(self.model, ids, method) as conversation:
                 tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
+            if self.is_ending.is_set():
+                return None
             sampler.hand_on(is_last=True)
             usage = {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens}
-            return None if self.is_ending.is_set() else End(sampler.reason, usage)
+            return End(sampler.reason, usage)
 
         try:
+            method, (ids, most) = self.methods[self.name_of(asked.model)], self.prompt_of(asked)
             put = partial(loop.call_soon_threadsafe, told.put_nowait)
             sampler = TextSampler(asked, self.model, self.tokenizer, put, is_cancelled)
             end = loop.run_in_executor(self._one_at_a_time, work, sampler)
