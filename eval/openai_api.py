@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -114,14 +115,13 @@ class ChatRequest(Asked):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class RefusedError(Exception):
+class RefusedError(HTTPException):
     """An answer's error: its HTTP status, and the `param` and `code` of OpenAI's error object."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        self.response = JSONResponse(self.body, status)
 
 
 @dataclass(frozen=True)
@@ -252,42 +252,41 @@ class Endpoint:
 
     async def answer(self, asked: CompletionRequest | ChatRequest) -> AsyncGenerator[str | End]:
         """The answer's text in pieces, then its end. A reader that leaves ends the generation. Raises RefusedError."""
-        method, (ids, most) = self.methods[self.name_of(asked.model)], self.prompt_of(asked)
-        loop, told, is_left = asyncio.get_running_loop(), asyncio.Queue[str | End | Exception](), threading.Event()
-
-        def put(item: str | End | Exception) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, item)
+        loop, told, is_left = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
         def is_cancelled() -> bool:
             return is_left.is_set() or self.is_ending.is_set()
 
-        sampler = TextSampler(asked, self.model, self.tokenizer, put, is_cancelled)
+        def work(sampler: TextSampler) -> End | None:
+            """None if it was cancelled."""
+            if is_cancelled():
+                return None
+            with start(self.model, ids, method) as conversation:
+                tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
+            if self.is_ending.is_set():
+                return None
+            sampler.hand_on(is_last=True)
+            usage = {"prompt_tokens": len(ids), "completion_tokens": tokens, "total_tokens": len(ids) + tokens}
+            return End(sampler.reason, usage)
 
-        def work() -> None:
-            try:
-                if not is_cancelled():
-                    with start(self.model, ids, method) as conversation:
-                        tokens = len(conversation.answer_with(sampler, max_new_tokens=most).token_ids)
-                    if not self.is_ending.is_set():
-                        sampler.hand_on(is_last=True)
-                        usage = {"prompt_tokens": len(ids), "completion_tokens": tokens}
-                        put(End(sampler.reason, usage | {"total_tokens": len(ids) + tokens}))
-                        return
-                put(RefusedError(503, "the server is ending"))
-            except ValueError as error:  # of a method that cannot take this prompt
-                put(RefusedError(400, str(error)))
-            except Exception as error:
-                log.exception("a request failed")
-                put(RefusedError(500, reason_of(error)))
-
-        self._one_at_a_time.submit(work)
         try:
-            item = ""
-            while not isinstance(item, End):
-                item = await told.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
+            method, (ids, most) = self.methods[self.name_of(asked.model)], self.prompt_of(asked)
+            put = partial(loop.call_soon_threadsafe, told.put_nowait)
+            sampler = TextSampler(asked, self.model, self.tokenizer, put, is_cancelled)
+            end = loop.run_in_executor(self._one_at_a_time, work, sampler)
+            end.add_done_callback(told.put_nowait)  # behind the last piece
+            while (piece := await told.get()) is not end:
+                yield piece
+            if (ended := end.result()) is None:
+                raise RefusedError(503, "the server is ending")
+            yield ended
+        except RefusedError:
+            raise
+        except ValueError as error:  # of a method that cannot take this prompt
+            raise RefusedError(400, str(error)) from error
+        except Exception as error:
+            log.exception("a request failed")
+            raise RefusedError(500, reason_of(error)) from error
         finally:
             is_left.set()
 
@@ -304,39 +303,39 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     async def chat(asked: ChatRequest, request: Request) -> Response:
         return await _respond(endpoint, asked, request)
 
-    def entry_of(name: str) -> dict[str, Any]:
-        about = {"id": name, "object": "model", "created": 0, "owned_by": "lazyllm-bench"}
-        return about | {"version": version("lazyllm-bench"), "max_model_len": endpoint.positions}
+    about = {"object": "model", "created": 0, "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
+    entries = {name: {"id": name, **about, "max_model_len": endpoint.positions} for name in endpoint.methods}
 
     @app.get("/health")
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        return {"object": "list", "data": [entry_of(name) for name in endpoint.methods]}
+        return {"object": "list", "data": [*entries.values()]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
-        return entry_of(endpoint.name_of(name))
-
-    @app.exception_handler(RefusedError)
-    async def refused(_: Request, error: RefusedError) -> JSONResponse:
-        return error.response
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
-        if first["type"] == "json_invalid":
-            return RefusedError(400, f"the body is no JSON: {first['ctx']['error']}").response
-        if first["type"] == "extra_forbidden":
-            return RefusedError(400, f"{where}: an unknown field", where, "unknown_parameter").response
-        given = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
-        said = first["msg"].removeprefix("Value error, ")
-        return RefusedError(400, f"{where or 'body'}: {said}{given}", where or None).response
+        return entries[endpoint.name_of(name)]
 
     @app.exception_handler(HTTPException)
-    async def no_such_page(request: Request, error: HTTPException) -> JSONResponse:
-        said = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(RefusedError(error.status_code, said).body, error.status_code, error.headers)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        named = error
+        if not isinstance(named, RefusedError):  # FastAPI's, of a page that is not there
+            named = RefusedError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return JSONResponse(named.body, error.status_code, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where, said, code = ".".join(map(str, first["loc"][1:])), first["msg"].removeprefix("Value error, "), None
+        if isinstance(error.body, bytes):  # FastAPI parses by the header alone
+            said = "the body is no JSON: expected Content-Type: application/json"
+        elif first["type"] == "json_invalid":
+            where, said = "", f"the body is no JSON: {first['ctx']['error']}"
+        elif first["type"] == "extra_forbidden":
+            said, code = f"{where}: an unknown field", "unknown_parameter"
+        else:
+            given = "" if first["type"] == "missing" else f", got {first['input']!r:.80}"
+            said = f"{where or 'body'}: {said}{given}"
+        return await refused(request, RefusedError(400, said, where or None, code))
 
     return app
 
@@ -352,43 +351,33 @@ async def _respond(endpoint: Endpoint, asked: CompletionRequest | ChatRequest, r
         part = {"delta" if asked.stream else "message": said} if is_chat else {"text": said.get("content", "")}
         return {**about, "choices": [{"index": 0, **part, "logprobs": None, "finish_reason": reason}], **more}
 
-    answer = endpoint.answer(asked)
-    try:
-        first = await anext(answer)  # an error before it gets its own status
-    except RefusedError:
-        raise
-    except Exception as error:
-        log.exception("a request failed")
-        raise RefusedError(500, reason_of(error)) from error
+    async def lines(piece: str | End) -> AsyncGenerator[str]:
+        """Of a stream. Its last choice has the usage too, unless `stream_options` says where to tell it."""
+        options = asked.stream_options
+        try:
+            async with aclosing(answer):
+                if is_chat:
+                    yield _line(told({"role": "assistant", "content": ""}))
+                while not isinstance(piece, End):
+                    yield _line(told({"content": piece}))
+                    piece = await anext(answer)
+            yield _line(told({}, piece.reason, **({} if options else {"usage": piece.usage})))
+            if options and options.include_usage:
+                yield _line(told({}, choices=[], usage=piece.usage))
+            yield "data: [DONE]\n\n"
+        except RefusedError as error:  # the status has been sent
+            yield _line(error.body)
+
+    answer, text = endpoint.answer(asked), ""
+    piece = await anext(answer)  # an error before it gets its own status
     if asked.stream:
-        events = _events(told, asked, first, answer)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-    text = ""
+        return StreamingResponse(lines(piece), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
     async with aclosing(answer):
-        while not isinstance(first, End):
+        while not isinstance(piece, End):
             if await request.is_disconnected():
                 return Response(status_code=499)
-            text, first = text + first, await anext(answer)
-    return JSONResponse(told({"role": "assistant", "content": text}, first.reason, usage=first.usage))
-
-
-async def _events(
-    told: Callable[..., dict[str, Any]], asked: Asked, first: str | End, answer: AsyncGenerator[str | End]
-) -> AsyncGenerator[str]:
-    """The lines of a stream. Its last choice has the usage too, unless `stream_options` says where to tell it."""
-    try:
-        async with aclosing(answer):
-            if isinstance(asked, ChatRequest):
-                yield _line(told({"role": "assistant", "content": ""}))
-            while not isinstance(first, End):
-                yield _line(told({"content": first}))
-                first = await anext(answer)
-        yield _line(told({}, first.reason, **({} if asked.stream_options else {"usage": first.usage})))
-        if asked.stream_options and asked.stream_options.include_usage:
-            yield _line(told({}, choices=[], usage=first.usage))
-        yield "data: [DONE]\n\n"
-    except RefusedError as error:  # the status has been sent
-        yield _line(error.body)
+            text, piece = text + piece, await anext(answer)
+    return JSONResponse(told({"role": "assistant", "content": text}, piece.reason, usage=piece.usage))
 
 
 def _line(event: Mapping[str, Any]) -> str:

@@ -64,15 +64,12 @@ def serve(endpoint: Endpoint, listening: socket.socket) -> None:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     class Server(uvicorn.Server):
-        async def startup(self, *arguments: Any, **options: Any) -> None:
-            await super().startup(*arguments, **options)
-            print(f"http://{address}/v1: {', '.join(endpoint.methods)}", flush=True)
-
         def handle_exit(self, sig: int, frame: Any) -> None:
             endpoint.is_ending.set()
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # tracebacks of those that are cut
             super().handle_exit(sig, frame)
 
+    print(f"http://{address}/v1: {', '.join(endpoint.methods)}", flush=True)
     options: Any = {"log_level": "warning", "timeout_graceful_shutdown": GRACE_S}
     Server(uvicorn.Config(make_app(endpoint), **options)).run([listening])
 
@@ -85,5 +82,6 @@ def endpoint_of(run: Run) -> Endpoint:
 
     methods = {arm.label: arm.method(run.datasets[0].name) for arm in run.arms}
     methods = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
-    name, model, tokenizer = run.config.model.name, load_weights(run.spec), load_tokenizer_of(run.spec)
-    return Endpoint(model, tokenizer, {f"{name}/{key}".rstrip("/"): method for key, method in methods.items()})
+    name, tokenizer = run.config.model.name, load_tokenizer_of(run.spec)  # refused before weights load
+    named = {f"{name}/{key}".rstrip("/"): method for key, method in methods.items()}
+    return Endpoint(load_weights(run.spec), tokenizer, named)

@@ -59,8 +59,8 @@ def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
     """
     described = {name: value for name, value in dataset.items() if isinstance(value, Mapping)}
     for name in described:
-        if (name in DATASETS or name in SUITES) and not isinstance(DATASETS.get(name), OwnDataset):
-            raise UserError(f"dataset.{name}: a dataset or suite of this package has this name; give another")
+        if (name in CHOICES or name in SUITES) and not isinstance(DATASETS.get(name), OwnDataset):
+            raise UserError(f"dataset.{name}: a dataset, task or suite of this package has this name; give another")
     own = tuple(own_dataset(name, value) for name, value in described.items())
     DATASETS.update({each.name: each for each in own})
     SUITES.update({each.name: own_suite(each) for each in own})

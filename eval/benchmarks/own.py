@@ -1,15 +1,8 @@
 """A user's own rows, a suite of an own name: `dataset=mine.yaml`, or `dataset=mine` for conf/dataset/mine.yaml.
 
-    mine:
-      file: rows.jsonl            # or .json, .csv, .parquet, also .gz; or hub: OWNER/NAME with split: test
-      template: "{report}\\n\\nQuestion: {question}\\nAnswer:"
-      context: report             # the field of the template that methods may shorten
-      answers: answer             # a field with a text, or a list of texts; or a list of fields
-      metric: f1                  # a key of `eval.benchmarks.metrics.METRICS`
-      max_new_tokens: 32
-
-Fields are those of `OwnDataset`. A path is relative to the YAML file, and in conf/dataset to the working folder. Rows
-of the hub come through the package `datasets`, which guesses types: it would take "0042" of a CSV file for 42.
+conf/dataset/example.yaml is an example, whose fields are those of `OwnDataset`. A path is relative to the YAML file,
+and in conf/dataset to the working folder. Rows of the hub come through the package `datasets`, which guesses types: it
+would take "0042" of a CSV file for 42.
 """
 
 import json
@@ -24,17 +17,8 @@ from typing import Any
 import yaml
 
 from eval.benchmarks.downloads import HubDataset
-from eval.benchmarks.metrics import METRICS, score_example
-from eval.benchmarks.rows import (
-    check_fields,
-    is_answers,
-    is_text,
-    is_texts,
-    loaded,
-    prompt_parts,
-    sha256_of,
-    shortened,
-)
+from eval.benchmarks.metrics import METRICS, needs_classes, score_example
+from eval.benchmarks.rows import check_fields, is_answers, is_text, is_texts, loaded, prompt_parts, sha256_of, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from eval.benchmarks.tables import KINDS, kind_of, read_table
 from lazyllm.errors import UserError, reason_of, require
@@ -111,6 +95,9 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     given: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in description.items()}
     own = OwnDataset(name=name, suite=name, **given)
     require(own.metric in METRICS, f"{where}.metric", own.metric, " or ".join(METRICS))
+    is_scorable = bool(own.classes) or not needs_classes(own)
+    require(is_scorable, f"{where}.classes", [], f"the class names, which metric={own.metric} needs")
+    require(bool(own.answers), f"{where}.answers", own.answers, "a field of the rows, or several")
     try:
         places = _places(own.template)
     except ValueError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from eval.benchmarks.rows import parsed_json, read_lines
 from lazyllm.errors import UserError, reason_of
 
+csv.field_size_limit(sys.maxsize)  # a context may be longer than Python's limit
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -51,17 +52,11 @@ def _numbered(file: str, rows: list[Any]) -> list[tuple[str, Any]]:
 
 def _csv_rows(file: str, text: str) -> list[tuple[str, Any]]:
     """As of `read_lines`, of a CSV file with a line of names. Raises csv.Error."""
-    longest = csv.field_size_limit(sys.maxsize)  # a context may be longer than Python's limit
-    try:
-        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-        names = reader.fieldnames or ()
-        if len({*names}) < len(names):
-            raise csv.Error("a name occurs twice in the first line")
-        return [
-            (f"{file}:{reader.line_num}", UserError("not as many fields as the first line"))
-            if None in row or None in row.values()
-            else (f"{file}:{reader.line_num}", row)
-            for row in reader
-        ]
-    finally:
-        csv.field_size_limit(longest)
+    reader, short = csv.DictReader(io.StringIO(text, newline=""), strict=True), "not as many fields as the first line"
+    names = reader.fieldnames or ()
+    if len({*names}) < len(names):
+        raise csv.Error("a name occurs twice in the first line")
+    return [
+        (f"{file}:{reader.line_num}", UserError(short) if None in row or None in row.values() else row)
+        for row in reader
+    ]

@@ -74,6 +74,8 @@ def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
         if longest is not None and needed > longest:
             fits = longest - needed + min(prompt.tokens_before_truncation, limit)
             instead = f"set model.max_prompt_tokens={fits}, or less" if dataset.truncate else run.suite.shorter
+            if fits < 1:
+                instead = "give a lower max_new_tokens or model.thinking_tokens"
             of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
             raise UserError(
                 f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "

@@ -208,10 +208,9 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
 def one_line(error: Exception) -> UserError:
     """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
     if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if group.startswith("model/"):
-            path = f"{group.removeprefix('model/')}/{name}"
-            return UserError(f"model={path}: expected a preset's name, or model=custom model.name={path}")
+        group, name = re.findall(r"^((?:hydra/)?\w+)/(.*)", str(error.missing_cfg_file))[0]
+        if group == "model" and "/" in name:
+            return UserError(f"model={name}: expected a preset's name, or model=custom model.name={name}")
         near = difflib.get_close_matches(name, error.options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
@@ -240,7 +239,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
         schema = OmegaConf.structured(OmegaConf.get_type(config))
         plain = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.to_container(config)))
     except MissingMandatoryValue as error:
-        value = "FOLDER_OR_HUB_ID" if error.full_key == "model.name" else "VALUE"
+        name = "FOLDER_OR_HUB_ID" if OmegaConf.select(config, "server.url") is None else "NAME"
+        value = name if error.full_key == "model.name" else "VALUE"
         raise UserError(
             f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
         ) from error
@@ -267,6 +267,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
+    require((plain.threads or 1) <= 1024, "threads", plain.threads, "at most 1024")  # OpenMP ends the process
     require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")
     require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")

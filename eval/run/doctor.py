@@ -55,6 +55,8 @@ def check_torch(gpu: list[str] | None) -> State:
 
 
 def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
+    if gpu is None and shutil.which("nvidia-smi") is not None and nvidia_smi("--query-gpu=name") is None:
+        return MISSING, "nvidia-smi fails or hangs: run it, and mend the driver"
     if gpu is None:
         hidden = "" if os.environ.get(VISIBLE) is None else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
         return NOT_NEEDED, f"no NVIDIA GPU{hidden}: runs use the CPU, which is enough for model=tiny"

@@ -12,15 +12,13 @@ from functools import cache, partial
 
 from eval.run.job import jobs_of
 from eval.run.run import Run
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, parser_of
 from lazyllm.models.checkpoint import HubError, read_config
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command `fetch`; prints a line for each thing in the caches. Returns the exit code. Raises UserError."""
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return 0
+    _, arguments = parser_of("fetch", __doc__).parse_known_args(arguments or ["--help"])
     say_once = cache(partial(print, flush=True))
     try:
         for config in jobs_of(arguments):

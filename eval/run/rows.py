@@ -13,14 +13,13 @@ from eval.benchmarks.rows import named
 from eval.run.config import run_config
 from eval.run.run import Run
 from eval.store.runs import counted
+from lazyllm.errors import parser_of
 from lazyllm.files import write_whole
 
 
 def main(arguments: Sequence[str]) -> int:
     """Show the prompts, or write the rows, with a line for each dataset. Returns the exit code. Raises UserError."""
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        return 0
+    _, arguments = parser_of("rows", __doc__).parse_known_args(arguments)
     run = Run(run_config(arguments))
     if run.config.out is None:
         shown = run if run.config.limit is not None else run.changed(limit=1)

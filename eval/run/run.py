@@ -27,6 +27,7 @@ from eval.run.work import rows_of_answers
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
 from lazyllm.models.checkpoint import read_config
+from lazyllm.models.tokenizers import has_chat_template
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -348,8 +349,8 @@ class Run:
         if self.config.out is not None:
             return Path(self.config.out)
         model = self.config.model.name if self.is_served else Path(self.config.model.name).name
-        parts = (model.replace("/", "-"), self.name, self.data_name, self.fingerprint[:8])
-        return RUNS / "-".join(parts)
+        parts = (model, self.name, self.data_name, self.fingerprint[:8])
+        return RUNS / "-".join(parts).replace("/", "-")
 
     def changed(self, **settings: Any) -> Run:
         """The run with other settings."""
@@ -360,9 +361,9 @@ class Run:
 
         No torch is imported for it; what takes torch to know is refused before rows are made (`identity`).
         """
-        config, suite = self.config, self.suite
+        config, suite, spec = self.config, self.suite, self.spec
         check_writable(Path(config.out or RUNS))
-        _ = self.spec, self.chat, self.asked, self.datasets
+        _ = self.chat, self.asked, self.datasets
         if config.tracker.mode == "online":
             require(config.tracker.name == "wandb", "tracker.mode", "online", "tracker=wandb with it")
             os.environ |= QUIET | os.environ
@@ -371,13 +372,15 @@ class Run:
             has_key = wandb.login(prompt=False, verify=False)
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         if not self.is_served:
-            layers: int | None = read_config(self.spec).get("num_hidden_layers")
+            layers: int | None = read_config(spec).get("num_hidden_layers")
             for other in self.other_models:
                 read_config(other)
             if layers is not None:  # in a nested config transformers finds it
                 for settings in self.asked.values():
                     with about_the_method():
                         build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
+        if self.is_served or spec.tokenizer is not None:  # refuse what is no tokenizer
+            has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
         if suite.rows_here or (suite.length(self.data) is None and self.data.dir is not None):
             _ = self.examples
         _ = self.servers

@@ -140,7 +140,7 @@ class RunConfig(SuiteSettings):
     )
     warmup: int = setting(5, "warm-up runs of each arm before the first example")
     seed: int = setting(0, "of random weights, of random subsets, and the default of methods with a `seed`")
-    threads: int | None = setting(None, "CPU threads; `null`: torch's choice (`tiny`, `coder`: 1)")
+    threads: int | None = setting(None, "CPU threads, up to 1024; `null`: torch's choice (`tiny`, `coder`: 1)")
     out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`")
     trace: int = setting(0, "keep each layer's importance and selection for the first N examples of each dataset")
     fidelity: str | None = setting(

@@ -133,21 +133,6 @@ def test_server_that_would_refuse_all_is_named_in_one_line(reply: Reply, message
         Server(url, "m", api_key_env="A_KEY").answer(b"{}")
 
 
-def test_server_that_goes_away_and_comes_back_answers_the_same_request(monkeypatch) -> None:
-    with scripted(lambda *_: FINE, MODEL) as (url, _):
-        port = int(url.split(":")[2].split("/")[0])
-    back: list[Any] = []
-
-    def pause(_: float) -> None:  # the server comes back in the second one
-        back.append(scripted(lambda *_: FINE, MODEL, port) if len(back) == 1 else None)
-        if back[-1] is not None:
-            back[-1].__enter__()
-
-    monkeypatch.setattr(server.time, "sleep", pause)
-    assert (Server(url, "m").answer(b"{}").text, len(back)) == ("Yes.", 2)
-    back[1].__exit__(None, None, None)
-
-
 @pytest.mark.parametrize(
     ("entry", "kind", "positions"),
     [

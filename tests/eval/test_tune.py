@@ -107,9 +107,9 @@ def quality(cuts: Cuts) -> float:
 
 
 def searched(
-    folder: Path, space: Space, trials: int, score: Callable[[Cuts], float | None] = quality, **identity: str
+    folder: Path, space: Space, trials: int, score: Callable[[Cuts], float | None] = quality
 ) -> dict[Cuts, float]:
-    study = open_study(folder, identity, TuneConfig(target_speedup=space.target))
+    study = open_study(folder, {}, TuneConfig(target_speedup=space.target))
     search(study, space, lambda round_: {cuts: score(cuts) for cuts in round_}, trials, timeout_s=None)
     return tried_in(study)
 
@@ -168,12 +168,6 @@ def test_schedules_are_measured_in_rounds_which_may_be_busy(tmp_path: Path) -> N
 def test_search_ends_when_a_small_space_holds_no_further_schedule(tmp_path: Path) -> None:
     space = space_of(1.2, layers=2, cuts=1)  # after layer 1, with the one ratio that just reaches the target
     assert len(searched(tmp_path, space, 3)) == 1
-
-
-def test_study_of_another_identity_is_refused(tmp_path: Path) -> None:
-    searched(tmp_path, space_of(2.0), 1, code="one")
-    with pytest.raises(UserError, match=re.escape('code: "one" there, "two" now')):
-        searched(tmp_path, space_of(2.0), 1, code="two")
 
 
 # ------------------------------------------------------------------------------------------------------------- command

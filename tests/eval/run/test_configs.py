@@ -126,6 +126,10 @@ def test_other_suites_have_theirs_or_none() -> None:
     assert (run_of("model=coder").limit, run_of("dataset=all").limit) == (24, None)
 
 
+def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
+    assert run_of("dataset=lookup", "label=a/b").folder.parent == Path("runs")
+
+
 def test_dataset_list_and_exclusion() -> None:
     assert [dataset.name for dataset in run_of("dataset=[trec,qasper]").datasets] == ["trec", "qasper"]
     assert [dataset.name for dataset in run_of("model=tiny", "dataset=multi_doc_qa").datasets] == ["hops"]
@@ -328,6 +332,8 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
     arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
     with pytest.raises(UserError, match="exceed the model's 400 positions") as refused:
         _ = run_of(*arguments, "model.max_prompt_tokens=390").cases
+    with pytest.raises(UserError, match="400 positions: give a lower max_new_tokens or"):
+        _ = run_of(*arguments, "model.max_prompt_tokens=390", "model.thinking_tokens=390").cases
     (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
     (case,) = run_of(*arguments, f"model.max_prompt_tokens={fits}").cases
     tokens = [len(message.token_ids) for message in (case.prompt, *case.prompt.turns)]

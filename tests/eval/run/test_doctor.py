@@ -21,11 +21,12 @@ CPU, CUDA_13 = None, "13.0"
 def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """{thing: (state, sentence)} on a machine without token and caches, with this GPU, torch wheel and disk."""
 
-    def examine(*models: str, gpu: str = "", wheel: str | None = CPU, free_gb: float = 500):
+    def examine(*models: str, gpu: str = "", wheel: str | None = CPU, free_gb: float = 500, fails: bool = False):
         monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
         monkeypatch.setattr(doctor, "nvidia_smi", lambda query: [gpu] if gpu else None)
+        monkeypatch.setattr(doctor.shutil, "which", lambda name: name if fails else None)
         monkeypatch.setattr(doctor, "torch_build", lambda: {"__version__": "2.13.0", "cuda": wheel})
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(0, 0, free_gb * 1e9))
         return doctor.examine(models or ("llama2",))
@@ -51,6 +52,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         (["tiny", "xgen"], {}, "rows", "lazyllm-bench fetch dataset=all"),
         ([], {}, "rows", "lazyllm-bench fetch dataset=all"),
         ([], {"gpu": "no answer"}, "torch", "could not be examined"),
+        (["tiny"], {"fails": True}, "GPU", "nvidia-smi fails or hangs: run it, and mend the driver"),
     ],
 )  # fmt: skip
 def test_doctor_names_the_fault_and_its_remedy(

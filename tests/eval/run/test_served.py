@@ -2,11 +2,7 @@
 
 import json
 import re
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +22,9 @@ from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
 from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted, usage
-from tests.eval.serving import free_port, tiny_server
+from tests.eval.serving import tiny_server
 from tests.runs import run_of
 
-ROOT = Path(__file__).resolve().parents[3]
 TINY = load_tokenizer(PRESETS["tiny"].source)
 Script = Callable[[int, dict[str, Any]], Reply]
 
@@ -343,47 +338,3 @@ def test_baseline_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: 
     assert again.ttft[1] <= again.ttft[0] <= again.ttft[2]
     assert (server.is_aa_test, server.examples) == (False, 5)
     assert {len(visit.answers) for visit in read_visits(tmp_path / "run")} == {3}
-
-
-@pytest.mark.slow
-def test_killed_client_and_killed_server_lose_and_double_nothing(tmp_path: Path) -> None:
-    port = free_port()
-    url, out = f"http://127.0.0.1:{port}/v1", tmp_path / "run"
-    measure = ["run", "model=server", f"server.url={url}", "model.name=tiny", "model.tokenizer=tiny", "dataset=hops"]
-    measure += ["limit=14", f"out={out}", "warmup=0"]
-
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        soon = "import sys; from eval import cli, server; server.PAUSES_S = (0.5,); sys.exit(cli.main(sys.argv[1:]))"
-        command = [sys.executable, "-c", soon, *arguments]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def serve() -> subprocess.Popen[str]:
-        server = start("serve", "model=tiny", f"port={port}")
-        assert server.stdout is not None
-        assert any(url in line for line in server.stdout)  # it listens
-        return server
-
-    def killed_at(records: int, victim: subprocess.Popen[str], running: subprocess.Popen[str]) -> None:
-        file = out / "visits.jsonl"
-        while running.poll() is None and (not file.exists() or file.read_bytes().count(b"\n") < records):
-            time.sleep(0.01)
-        victim.kill()
-
-    server = serve()
-    client_ = start(*measure)
-    killed_at(3, client_, client_)
-    assert client_.wait(60) == -signal.SIGKILL
-    client_ = start(*measure)
-    killed_at(6, server, client_)
-    said, _ = client_.communicate(timeout=120)
-    assert client_.returncode == 2
-    assert "no server answers" in said
-    done = [visit.key for visit in read_visits(out)]
-    assert 6 <= len(done) < 14
-    server = serve()
-    assert start(*measure).wait(300) == 0
-    keys = [visit.key for visit in read_visits(out)]
-    assert keys[: len(done)] == done
-    assert len(keys) == len(set(keys)) == 14
-    server.terminate()
-    assert server.wait(30) in (0, -signal.SIGTERM)
