@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.downloads import given_file, official_cache, official_file, require_network, ways_out_of
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Field, check_fields, is_text, load_lines, parsed_json
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Published, Suite
 from lazyllm.errors import UserError, reason_of
@@ -131,7 +130,6 @@ SUITE = Suite(
     name="longbench",
     datasets=DATASETS,
     load=load,
-    score=score_example,
     called="all",
     tasks=TASKS,
     cached=is_cached,
@@ -147,7 +145,6 @@ SUITE_E = Suite(
         if dataset.name not in ("narrativeqa", "musique", "qmsum")
     ),
     load=load_e,
-    score=score_example,
 )
 
 

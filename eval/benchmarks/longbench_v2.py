@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, official_file
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, loaded
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
@@ -65,7 +64,6 @@ SUITE = Suite(
         Dataset("longbench_v2", "multiple_choice", "multiple_choice", suite="longbench_v2", decode_halves=False),
     ),
     load=load,
-    score=score_example,
     missing=_HUB.missing,
 )
 

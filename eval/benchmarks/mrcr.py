@@ -2,7 +2,7 @@
 
 A row is a conversation; its last message asks for the answer to, for example, the second poem about tapirs, after a
 random string. So an answer is a copy of up to a thousand tokens. The messages enter the model's chat template as they
-are. The score is the dataset's: 0 unless the answer starts with the random string, else `SequenceMatcher`'s ratio.
+are.
 
 Rows come through the package `datasets`, or from its parquet files in `data.dir`. Official bins hold rows by their
 o200k_base tokens, those of all messages and the answer; they are counted by tiktoken, or by the model's tokenizer if
@@ -13,7 +13,6 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
@@ -44,14 +43,6 @@ class MrcrConfig:
     lengths: list[int] = setting(
         [BINS[0]], "upper ends of bins, in tokens of messages and answer: 8192, 16384, ... 1048576"
     )
-
-
-def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """The ratio of the answer and the gold one. answers: the gold answer, and the random string that it starts with."""
-    gold, prefix = answers
-    if not answer.startswith(prefix):
-        return 0.0
-    return SequenceMatcher(None, answer.removeprefix(prefix), gold.removeprefix(prefix)).ratio()
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -115,7 +106,6 @@ SUITE = Suite(
         Dataset(f"mrcr_{needles}", "coreference", "sequence_ratio", suite="mrcr", truncate=False) for needles in NEEDLES
     ),
     load=load,
-    score=score,
     options=MrcrConfig,
     check=partial(check_lengths, BINS),
     missing=_HUB.missing,

@@ -20,7 +20,6 @@ from typing import Any
 
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import made_here, sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE, as_example
@@ -169,7 +168,6 @@ SUITE = Suite(
     version=VERSION,
     datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
     load=load,
-    score=score_example,
     options=NeedleConfig,
     check=check,
     length=lambda settings: max(settings.options.lengths),

@@ -207,7 +207,6 @@ def own_suite(own: OwnDataset) -> Suite:
         name=own.name,
         datasets=(own,),
         load=load,
-        score=score_example,
         missing=missing,
         reference_tokens=own.prompt_tokens,
     )

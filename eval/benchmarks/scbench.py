@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows
 from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, prompt_parts, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
@@ -92,7 +91,6 @@ SUITE = Suite(
         *(Dataset(name, task, "function_match", suite="scbench") for name, task in _LEFT_OUT.items()),
     ),
     load=load,
-    score=score_example,
     missing=missing,
 )
 

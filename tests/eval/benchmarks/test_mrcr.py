@@ -15,7 +15,8 @@ import pytest
 
 from eval.benchmarks import SUITES, mrcr
 from eval.benchmarks.chat_format import CHAT_FORMATS
-from eval.benchmarks.mrcr import SUITE, MrcrConfig, load, score
+from eval.benchmarks.metrics import score_example
+from eval.benchmarks.mrcr import SUITE, MrcrConfig, load
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings, check_lengths
 from eval.run.loop import measure
@@ -67,9 +68,8 @@ def test_score_is_the_datasets_own() -> None:
     answers = ["", "xY9", gold, " " + gold, gold.lower(), gold[3:], "xY9xY9It slept", "xY9" + gold[:2:-1]]
     answers += ["xY9" + "".join(rng.choices("Itslept, day", k=rng.randint(0, 300))) for _ in range(50)]
     for answer in answers:
-        assert score(dataset, answer, (gold, "xY9")) == grade(answer, gold, "xY9")
-    assert score(dataset, gold, (gold, "xY9")) == 1
-    assert score(dataset, gold[3:], (gold, "xY9")) == 0
+        assert score_example(dataset, answer, (gold, "xY9")) == grade(answer, gold, "xY9")
+    assert score_example(dataset, gold, (gold, "xY9")) == 1
 
 
 def test_rows_are_chosen_by_needles_and_bins(settings) -> None:
