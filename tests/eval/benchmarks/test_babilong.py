@@ -64,22 +64,7 @@ def test_prompt_is_the_official_one(tmp_path: Path) -> None:
     assert loaded(tmp_path, ("0k", "4k")).examples[1].id == example.id  # tables join runs of several lengths by id
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows", "named"),
-    [
-        (("4k",), [{"input": "x", "question": "y"}], "target"),
-        (("8k",), [ROW], "8k.json"),
-        (("4k",), [], "no usable row"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path: Path, lengths: tuple[str, ...], rows: list[object], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        loaded(folder(tmp_path, *rows), lengths)
-
-
-def test_unknown_lengths_and_prompts_are_refused() -> None:
-    with pytest.raises(UserError, match=r"babilong\.lengths"):
-        SUITE.check(SUITE.datasets[0], DataSettings(options=BabilongConfig(["3k"])))
+def test_other_prompts_are_refused() -> None:
     for content in (b"x = (", b"x = 1", b"DEFAULT_PROMPTS = {'qa1': {}}"):
         with pytest.raises(UserError, match="not BABILong's prompts"):
             read_prompts(content)

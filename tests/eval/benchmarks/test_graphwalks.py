@@ -59,15 +59,6 @@ def test_made_rows_fill_the_length_and_no_more() -> None:
     assert len({example.context for example in loaded.examples}) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [*((GraphWalksConfig(lengths), "lengths") for lengths in ([], [0], [9, 9])), (GraphWalksConfig([9], 0), "repeats")],
-)
-def test_settings_without_rows_are_refused(options: GraphWalksConfig, key: str) -> None:
-    with pytest.raises(UserError, match=rf"graphwalks\.{key}"):
-        SUITE.check(BFS, DataSettings(options=options))
-
-
 def test_length_too_short_is_refused() -> None:
     with pytest.raises(UserError, match=r"graphwalks\.lengths: 520 is too short"):
         SUITE.load(BFS, DataSettings(options=GraphWalksConfig([520]), model=ModelSpec("tiny")))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,26 +106,6 @@ def test_halves_decoded_together_keep_the_space_between_them():
     assert texts[1] == tokenizer.decode(ids[:20] + ids[-21:], skip_special_tokens=True)
     assert texts[0] == "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:20], ids[-20:]))
     assert texts[0] != texts[1]
-
-
-def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
-    cases = [
-        (row(1, answer="E"), "field 'answer'"),
-        (row(1, length="tiny"), "field 'length'"),
-        (row(1, difficulty=None), "field 'difficulty'"),
-        (row(1, context=" "), "field 'context'"),
-        (row(1, choice_C=3), "field 'choice_C'"),
-        ({key: value for key, value in row(1).items() if key != "question"}, "field 'question'"),
-        (row(0), "the same _id as in"),
-        ("text", "expected a JSON object, got str"),
-    ]
-    for bad, message in cases:
-        write(tmp_path, row(0), bad)
-        with pytest.raises(UserError, match=rf"data\.json, row 2: {re.escape(message)}"):
-            load(tmp_path)
-        skipped = load(tmp_path, on_error="skip")
-        assert [example.id for example in skipped.examples] == ["id-0"]
-        assert [where for where, _ in skipped.skipped] == [f"{tmp_path / 'data.json'}, row 2"]
 
 
 @pytest.mark.parametrize(

@@ -101,23 +101,6 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
     assert len({data(), data(seed=1), data(lengths=[299]), data(depths=[0, 51]), data(chat="llama2")}) == 5
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("needle.lengths=[]", r"needle\.lengths=\[\]: expected a list of different numbers from 1"),
-        ("needle.lengths=[512,512]", r"different numbers"),
-        ("needle.depths=[0,101]", r"needle\.depths=\[0, 101\]: expected a list of different numbers from 0 to 100"),
-        ("needle.repeats=0", r"needle\.repeats=0: expected"),
-        ("needle.haystack=nowhere.txt", r"needle\.haystack=nowhere\.txt: expected a text file or a folder"),
-        ("needle.haystack=.", r"tiny knows only the words of the embedded suite"),
-    ],
-)
-def test_settings_without_rows_are_refused(override, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        run_of("dataset=needle", override)
-
-
 def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(

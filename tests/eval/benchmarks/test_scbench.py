@@ -121,40 +121,6 @@ def test_context_may_be_named_input(tmp_path):
     assert load(write(tmp_path, "scbench_vt", values), "scbench_vt").examples[0].context == values["input"]
 
 
-BAD_ROWS = [
-    ("kv", row("scbench_kv", 1, context=" "), "field 'context'"),
-    ("kv", row("scbench_kv", 1, multi_turns=[]), "field 'multi_turns'"),
-    ("kv", "{'a': 1}", "not valid JSON"),
-]
-BAD_TURNS = [
-    ("kv", {"answer": 3}, "answer"),
-    ("kv", {"input": None}, "input"),
-    ("vt", {"answer": "AAA"}, "answer"),
-    ("mf", {"answer": "7"}, "answer"),
-    ("mf", {"input": "What?"}, "input"),
-    ("choice_eng", {"answer": "x"}, "options"),
-    ("summary_with_needles", {"task": "kv"}, "task"),
-    ("summary_with_needles", {"answer": "x"}, "answer"),
-]
-
-
-def bad_turn(name: str, fields: dict[str, Any], key: str) -> tuple[str, dict[str, Any], str]:
-    values = row(f"scbench_{name}", 1)
-    values["multi_turns"][1] |= fields
-    return name, values, f"turn 2 of field 'multi_turns': field '{key}'"
-
-
-@pytest.mark.parametrize(("name", "bad", "named"), [*BAD_ROWS, *(bad_turn(*case) for case in BAD_TURNS)])
-def test_malformed_row_is_named_by_file_line_and_field(name, bad, named, tmp_path):
-    task = f"scbench_{name}"
-    write(tmp_path, task, row(task), bad)
-    with pytest.raises(UserError, match=rf"{task}\.jsonl:2: {named}"):
-        load(tmp_path, task)
-    skipped = load(tmp_path, task, on_error="skip")
-    assert [example.id for example in skipped.examples] == [f"{task}-0"]
-    assert [where for where, _ in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
-
-
 def test_other_prompts_warn_and_malformed_ones_are_refused(tmp_path, caplog):
     write(tmp_path, "scbench_kv", row("scbench_kv"))
     file = tmp_path / "eval_utils.py"
