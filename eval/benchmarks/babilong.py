@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.metrics import GIVERS_AND_GIFTS, PLACES
-from eval.benchmarks.rows import check_fields, is_text, loaded, sha256_of
+from eval.benchmarks.rows import TEXT, check_fields, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths, setting
 from lazyllm.errors import UserError
 
@@ -28,7 +28,7 @@ LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "5
 LABELS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES) | {"qa5": GIVERS_AND_GIFTS}
 _PARTS = ("instruction", "examples", "post_prompt")
 _HUB = HubDataset("RMT-team/babilong", f"data/<task>/<length>.json and {PROMPTS}")
-_FIELDS = tuple((name, is_text, "a string") for name in ("input", "question", "target"))
+_FIELDS = {"input": TEXT, "question": TEXT, "target": TEXT}
 
 
 @dataclass

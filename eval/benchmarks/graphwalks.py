@@ -14,7 +14,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, made_here
+from eval.benchmarks.rows import FILLED, TEXTS, check_fields, loaded, made_here, one_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
@@ -29,11 +29,7 @@ _QUESTIONS = {
     "parents": "Which nodes have an edge to node {node}?",
 }
 _FORM = "\nEnd with a line of this form, with all of these nodes: Final Answer: [node, node]\n"
-_FIELDS = (
-    ("prompt", is_filled, "a string that is not empty"),
-    ("answer_nodes", is_texts, "a list of strings"),
-    ("problem_type", lambda value: value in _QUESTIONS, f"one of {', '.join(_QUESTIONS)}"),
-)
+_FIELDS = {"prompt": FILLED, "answer_nodes": TEXTS, "problem_type": one_of(_QUESTIONS)}
 
 
 @dataclass

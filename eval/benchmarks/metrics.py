@@ -149,30 +149,20 @@ def code_similarity(prediction: str, gold: str) -> float:
     return round(100 * SequenceMatcher(None, line, gold).ratio()) / 100
 
 
-def chosen_letter(answer: str) -> str | None:
-    """The letter of an answer by the official patterns, brackets first, asterisks ignored; None without a letter."""
-    for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
-        match = re.search(pattern, answer.replace("*", ""))
-        if match is not None:
-            return match[1]
-    return None
+def _letter(answer: str, answers: Sequence[str]) -> bool:
+    """Whether the answer's letter, by the official patterns, brackets first, asterisks ignored, is the gold one."""
+    answer, says = answer.replace("*", ""), "The correct answer is "
+    found = re.search(rf"{says}\(([A-D])\)", answer) or re.search(rf"{says}([A-D])", answer)
+    return found is not None and found[1] in answers
 
 
-def string_match_all(answer: str, answers: Sequence[str]) -> float:
-    """The share of gold answers that the answer contains, ignoring case."""
-    answer = _cleaned(answer)
-    return sum(gold.lower() in answer for gold in answers) / len(answers)
+def _contained(answer: str, answers: Sequence[str]) -> list[bool]:
+    """Whether each gold answer is in the answer, ignoring case.
 
-
-def string_match_part(answer: str, answers: Sequence[str]) -> float:
-    """1 if the answer contains any gold answer, ignoring case, else 0."""
-    answer = _cleaned(answer)
-    return float(any(gold.lower() in answer for gold in answers))
-
-
-def _cleaned(answer: str) -> str:
-    """The answer in lower case, stripped; every control character (tab and newline too) becomes a newline."""
-    return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    The answer is stripped; every control character (tab and newline too) becomes a newline.
+    """
+    answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    return [gold.lower() in answer for gold in answers]
 
 
 _MARKS = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
@@ -292,9 +282,9 @@ METRICS: dict[str, Metric] = {
     "retrieval": _best(retrieval),
     "count": _best(count),
     "code_similarity": _best(code_similarity),
-    "multiple_choice": _over_all(lambda answer, answers: chosen_letter(answer) in answers),
-    "string_match_all": _over_all(string_match_all),
-    "string_match_part": _over_all(string_match_part),
+    "multiple_choice": _over_all(_letter),
+    "string_match_all": _over_all(lambda answer, answers: sum(_contained(answer, answers)) / len(answers)),
+    "string_match_part": _over_all(lambda answer, answers: any(_contained(answer, answers))),
     "substring": _over_all(lambda answer, answers: answers[0] in answer),
     "share_of_substrings": _over_all(_all_substrings),
     "substring_any_case": _over_all(_any_case),
@@ -311,7 +301,7 @@ METRICS: dict[str, Metric] = {
 # {metric: (check of a gold answer, its form)}, if not every text is one
 _GOLD_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "retrieval": (_GOLD_PARAGRAPH.search, "Paragraph <number>"),
-    "label": (lambda gold: gold.lower() in PLACES + GIVERS_AND_GIFTS, "a label of BABILong's"),
+    "label": (lambda gold: gold.lower() in PLACES + GIVERS_AND_GIFTS, "a label of BABILong"),
     "node_f1": (lambda gold: _final_nodes(gold) is not None, "Final Answer: [<nodes>]"),
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, loaded, sha256_of, shortened
+from eval.benchmarks.rows import FILLED, check_fields, is_filled, loaded, one_of, sha256_of, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths, setting
 from lazyllm.errors import UserError
 
@@ -27,13 +27,7 @@ NEEDLES = (2, 4, 8)
 BINS = tuple(2**power for power in range(13, 21))  # upper ends; each begins above half of its end
 _HUB = HubDataset("openai/mrcr", "its parquet files")
 _CHARACTERS = 16  # of a token, at most, on average over a conversation: rows beyond it are not counted
-_FILLED = (is_filled, "a string that is not empty")
-_FIELDS = (
-    ("prompt", is_filled, "a conversation as JSON"),
-    ("answer", *_FILLED),
-    ("random_string_to_prepend", *_FILLED),
-    ("n_needles", lambda value: value in NEEDLES, f"one of {', '.join(map(str, NEEDLES))}"),
-)
+_FIELDS = {"prompt": FILLED, "answer": FILLED, "random_string_to_prepend": FILLED, "n_needles": one_of(NEEDLES)}
 
 
 @dataclass

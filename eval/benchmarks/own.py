@@ -157,7 +157,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def _example(own: OwnDataset, row: Any, number: int) -> Example:
-    check_fields(row, ())
+    check_fields(row, {})
 
     def values_of(name: str, many: bool = False) -> list[Any]:
         if row.get(name) is None:

@@ -175,14 +175,10 @@ class Pairs(Sequence[str]):
     """All distinct "adjective-noun" pairs, sorted: six million strings, each made when it is read."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
-        ends, blocks = sorted(set(nouns)), list[list[str]]()
-        # an adjective's pairs are contiguous, unless another adjective begins with it and "-" ("well", "well-made")
-        for beginning in sorted(f"{adjective}-" for adjective in set(adjectives)):
-            if blocks and beginning.startswith(blocks[-1][0]):
-                blocks[-1].append(beginning)
-            else:
-                blocks.append([beginning])
-        # (beginning, the sorted rests of its pairs); pairs of adjectives that mix have no common beginning
+        ends, beginnings = sorted(set(nouns)), sorted(f"{adjective}-" for adjective in set(adjectives))
+        # pairs of adjectives with the same first word ("well", "well-made") mix, and have no common beginning
+        blocks = [[*group] for _, group in itertools.groupby(beginnings, lambda beginning: beginning.partition("-")[0])]
+        # (beginning, the sorted rests of its pairs)
         self._blocks = [
             (block[0], ends) if len(block) == 1 else ("", sorted({first + end for first in block for end in ends}))
             for block in blocks
@@ -208,7 +204,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
     official = path.suffix == ".json"
     if official:
         content = parsed_json(_content(path), str(path))
-        check_fields(content, (("text", is_text, f"a string, as in RULER's {_ESSAYS}"),))
+        check_fields(content, {"text": (is_text, f"a string, as in RULER's {_ESSAYS}")})
         text = content["text"]
     else:
         text = read_text(path, "ruler.haystack")

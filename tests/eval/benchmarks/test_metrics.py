@@ -361,7 +361,7 @@ def test_few_shot_scores_the_first_line_only():
         ("trec", ["City"], None, "all_classes"),
         ("trec", ["City"], [], "all_classes"),
         ("passage_retrieval_en", ["Paragraph 1", "12"], None, "'12'"),
-        ("babilong_qa1", ["office", "garage"], None, "a label of BABILong's', got 'garage'"),
+        ("babilong_qa1", ["office", "garage"], None, "a label of BABILong', got 'garage'"),
         ("graphwalks_bfs", ["[a]"], None, "'Final Answer: "),
     ],
 )

@@ -94,7 +94,7 @@ BAD_ROWS = [
             ("vt", {"answer": "AAA"}, "answer"),
             ("mf", {"answer": "7"}, "answer"),
             ("mf", {"input": "What?"}, "input"),
-            ("choice_eng", {"answer": "x"}, "options"),
+            ("choice_eng", {"answer": "x"}, "answer"),
             ("summary_with_needles", {"task": "kv"}, "task"),
             ("summary_with_needles", {"answer": "x"}, "answer"),
         )
