@@ -9,7 +9,9 @@ The archive is read here, not by the package `datasets`: the hub serves these ro
 `datasets` refuses such scripts since its version 4.
 
 LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many short as long ones; scores by length.
-Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.
+Lengths are the rows' `length`, in words; the bounds are those of `eval.py`. Ours: scores are added one by one, as in
+LongBench. `scorer_e` takes NumPy's mean, which may differ in its last bit: a score halfway between two is then rounded
+to the other one, 0.01 away.
 """
 
 import hashlib

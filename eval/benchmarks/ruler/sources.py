@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, parsed_json
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, reason_of, require
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"  # of NVIDIA/RULER: of prompts, settings and rows
 
@@ -214,7 +214,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
 def read_text(path: Path, key: str) -> str:
     """The text of a file, or of a folder's .txt and .md files, stripped. key: the path's setting. Raises UserError."""
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
-    text = " ".join(map(_text, files)).strip()
+    text = " ".join(_content(file, as_text=True) for file in files).strip()
     if not text:
         raise UserError(f"{path}: no text to hide needles in; give {key}=FILE or FOLDER of .txt or .md files")
     return text
@@ -317,15 +317,8 @@ def _hotpotqa(content: Any) -> Corpus:
     return questions, documents
 
 
-def _text(file: Path) -> str:
+def _content(file: Path, as_text: bool = False) -> Any:
     try:
-        return _content(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error})") from error
-
-
-def _content(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+        return file.read_text("utf-8") if as_text else file.read_bytes()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({reason_of(error)})") from error

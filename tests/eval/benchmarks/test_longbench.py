@@ -293,7 +293,7 @@ def test_rows_command_writes_rows_that_can_be_read_again(folder, tmp_path):
 
 
 def test_longbench_e_scores_by_length_are_official():
-    """Against `scorer_e` of `eval.py`: by dataset and length, the mean times 100, rounded to 2 digits."""
+    """As `scorer_e` of `eval.py`, but for NumPy's mean: by dataset and length, the mean times 100, in 2 digits."""
     scores = {"0-4k": [0.5, 0.25, 1 / 3], "4-8k": [1.0], "8k+": [0.0, 0.125]}
     visits = [
         replace(made.example("qasper_e", f"{group}-{number}", score=score), groups=[f"length={group}"])
