@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import (
     METRICS,
-    classification,
     code_similarity,
     dataset_score,
     normalize_answer,
@@ -45,8 +44,8 @@ def test_real_answers_have_the_official_scores(name):
     assert ours == [r["official_score"] for r in rows]
 
 
-# {metric: (answer, gold answer or several, score)}, worked out by hand from the official definitions
-BY_HAND: dict[str, list[tuple[str, Any, float]]] = {
+# {metric: (answer, gold answer or several, score, perhaps class names)}, by hand from the official definitions
+BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     "f1": [
         ("The cat sat.", "a cat", 2 / 3),  # {cat, sat} and {cat}: P 1/2, R 1
         ("cat cat dog", "cat", 1 / 2),  # a repeated word counts once: P 1/3, R 1
@@ -116,6 +115,25 @@ BY_HAND: dict[str, list[tuple[str, Any, float]]] = {
         # from 200 characters on, difflib ignores those that make up more than 1 % of the second text
         ("b" + "a" * 300, "c" + "a" * 300, 0.0),
         ("b" + "a" * 100, "c" + "a" * 100, 0.99),
+    ],
+    "classification": [
+        ("Type: City", "City", 1.0, ["City", "State"]),
+        ("City or State", "City", 1 / 2, ["City", "State"]),
+        ("State", "City", 0.0, ["City", "State"]),
+        ("city", "City", 0.0, ["City", "State"]),
+        ("", "City", 0.0, ["City", "State"]),
+        # Names inside the gold one: the longer answer contains both, and the inner one is removed.
+        ("Other location", "Other location", 1.0, ["Other location", "location"]),
+        # Two inner names in a row: the second is skipped and stays.
+        ("Other big location", "Other big location", 1 / 2, ["big", "location", "Other big location"]),
+        # Three in a row: the first and the third are removed.
+        ("a b c d", "a b c d", 1 / 2, ["a", "b", "c", "a b c d"]),
+        # The gold one between them is skipped.
+        ("a b c", "a b c", 1.0, ["a", "a b c", "b"]),
+        # A name that contains the gold one stays.
+        ("Other location", "location", 1 / 2, ["location", "Other location"]),
+        # For a repeated name, the first occurrence is removed.
+        ("a b", "a b", 1 / 2, ["a", "a", "a b"]),
     ],
     "multiple_choice": [
         ("The correct answer is (B)", "B", 1),
@@ -222,14 +240,12 @@ BY_HAND: dict[str, list[tuple[str, Any, float]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("metric", "answer", "gold", "expected"),
-    [(metric, *case) for metric, cases in BY_HAND.items() for case in cases],
-)
-def test_metric_by_hand(metric, answer, gold, expected):
+@pytest.mark.parametrize(("metric", "case"), [(metric, case) for metric, cases in BY_HAND.items() for case in cases])
+def test_metric_by_hand(metric, case):
+    answer, gold, expected, *classes = case
     golds = (gold,) if isinstance(gold, str) else gold
     # the package `rouge` adds 1e-8 to P + R
-    assert METRICS[metric](answer, golds, ()) == pytest.approx(expected, abs=1e-7)
+    assert METRICS[metric](answer, golds, *(classes or [()])) == pytest.approx(expected, abs=1e-7)
     if metric.startswith("string_match") and official.RULER.exists():
         score = runpy.run_path(str(official.RULER / "official" / "eval_constants.py"))[metric]
         cleaned = "".join("\n" if character < " " else character for character in answer.strip()).strip()
@@ -301,32 +317,6 @@ def test_rouge_scores_0_from_the_length_at_which_the_official_script_fails(tmp_p
 )
 def test_second_score_by_hand(prediction, answers, expected):
     assert second_score(DATASETS["qmsum"], prediction, answers) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("prediction", "gold", "classes", "expected"),
-    [
-        ("Type: City", "City", ["City", "State"], 1.0),
-        ("City or State", "City", ["City", "State"], 1 / 2),
-        ("State", "City", ["City", "State"], 0.0),
-        ("city", "City", ["City", "State"], 0.0),
-        ("", "City", ["City", "State"], 0.0),
-        # Names inside the gold one: the longer answer contains both, and the inner one is removed.
-        ("Other location", "Other location", ["Other location", "location"], 1.0),
-        # Two inner names in a row: the second is skipped and stays.
-        ("Other big location", "Other big location", ["big", "location", "Other big location"], 1 / 2),
-        # Three in a row: the first and the third are removed.
-        ("a b c d", "a b c d", ["a", "b", "c", "a b c d"], 1 / 2),
-        # The gold one between them is skipped.
-        ("a b c", "a b c", ["a", "a b c", "b"], 1.0),
-        # A name that contains the gold one stays.
-        ("Other location", "location", ["location", "Other location"], 1 / 2),
-        # For a repeated name, the first occurrence is removed.
-        ("a b", "a b", ["a", "a", "a b"], 1 / 2),
-    ],
-)
-def test_classification_by_hand(prediction, gold, classes, expected):
-    assert classification(prediction, gold, classes) == pytest.approx(expected, abs=1e-15)
 
 
 @FIXED

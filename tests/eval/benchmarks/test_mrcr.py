@@ -46,10 +46,9 @@ def row(talk: list[str] = TALK, needles: int = 2, **changes: Any) -> dict[str, A
     return made | {"n_needles": needles, "n_chars": sum(map(len, talk))} | changes
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> Path:
+def write(folder: Path, *rows: dict[str, Any]) -> None:
     (folder / "2needle").mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows)), file := folder / "2needle" / "2needle_0.parquet")
-    return file
+    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "2needle" / "2needle_0.parquet")
 
 
 @pytest.fixture

@@ -30,21 +30,18 @@ def scbench_row(dataset: str, turn: dict[str, Any], **changes: Any) -> dict[str,
     return values
 
 
-def write(folder: Path, dataset: str, bad: Any) -> Path:
-    """The file of a good row and a bad one."""
-    match DATASETS[dataset].suite:
-        case "longbench":
-            return test_longbench.write_rows(folder, ROW, bad)
-        case "longbench_v2":
-            return test_longbench_v2.write(folder, test_longbench_v2.row(0), bad) / "data.json"
-        case "scbench":
-            return test_scbench.write(folder, dataset, test_scbench.row(dataset), bad) / f"{dataset}.jsonl"
-        case "babilong":
-            return test_babilong.folder(folder, test_babilong.ROW, bad) / "data" / "qa1" / "4k.json"
-        case "mrcr":
-            return test_mrcr.write(folder, CONVERSATION, bad)
-    pq.write_table(pa.Table.from_pylist([GRAPH, bad]), file := folder / "graphs.parquet")
-    return file
+def write_graphs(folder: Path, *rows: Any) -> None:
+    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "graphs.parquet")
+
+
+# {suite: (how rows are written, a good row, the file in the folder)}; SCBench has a file for each dataset
+WRITTEN: dict[str, tuple[Any, Any, str]] = {
+    "longbench": (test_longbench.write_rows, ROW, "qasper.jsonl"),
+    "longbench_v2": (test_longbench_v2.write, test_longbench_v2.row(0), "data.json"),
+    "babilong": (test_babilong.folder, test_babilong.ROW, "data/qa1/4k.json"),
+    "mrcr": (test_mrcr.write, CONVERSATION, "2needle/2needle_0.parquet"),
+    "graphwalks": (write_graphs, GRAPH, "graphs.parquet"),
+}
 
 
 BAD_VALUES = {
@@ -114,8 +111,14 @@ def test_bad_row_is_named_or_skipped(
     dataset: str, bad: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mrcr, "_counter", lambda settings: ("words", lambda text: len(text.split())))
-    suite, file = SUITES[DATASETS[dataset].suite], write(tmp_path, dataset, bad)
-    place = f"{file}:2" if file.suffix == ".jsonl" else f"{file}, row 2"
+    suite = SUITES[DATASETS[dataset].suite]
+    if suite.name == "scbench":
+        test_scbench.write(tmp_path, dataset, test_scbench.row(dataset), bad)
+        file = f"{dataset}.jsonl"
+    else:
+        write, good, file = WRITTEN[suite.name]
+        write(tmp_path, good, bad)
+    place = f"{tmp_path / file}{':' if file.endswith('.jsonl') else ', row '}2"
     settings = DataSettings(tmp_path, options=suite.options and suite.options())
     with pytest.raises(UserError, match=rf"{re.escape(place)}: .*{named}.*data\.on_error=skip"):
         suite.load(DATASETS[dataset], settings)

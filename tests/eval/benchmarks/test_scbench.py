@@ -121,19 +121,13 @@ def test_context_may_be_named_input(tmp_path):
     assert load(write(tmp_path, "scbench_vt", values), "scbench_vt").examples[0].context == values["input"]
 
 
-def test_other_prompts_warn_and_malformed_ones_are_refused(tmp_path, caplog):
+def test_malformed_prompts_are_refused(tmp_path):
     write(tmp_path, "scbench_kv", row("scbench_kv"))
     file = tmp_path / "eval_utils.py"
-    file.write_text(PROMPTS.replace("Novel", "Book"))
-    load(tmp_path, "scbench_kv")
-    assert "eval_utils.py: differs from SCBench's own" in caplog.text
     for content in ("x = 1", PROMPTS.replace("{prefix}", "{who}"), PROMPTS.replace("{context}", ""), "def"):
         file.write_text(content)
         with pytest.raises(UserError, match=r"holds no prompts of SCBench's .* expected scbench/eval_utils\.py"):
             load(tmp_path, "scbench_kv")
-    file.unlink()
-    with pytest.raises(UserError, match=r"eval_utils\.py is missing; give data\.dir=FOLDER with SCBench's"):
-        load(tmp_path, "scbench_kv")
 
 
 def test_task_without_rows_or_scorer_is_left_out_of_the_suite_and_refused_by_name(tmp_path):
