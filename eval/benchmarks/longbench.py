@@ -49,8 +49,14 @@ _TRIVIAQA = r"^Passage:$|^Question:\n.*\nAnswer:\n.*"
 # "Dialogue: ", lines of talk, "Summary: ", as a rule one line
 _SAMSUM = r"^Dialogue:|^Summary:[\s\S]*?(?=^Dialogue:|\Z)"
 
-# Of the context of these, no method may shorten the examples' answers
-_PROTECTED = {"trec": _TREC, "triviaqa": _TRIVIAQA, "samsum": _SAMSUM}
+# What prompts and answers of a task, or of a dataset, have of their own: fields of `Dataset`
+_OWN: dict[str, dict[str, Any]] = {
+    "few_shot": {"chat_wrap": False, "first_line": True},
+    "code": {"chat_wrap": False},
+    "trec": {"protected": _TREC},
+    "triviaqa": {"protected": _TRIVIAQA},
+    "samsum": {"protected": _SAMSUM, "newline_ends": True},
+}
 
 # {dataset: (task, metric, examples, mean words of one, most tokens of an answer)}: words by Table 1 of the paper,
 # tokens by config/dataset2maxlen.json
@@ -75,16 +81,7 @@ _FACTS = {
 TASKS = tuple(dict.fromkeys(task for task, *_ in _FACTS.values()))
 
 DATASETS = tuple(
-    Dataset(
-        name,
-        task,
-        metric,
-        suite="longbench",
-        chat_wrap=task not in ("few_shot", "code"),
-        first_line=task == "few_shot",
-        newline_ends=name == "samsum",
-        protected=_PROTECTED.get(name, ""),
-    )
+    Dataset(name, task, metric, "longbench", **_OWN.get(task, {}), **_OWN.get(name, {}))
     for name, (task, metric, *_) in _FACTS.items()
 )
 PUBLISHED = {
