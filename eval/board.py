@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.metrics import needs_classes
+from eval.benchmarks.metrics import needs_classes, score_example
 from eval.store.folder import fingerprint, read_planned
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun, counted, stored_runs
@@ -137,7 +136,7 @@ def _disagrees(run: StoredRun, key: tuple[str, str], turn: Turn, stored: Measure
             if not run.identity["data"].get(dataset.name, "").startswith(sha256):
                 raise UserError(f"its class names are in the rows of {dataset.name}, which differ here from the run's")
             classes = names.get(key[1])
-        score = SUITES[dataset.suite].score(dataset, stored.text, turn.answers, classes)
+        score = score_example(dataset, stored.text, turn.answers, classes)
     except ValueError as error:  # UserError is one
         return f"cannot be scored here: {error}"
     return f"stored score {stored.score:g}, computed {score:g}" if abs(score - stored.score) > _SAME else None

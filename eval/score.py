@@ -14,7 +14,7 @@ from typing import Any
 from eval.benchmarks import SUITES, longbench
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import check_gold, dataset_score, score_example, second_score
-from eval.benchmarks.rows import Field, check_fields, is_texts, read_lines
+from eval.benchmarks.rows import CLASSES, TEXTS, check_fields, read_lines
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError, parser_of
 
@@ -86,11 +86,7 @@ def score_folder(path: str | Path) -> FolderScores:
 
 
 # without `length`, which only LongBench-E's buckets need
-_FIELDS: tuple[Field, ...] = (
-    ("pred", lambda value: isinstance(value, str), "a string"),
-    ("answers", is_texts, "a list of strings"),
-    ("all_classes", lambda value: value is None or is_texts(value), "a list of strings or null"),
-)
+_FIELDS = {"pred": (lambda value: isinstance(value, str), "a string"), "answers": TEXTS, "all_classes": CLASSES}
 
 
 def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:

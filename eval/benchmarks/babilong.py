@@ -6,13 +6,13 @@ their dictionary of these tasks is read, and checked by sha256. Prompts and scor
 (commit ffa075f) and `babilong/metrics.py` (eeec607); an answer has at most 20 tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
-from eval.benchmarks.rows import check_fields, is_text, loaded, sha256_of
+from eval.benchmarks.metrics import GIVERS_AND_GIFTS, PLACES
+from eval.benchmarks.rows import TEXT, check_fields, loaded, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths, setting
 from lazyllm.errors import UserError
 
@@ -25,13 +25,10 @@ PROMPTS_SHA256 = "f4eba1cfd14199ef40809dcb25ee732307a13200a0e19e4e8953a1972ead38
 MAX_NEW_TOKENS = 20
 LENGTHS = ("0k", "1k", "2k", "4k", "8k", "16k", "32k", "64k", "128k", "256k", "512k", "1M", "10M")
 
-_PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
-LABELS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), _PLACES) | {
-    "qa5": ("bill", "fred", "jeff", "mary", "apple", "football", "milk")
-}
+LABELS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES) | {"qa5": GIVERS_AND_GIFTS}
 _PARTS = ("instruction", "examples", "post_prompt")
 _HUB = HubDataset("RMT-team/babilong", f"data/<task>/<length>.json and {PROMPTS}")
-_FIELDS = tuple((name, is_text, "a string") for name in ("input", "question", "target"))
+_FIELDS = {"input": TEXT, "question": TEXT, "target": TEXT}
 
 
 @dataclass
@@ -39,13 +36,6 @@ class BabilongConfig:
     """Settings of the suite."""
 
     lengths: list[str] = setting(["4k"], "names of the dataset's lengths, from `0k` to `10M`")
-
-
-def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """1 if the first sentence names the gold label and no other one, but for those in the question, which follow it."""
-    sentence = answer.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
-    (gold, *asked), labels = answers, LABELS[dataset.name.removeprefix("babilong_")]
-    return float([label for label in labels if label in sentence and label not in asked] == [gold.lower()])
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -78,7 +68,6 @@ SUITE = Suite(
         Dataset(f"babilong_{task}", "facts_in_books", "label", suite="babilong", decode_halves=False) for task in LABELS
     ),
     load=load,
-    score=score,
     options=BabilongConfig,
     check=partial(check_lengths, LENGTHS),
     missing=_HUB.missing,

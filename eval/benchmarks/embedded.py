@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.downloads import made_once
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import canonical, load_lines
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from lazyllm.errors import UserError
@@ -420,7 +419,6 @@ SUITE = Suite(
         _dataset("complete", "code", "code_similarity"),
     ),
     load=load,
-    score=score_example,
     models=("tiny",),
     rows_here=True,
     limit=12,  # enough for a first look

@@ -2,15 +2,11 @@
 
 Rows come through the package `datasets`, or from its parquet files in `data.dir`. With `graphwalks.lengths` they are
 made here instead, at any length and without a network: random directed graphs of hexadecimal nodes, with our wording of
-both questions. The edges of an answer are scattered, so this is the test of aggregation that needles lack. The score is
-F1 of the nodes in the last line, `Final Answer: [a, b]`, as the dataset's card describes it. Ours: blank lines at the
-end are passed over, and two faults of the card's code are not kept. It joins the words `Final Answer: [` to the first
-node, which then is never right, and gives 1 to an answer without any right node.
+both questions. The edges of an answer are scattered, so this is the test of aggregation that needles lack.
 """
 
 import random
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
@@ -18,7 +14,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import build_prompt, tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, made_here
+from eval.benchmarks.rows import FILLED, TEXTS, check_fields, loaded, made_here, one_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
 
@@ -26,7 +22,6 @@ VERSION = 2
 ANSWER_TOKENS = {"hub": 2048, "made": 512}
 
 _HUB = HubDataset("openai/graphwalks", "its parquet files, or graphwalks.lengths=[8000] for made rows")
-_FINAL = re.compile(r"Final Answer: ?\[(.*)\]")
 _INSTRUCTION = "A directed graph is given as a list of edges, one in each line. Answer the question after the list.\n\n"
 _QUESTIONS = {
     "bfs": "Start a breadth-first search at node {node}. Which nodes does it reach after exactly {depth} steps, not "
@@ -34,11 +29,7 @@ _QUESTIONS = {
     "parents": "Which nodes have an edge to node {node}?",
 }
 _FORM = "\nEnd with a line of this form, with all of these nodes: Final Answer: [node, node]\n"
-_FIELDS = (
-    ("prompt", is_filled, "a string that is not empty"),
-    ("answer_nodes", is_texts, "a list of strings"),
-    ("problem_type", lambda value: value in _QUESTIONS, f"one of {', '.join(_QUESTIONS)}"),
-)
+_FIELDS = {"prompt": FILLED, "answer_nodes": TEXTS, "problem_type": one_of(_QUESTIONS)}
 
 
 @dataclass
@@ -50,21 +41,6 @@ class GraphWalksConfig:
     )
     repeats: int = setting(10, "made rows for each length")
     seed: int = setting(42, "of the made graphs")
-
-
-def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """F1 of the sets of nodes: 1 if both are empty, 0 without a final line. answers: the gold final line."""
-    nodes, gold = _final_nodes(answer), _final_nodes(answers[0])
-    if nodes is None or gold is None:
-        return 0.0
-    return 2 * len(nodes & gold) / (len(nodes) + len(gold)) if nodes or gold else 1.0
-
-
-def _final_nodes(answer: str) -> set[str] | None:
-    """The nodes of the last line that is not blank; None if it has no final answer."""
-    lines = [line for line in answer.split("\n") if line.strip()]
-    match = _FINAL.search(lines[-1]) if lines else None
-    return None if match is None else {node.strip() for node in match[1].split(",") if node.strip()}
 
 
 def check(dataset: Dataset, settings: DataSettings) -> None:
@@ -97,7 +73,6 @@ SUITE = Suite(
         for kind in _QUESTIONS
     ),
     load=load,
-    score=score,
     options=GraphWalksConfig,
     check=check,
     missing=lambda dataset, settings: _HUB.missing(dataset, settings) if settings.options.lengths is None else None,

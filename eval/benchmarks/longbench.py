@@ -9,19 +9,20 @@ The archive is read here, not by the package `datasets`: the hub serves these ro
 `datasets` refuses such scripts since its version 4.
 
 LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many short as long ones; scores by length.
-Lengths are the rows' `length`, in words; the bounds are those of `eval.py`.
+Lengths are the rows' `length`, in words; the bounds are those of `eval.py`. Ours: scores are added one by one, as in
+LongBench. `scorer_e` takes NumPy's mean, which may differ in its last bit: a score halfway between two is then rounded
+to the other one, 0.01 away.
 """
 
 import hashlib
 import zipfile
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.downloads import given_file, official_cache, official_file, require_network, ways_out_of
-from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, check_fields, is_text, load_lines, parsed_json
+from eval.benchmarks.rows import Check, check_fields, is_text, load_lines, parsed_json
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Published, Suite
 from lazyllm.errors import UserError, reason_of
 
@@ -37,9 +38,9 @@ CONFIG_SHA256 = {
     MAX_LENGTHS: "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
 }
 
+_TEMPLATE: Check = (lambda value: is_text(value) and value.count("{context}") == 1, "a prompt with {context}, once")
+_TOKENS: Check = (lambda value: type(value) is int and value > 0, "a number of tokens of at least 1")
 _GIVE = f"LongBench's <dataset>.jsonl, config/{PROMPTS} and config/{MAX_LENGTHS}"
-
-TASKS = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
 
 # "Question: ..." and "Type: ..." in turn, a line each
 _TREC = r"^Question:|^Type:.*"
@@ -48,48 +49,45 @@ _TRIVIAQA = r"^Passage:$|^Question:\n.*\nAnswer:\n.*"
 # "Dialogue: ", lines of talk, "Summary: ", as a rule one line
 _SAMSUM = r"^Dialogue:|^Summary:[\s\S]*?(?=^Dialogue:|\Z)"
 
-_wrapped = partial(Dataset, suite="longbench")
-_bare = partial(Dataset, suite="longbench", chat_wrap=False)
+# What prompts and answers of a task, or of a dataset, have of their own: fields of `Dataset`
+_OWN: dict[str, dict[str, Any]] = {
+    "few_shot": {"chat_wrap": False, "first_line": True},
+    "code": {"chat_wrap": False},
+    "trec": {"protected": _TREC},
+    "triviaqa": {"protected": _TRIVIAQA},
+    "samsum": {"protected": _SAMSUM, "newline_ends": True},
+}
 
-DATASETS = (
-    _wrapped("narrativeqa", "single_doc_qa", "f1"),
-    _wrapped("qasper", "single_doc_qa", "f1"),
-    _wrapped("multifieldqa_en", "single_doc_qa", "f1"),
-    _wrapped("hotpotqa", "multi_doc_qa", "f1"),
-    _wrapped("2wikimqa", "multi_doc_qa", "f1"),
-    _wrapped("musique", "multi_doc_qa", "f1"),
-    _wrapped("gov_report", "summarization", "rouge"),
-    _wrapped("qmsum", "summarization", "rouge"),
-    _wrapped("multi_news", "summarization", "rouge"),
-    _bare("trec", "few_shot", "classification", first_line=True, protected=_TREC),
-    _bare("triviaqa", "few_shot", "f1", first_line=True, protected=_TRIVIAQA),
-    _bare("samsum", "few_shot", "rouge", first_line=True, newline_ends=True, protected=_SAMSUM),
-    _wrapped("passage_count", "synthetic", "count"),
-    _wrapped("passage_retrieval_en", "synthetic", "retrieval"),
-    _bare("lcc", "code", "code_similarity"),
-    _bare("repobench-p", "code", "code_similarity"),
+# {dataset: (task, metric, examples, mean words of one, most tokens of an answer)}: words by Table 1 of the paper,
+# tokens by config/dataset2maxlen.json
+_FACTS = {
+    "narrativeqa": ("single_doc_qa", "f1", 200, 18_409, 128),
+    "qasper": ("single_doc_qa", "f1", 200, 3_619, 128),
+    "multifieldqa_en": ("single_doc_qa", "f1", 150, 4_559, 64),
+    "hotpotqa": ("multi_doc_qa", "f1", 200, 9_151, 32),
+    "2wikimqa": ("multi_doc_qa", "f1", 200, 4_887, 32),
+    "musique": ("multi_doc_qa", "f1", 200, 11_214, 32),
+    "gov_report": ("summarization", "rouge", 200, 8_734, 512),
+    "qmsum": ("summarization", "rouge", 200, 10_614, 512),
+    "multi_news": ("summarization", "rouge", 200, 2_113, 512),
+    "trec": ("few_shot", "classification", 200, 5_177, 64),
+    "triviaqa": ("few_shot", "f1", 200, 8_209, 32),
+    "samsum": ("few_shot", "rouge", 200, 6_258, 128),
+    "passage_count": ("synthetic", "count", 200, 11_141, 32),
+    "passage_retrieval_en": ("synthetic", "retrieval", 200, 9_289, 32),
+    "lcc": ("code", "code_similarity", 500, 1_235, 64),
+    "repobench-p": ("code", "code_similarity", 500, 4_206, 64),
+}
+TASKS = tuple(dict.fromkeys(task for task, *_ in _FACTS.values()))
+
+DATASETS = tuple(
+    Dataset(name, task, metric, "longbench", **_OWN.get(task, {}), **_OWN.get(name, {}))
+    for name, (task, metric, *_) in _FACTS.items()
 )
-
-
-_TEXT, _CODE = 1.6, 3.5  # tokens a word by Llama 2's tokenizer, measured on 89 of the rows
-# Words by Table 1 of the paper, answers by config/dataset2maxlen.json
 PUBLISHED = {
-    "narrativeqa": Published(200, 18_409, 128, _TEXT),
-    "qasper": Published(200, 3_619, 128, _TEXT),
-    "multifieldqa_en": Published(150, 4_559, 64, _TEXT),
-    "hotpotqa": Published(200, 9_151, 32, _TEXT),
-    "2wikimqa": Published(200, 4_887, 32, _TEXT),
-    "musique": Published(200, 11_214, 32, _TEXT),
-    "gov_report": Published(200, 8_734, 512, _TEXT),
-    "qmsum": Published(200, 10_614, 512, _TEXT),
-    "multi_news": Published(200, 2_113, 512, _TEXT),
-    "trec": Published(200, 5_177, 64, _TEXT),
-    "triviaqa": Published(200, 8_209, 32, _TEXT),
-    "samsum": Published(200, 6_258, 128, _TEXT),
-    "passage_count": Published(200, 11_141, 32, _TEXT),
-    "passage_retrieval_en": Published(200, 9_289, 32, _TEXT),
-    "lcc": Published(500, 1_235, 64, _CODE),
-    "repobench-p": Published(500, 4_206, 64, _CODE),
+    # tokens a word by Llama 2's tokenizer, measured on 89 of the rows
+    name: Published(examples, words, max_new_tokens, 3.5 if task == "code" else 1.6)
+    for name, (task, _, examples, words, max_new_tokens) in _FACTS.items()
 }
 
 
@@ -103,9 +101,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         archive, member = _archive(), f"data/{dataset.name}.jsonl"
         with zipfile.ZipFile(archive) as opened:
             data, source = opened.read(member), f"{archive}:{member}"
-    text = (name, lambda value: is_text(value) and value.count("{context}") == 1, "a prompt with {context}, once")
-    number = (name, lambda value: type(value) is int and value > 0, "a number of tokens of at least 1")
-    template, max_new_tokens = _entry(PROMPTS, text, folder), _entry(MAX_LENGTHS, number, folder)
+    template, max_new_tokens = _entry(PROMPTS, name, _TEMPLATE, folder), _entry(MAX_LENGTHS, name, _TOKENS, folder)
     return load_lines(dataset, data, source, template, max_new_tokens, settings.on_error)
 
 
@@ -131,7 +127,6 @@ SUITE = Suite(
     name="longbench",
     datasets=DATASETS,
     load=load,
-    score=score_example,
     called="all",
     tasks=TASKS,
     cached=is_cached,
@@ -147,20 +142,19 @@ SUITE_E = Suite(
         if dataset.name not in ("narrativeqa", "musique", "qmsum")
     ),
     load=load_e,
-    score=score_example,
 )
 
 
-def _entry(name: str, field: Field, folder: Path | None) -> Any:
+def _entry(name: str, dataset: str, check: Check, folder: Path | None) -> Any:
     """A dataset's entry in one of LongBench's config files. Raises UserError."""
     path = f"config/{name}"
     data = official_file("LongBench", path, CONFIG_URL + name, CONFIG_SHA256[name], folder, _GIVE)
     try:
         content = parsed_json(data)
-        check_fields(content, (field,))
+        check_fields(content, {dataset: check})
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    return content[field[0]]
+    return content[dataset]
 
 
 def _archive() -> Path:

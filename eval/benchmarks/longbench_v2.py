@@ -8,13 +8,11 @@ Ours: answers are greedy, officially sampled at temperature 0.1; an empty answer
 the results. The table `groups` shows both scores.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, official_file
-from eval.benchmarks.metrics import score_example
-from eval.benchmarks.rows import Field, check_fields, is_filled, is_text, loaded
+from eval.benchmarks.rows import FILLED, TEXT, check_fields, loaded, one_of
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from lazyllm.errors import UserError
 
@@ -27,22 +25,9 @@ LENGTHS = {"short": "short (0-32k words)", "medium": "medium (32-128k words)", "
 _HUB = HubDataset("THUDM/LongBench-v2", f"LongBench v2's {ROWS} and {PROMPT}")
 _PLACES = {"$Q$": "question", "$C_A$": "choice_A", "$C_B$": "choice_B", "$C_C$": "choice_C", "$C_D$": "choice_D"}
 _LETTERS = ("A", "B", "C", "D")
-
-
-def _one_of(name: str, values: Iterable[str]) -> Field:
-    return name, lambda value: value in values, f"one of {', '.join(values)}"
-
-
-_FIELDS: tuple[Field, ...] = (
-    ("_id", lambda value: is_text(value) and bool(value), "a string that is not empty"),
-    ("domain", is_text, "a string"),
-    ("sub_domain", is_text, "a string"),
-    _one_of("difficulty", ("easy", "hard")),
-    _one_of("length", tuple(LENGTHS)),
-    *((field, is_text, "a string") for field in _PLACES.values()),
-    _one_of("answer", _LETTERS),
-    ("context", is_filled, "a string that is not empty"),
-)
+_FIELDS = {"_id": FILLED, "domain": TEXT, "sub_domain": TEXT, "difficulty": one_of(("easy", "hard"))}
+_FIELDS |= {"length": one_of(LENGTHS), **dict.fromkeys(_PLACES.values(), TEXT)}
+_FIELDS |= {"answer": one_of(_LETTERS), "context": FILLED}
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -65,7 +50,6 @@ SUITE = Suite(
         Dataset("longbench_v2", "multiple_choice", "multiple_choice", suite="longbench_v2", decode_halves=False),
     ),
     load=load,
-    score=score_example,
     missing=_HUB.missing,
 )
 

@@ -12,6 +12,14 @@ RULER (`scripts/eval/synthetic/constants.py` and `scripts/eval/evaluate.py`, com
 SCBench (`compute_scores.py`, commit 9987de6): its scorers of many_shot and qa_chn iterate over a gold answer that is a
 string as if it were a list of answers, so each of its characters counts as an answer. In many_shot, an answer that
 shares a letter with the gold one is right.
+
+BABILong (`babilong/metrics.py`, commit eeec607): whether the answer names the right label only.
+
+MRCR (the dataset's card): 0 unless the answer starts with the row's random string, else the ratio of `SequenceMatcher`.
+
+GraphWalks (the dataset's card): F1 of the nodes in the last line, `Final Answer: [a, b]`. Ours: blank lines at the end
+are passed over, and two faults of the card's code are not kept. It joins the words `Final Answer: [` to the first node,
+which then is never right, and gives 1 to an answer without any right node.
 """
 
 import json
@@ -31,6 +39,11 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]  # (answer, gold a
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
+_FINAL_ANSWER = re.compile(r"Final Answer: ?\[(.*)\]")
+
+# BABILong's labels: of tasks 1 to 4, and of task 5
+PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+GIVERS_AND_GIFTS = ("bill", "fred", "jeff", "mary", "apple", "football", "milk")
 
 # The package `rouge` walks back through its LCS table by recursion, one call a step. In the official script, Python's
 # limit of 1000 nested calls allows N steps; a longer walk ends in an error that scores 0.
@@ -136,30 +149,20 @@ def code_similarity(prediction: str, gold: str) -> float:
     return round(100 * SequenceMatcher(None, line, gold).ratio()) / 100
 
 
-def chosen_letter(answer: str) -> str | None:
-    """The letter of an answer by the official patterns, brackets first, asterisks ignored; None without a letter."""
-    for pattern in (r"The correct answer is \(([A-D])\)", r"The correct answer is ([A-D])"):
-        match = re.search(pattern, answer.replace("*", ""))
-        if match is not None:
-            return match[1]
-    return None
+def _letter(answer: str, answers: Sequence[str]) -> bool:
+    """Whether the answer's letter, by the official patterns, brackets first, asterisks ignored, is the gold one."""
+    answer, says = answer.replace("*", ""), "The correct answer is "
+    found = re.search(rf"{says}\(([A-D])\)", answer) or re.search(rf"{says}([A-D])", answer)
+    return found is not None and found[1] in answers
 
 
-def string_match_all(answer: str, answers: Sequence[str]) -> float:
-    """The share of gold answers that the answer contains, ignoring case."""
-    answer = _cleaned(answer)
-    return sum(gold.lower() in answer for gold in answers) / len(answers)
+def _contained(answer: str, answers: Sequence[str]) -> list[bool]:
+    """Whether each gold answer is in the answer, ignoring case.
 
-
-def string_match_part(answer: str, answers: Sequence[str]) -> float:
-    """1 if the answer contains any gold answer, ignoring case, else 0."""
-    answer = _cleaned(answer)
-    return float(any(gold.lower() in answer for gold in answers))
-
-
-def _cleaned(answer: str) -> str:
-    """The answer in lower case, stripped; every control character (tab and newline too) becomes a newline."""
-    return re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    The answer is stripped; every control character (tab and newline too) becomes a newline.
+    """
+    answer = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
+    return [gold.lower() in answer for gold in answers]
 
 
 _MARKS = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
@@ -229,6 +232,37 @@ def _summary_or_number(answer: str, answers: Sequence[str]) -> float:
     return float(found is not None and found[0] == answers[0])
 
 
+def _label(answer: str, answers: Sequence[str]) -> bool:
+    """Whether the first sentence names the gold label and no other one, but for those in the question, which follow."""
+    sentence = answer.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
+    gold, *asked = map(str.lower, answers)
+    labels = PLACES if gold in PLACES else GIVERS_AND_GIFTS
+    return [label for label in labels if label in sentence and label not in asked] == [gold]
+
+
+def _node_f1(answer: str, answers: Sequence[str]) -> float:
+    """F1 of the sets of nodes: 1 if both are empty, 0 without a final line. answers: the gold final line."""
+    nodes, gold = _final_nodes(answer), _final_nodes(answers[0]) or set()
+    if nodes is None:
+        return 0.0
+    return 2 * len(nodes & gold) / (len(nodes) + len(gold)) if nodes or gold else 1.0
+
+
+def _final_nodes(answer: str) -> set[str] | None:
+    """The nodes of the last line that is not blank; None if it has no final answer."""
+    lines = [line for line in answer.split("\n") if line.strip()]
+    match = _FINAL_ANSWER.search(lines[-1]) if lines else None
+    return None if match is None else {node.strip() for node in match[1].split(",") if node.strip()}
+
+
+def _copied(answer: str, answers: Sequence[str]) -> float:
+    """The ratio of the answer and the gold one, behind the text that both must start with: `answers[1]`, if given."""
+    gold, start = answers[0], "".join(answers[1:2])
+    if not answer.startswith(start):
+        return 0.0
+    return SequenceMatcher(None, answer.removeprefix(start), gold.removeprefix(start)).ratio()
+
+
 def _best(metric: Callable[[str, str], float]) -> Metric:
     """A metric of one gold answer: the best over all counts."""
     return lambda answer, answers, all_classes: max(0.0, *(metric(answer, gold) for gold in answers))
@@ -248,9 +282,9 @@ METRICS: dict[str, Metric] = {
     "retrieval": _best(retrieval),
     "count": _best(count),
     "code_similarity": _best(code_similarity),
-    "multiple_choice": _over_all(lambda answer, answers: chosen_letter(answer) in answers),
-    "string_match_all": _over_all(string_match_all),
-    "string_match_part": _over_all(string_match_part),
+    "multiple_choice": _over_all(_letter),
+    "string_match_all": _over_all(lambda answer, answers: sum(_contained(answer, answers)) / len(answers)),
+    "string_match_part": _over_all(lambda answer, answers: any(_contained(answer, answers))),
     "substring": _over_all(lambda answer, answers: answers[0] in answer),
     "share_of_substrings": _over_all(_all_substrings),
     "substring_any_case": _over_all(_any_case),
@@ -260,6 +294,15 @@ METRICS: dict[str, Metric] = {
     "number": _over_all(_number),
     "rouge_lsum": _over_all(_summary),
     "rouge_lsum_or_number": _over_all(_summary_or_number),
+    "label": _over_all(_label),
+    "node_f1": _over_all(_node_f1),
+    "sequence_ratio": _over_all(_copied),
+}
+# {metric: (check of a gold answer, its form)}, if not every text is one
+_GOLD_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "retrieval": (_GOLD_PARAGRAPH.search, "Paragraph <number>"),
+    "label": (lambda gold: gold.lower() in PLACES + GIVERS_AND_GIFTS, "a label of BABILong"),
+    "node_f1": (lambda gold: _final_nodes(gold) is not None, "Final Answer: [<nodes>]"),
 }
 
 
@@ -294,9 +337,10 @@ def check_gold(dataset: Dataset, answers: Sequence[str], all_classes: Sequence[s
         raise UserError("answers is empty: there is nothing to score against")
     if needs_classes(dataset) and not all_classes:
         raise UserError("all_classes must list the class names, which this dataset's metric needs")
-    wrong = [gold for gold in answers if dataset.metric == "retrieval" and not _GOLD_PARAGRAPH.search(gold)]
+    accepts, form = _GOLD_FORMS.get(dataset.metric, (lambda gold: True, ""))
+    wrong = [gold for gold in answers if not accepts(gold)]
     if wrong:
-        raise UserError(f"answers must read 'Paragraph <number>', got {wrong[0]!r}")
+        raise UserError(f"answers must read {form!r}, got {wrong[0]!r}")
 
 
 def second_score(dataset: Dataset, prediction: str, answers: Sequence[str]) -> float | None:

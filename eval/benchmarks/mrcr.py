@@ -2,7 +2,7 @@
 
 A row is a conversation; its last message asks for the answer to, for example, the second poem about tapirs, after a
 random string. So an answer is a copy of up to a thousand tokens. The messages enter the model's chat template as they
-are. The score is the dataset's: 0 unless the answer starts with the random string, else `SequenceMatcher`'s ratio.
+are.
 
 Rows come through the package `datasets`, or from its parquet files in `data.dir`. Official bins hold rows by their
 o200k_base tokens, those of all messages and the answer; they are counted by tiktoken, or by the model's tokenizer if
@@ -13,13 +13,12 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset
 from eval.benchmarks.prompts import tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, loaded, sha256_of, shortened
+from eval.benchmarks.rows import FILLED, check_fields, is_filled, loaded, one_of, sha256_of, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, check_lengths, setting
 from lazyllm.errors import UserError
 
@@ -28,13 +27,7 @@ NEEDLES = (2, 4, 8)
 BINS = tuple(2**power for power in range(13, 21))  # upper ends; each begins above half of its end
 _HUB = HubDataset("openai/mrcr", "its parquet files")
 _CHARACTERS = 16  # of a token, at most, on average over a conversation: rows beyond it are not counted
-_FILLED = (is_filled, "a string that is not empty")
-_FIELDS = (
-    ("prompt", is_filled, "a conversation as JSON"),
-    ("answer", *_FILLED),
-    ("random_string_to_prepend", *_FILLED),
-    ("n_needles", lambda value: value in NEEDLES, f"one of {', '.join(map(str, NEEDLES))}"),
-)
+_FIELDS = {"prompt": FILLED, "answer": FILLED, "random_string_to_prepend": FILLED, "n_needles": one_of(NEEDLES)}
 
 
 @dataclass
@@ -44,14 +37,6 @@ class MrcrConfig:
     lengths: list[int] = setting(
         [BINS[0]], "upper ends of bins, in tokens of messages and answer: 8192, 16384, ... 1048576"
     )
-
-
-def score(dataset: Dataset, answer: str, answers: Sequence[str], all_classes: Sequence[str] | None = None) -> float:
-    """The ratio of the answer and the gold one. answers: the gold answer, and the random string that it starts with."""
-    gold, prefix = answers
-    if not answer.startswith(prefix):
-        return 0.0
-    return SequenceMatcher(None, answer.removeprefix(prefix), gold.removeprefix(prefix)).ratio()
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -115,7 +100,6 @@ SUITE = Suite(
         Dataset(f"mrcr_{needles}", "coreference", "sequence_ratio", suite="mrcr", truncate=False) for needles in NEEDLES
     ),
     load=load,
-    score=score,
     options=MrcrConfig,
     check=partial(check_lengths, BINS),
     missing=_HUB.missing,

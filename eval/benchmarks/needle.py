@@ -1,8 +1,9 @@
 """Needle in a haystack: a question about one fact in a long text, for every length and depth.
 
-The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). As in RULER, the fact is a number that no
-model can guess, and an answer is right if it contains the number. The haystack is RULER's noise or the user's text,
-repeated if necessary.
+The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). Ours: as in RULER, the fact is a number that
+no model can guess, and an answer is right if it contains the number. A needle stands at the first end of a sentence at
+or behind its depth, his at the last one before it. A length counts all of the prompt and the answer, his the text and
+200 tokens for the rest. The haystack is RULER's noise or the user's text, repeated if necessary.
 
 `tiny` cannot read English. With its tokenizer, needle and haystack are those of the embedded suite's `lookup`:
 `entry KEY a b c.` in filler, without other entries.
@@ -20,7 +21,6 @@ from typing import Any
 
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import made_here, sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE, as_example
@@ -84,8 +84,7 @@ class _English:
             """A prompt with the needle after so many sentences, and its tokens."""
             needle, instruction = self.needle.format(key=key, value=value), self.instruction
             text = instruction + " ".join([*sentences[:place], needle, *sentences[place:]])
-            start = len(instruction) + sum(len(sentence) + 1 for sentence in sentences[:place])
-            spot = start, start + len(needle)
+            spot = text.index(needle), text.index(needle) + len(needle)
             official = {  # in RULER's format, with length, depth and evidence
                 "id": identity,
                 "input": text + question,
@@ -169,7 +168,6 @@ SUITE = Suite(
     version=VERSION,
     datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
     load=load,
-    score=score_example,
     options=NeedleConfig,
     check=check,
     length=lambda settings: max(settings.options.lengths),

@@ -144,7 +144,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def _example(own: OwnDataset, row: Any, number: int) -> Example:
-    check_fields(row, ())
+    check_fields(row, {})
 
     def values_of(name: str, many: bool = False) -> list[Any]:
         if row.get(name) is None:
@@ -194,7 +194,6 @@ def own_suite(own: OwnDataset) -> Suite:
         name=own.name,
         datasets=(own,),
         load=load,
-        score=score_example,
         missing=missing,
         reference_tokens=own.prompt_tokens,
     )

@@ -107,38 +107,39 @@ def build_prompt(
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, start = example.instruction + example.context + example.input, len(example.instruction)
-    context = _moved(_unprotected(example.context, dataset.protected), start)
-    evidence = [_moved(list(turn.evidence), start) for turn in (example, *example.turns)]
+    evidence = (list(turn.evidence) for turn in (example, *example.turns))
+    places = [_moved(one, start) for one in (_unprotected(example.context, dataset.protected), *evidence)]
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
     if max_prompt_tokens is not None and truncated:
         left, right = _ends(tokenizer, ids, max_prompt_tokens, dataset.decode_halves)
-        context, *evidence = (_after_cut(ranges, text, left, right) for ranges in (context, *evidence))
+        places = [_after_cut(ranges, text, left, right) for ranges in places]
         text = left + right
     chat = chat if dataset.chat_wrap else CHAT_FORMATS["none"]
     # its own template writes the special tokens out, BOS among them if the model wants one: none is added
     special = not chat.uses_template(tokenizer)
+    is_found = True
     if special:
         opening = chat.opening(tokenizer, example.earlier)
-        text = f"{opening}{text}{chat.after}"
-        moved, *evidence = (_moved(ranges, len(opening)) for ranges in (context, *evidence))
+        text, by = f"{opening}{text}{chat.after}", len(opening)
     else:
-        inner, text = text, chat.wrapped(tokenizer, text, example.earlier)
-        moved, *evidence = (_after_own_template(ranges, inner, text) for ranges in (context, *evidence))
+        wrapped, inner = chat.wrapped(tokenizer, text, example.earlier), text.strip()  # which many templates strip
+        is_found, start = wrapped.count(inner) == 1, text.index(inner)
+        places = [_clipped(ranges, start, start + len(inner)) if is_found else [] for ranges in places]
+        text, by = wrapped, wrapped.find(inner) - start
     text += example.answer_prefix
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
     before = len(ids) if example.earlier else before  # a conversation is not truncated
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
-    if moved is None:
-        moved, spans = [], None
     encode = partial(_tokenize, tokenizer, special_tokens=special)
     sha256 = token_ids_sha256(ids)
-    first, *others = (tuple(ranges or ()) for ranges in evidence)
+    context, first, *others = (tuple(_moved(ranges, by)) for ranges in places)
     later = zip(example.turns, others, strict=True)
     turns = tuple(_later_turn(turn, tokenizer, chat, ranges) for turn, ranges in later)
-    return BuiltPrompt(text, tuple(ids), before, truncated, sha256, tuple(moved), spans, first, encode, turns)
+    spans = spans if is_found else None
+    return BuiltPrompt(text, tuple(ids), before, truncated, sha256, context, spans, first, encode, turns)
 
 
 def _later_turn(
@@ -204,15 +205,6 @@ def _after_cut(ranges: Ranges, text: str, left: str, right: str) -> Ranges:
     if in_left and in_right and in_left[-1][1] == in_right[0][0]:  # the cut went through this range
         in_right[0] = (in_left.pop()[0], in_right[0][1])
     return in_left + in_right
-
-
-def _after_own_template(ranges: Ranges, text: str, wrapped: str) -> Ranges | None:
-    """The ranges of `text` in `wrapped`; None unless it holds the text, or the stripped text, exactly once."""
-    inner = text.strip()
-    if wrapped.count(inner) != 1:
-        return None
-    start = text.index(inner)
-    return _moved(_clipped(ranges, start, start + len(inner)), wrapped.index(inner) - start)
 
 
 def _same(left: str, right: str) -> int:

@@ -11,7 +11,7 @@ from eval.benchmarks.metrics import check_gold
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Turn
 from lazyllm.errors import UserError
 
-Field = tuple[str, Callable[[Any], Any], str]  # of a row: its name, a check of its value, what is allowed
+Check = tuple[Callable[[Any], Any], str]  # of a field: a check of its value, and what is allowed
 WHOLE = "{instruction}{context}{input}"  # in hashes, the official prompt of rows that hold their whole prompt
 # (place, JSON value, or UserError with the reason why it is none) of each row; their source, and their hash
 Rows = tuple[Iterable[tuple[str, Any]], str, str]
@@ -39,19 +39,21 @@ def is_answers(value: Any) -> bool:
     return is_texts(value) and any(map(str.strip, value))
 
 
-_FIELDS: tuple[Field, ...] = (
-    ("input", is_text, "a string"),
-    ("context", is_filled, "a string that is not empty"),
-    ("answers", is_answers, "a list of strings, not all of them empty"),
-    ("length", lambda value: type(value) is int and value >= 0, "a whole number"),
-    ("dataset", is_text, "a string"),
-    ("language", is_text, "a string"),
-    ("all_classes", lambda value: value is None or is_texts(value), "a list of strings or null"),
-)
-_TURN_FIELDS: tuple[Field, ...] = (
-    ("input", is_filled, "a string that is not empty"),
-    ("answers", is_answers, "a list of strings, not all of them empty"),
-)
+TEXT: Check = is_text, "a string"
+FILLED: Check = is_filled, "a string that is not empty"
+TEXTS: Check = is_texts, "a list of strings"
+CLASSES: Check = (lambda value: value is None or is_texts(value), "a list of strings or null")
+_ANSWERS: Check = is_answers, "a list of strings, not all of them empty"
+_LENGTH: Check = (lambda value: type(value) is int and value >= 0, "a whole number")
+
+_FIELDS = {"input": TEXT, "context": FILLED, "answers": _ANSWERS, "length": _LENGTH, "dataset": TEXT, "language": TEXT}
+_FIELDS["all_classes"] = CLASSES
+
+
+def one_of(values: Iterable[Any]) -> Check:
+    """The check of a value that must be one of these."""
+    allowed = tuple(values)
+    return allowed.__contains__, f"one of {', '.join(map(str, allowed))}"
 
 
 def read_lines(data: bytes, source: str) -> Iterator[tuple[str, Any]]:
@@ -77,15 +79,15 @@ def parsed_json(data: bytes, where: str = "") -> Any:
         raise UserError(f"{where}{where and ': '}not valid JSON in UTF-8 ({error})") from error
 
 
-def check_fields(row: Any, fields: Sequence[Field]) -> None:
+def check_fields(row: Any, fields: Mapping[str, Check]) -> None:
     """Raise UserError unless a row is a JSON object with all fields, each of its type."""
     if isinstance(row, UserError):
         raise row
     if not isinstance(row, dict):
         raise UserError(f"expected a JSON object, got {type(row).__name__}")
-    for field, accepts, expected in fields:
+    for field, (accepts, expected) in fields.items():
         if field not in row:
-            raise UserError(f"field {field!r} is missing; expected {', '.join(name for name, _, _ in fields)}")
+            raise UserError(f"field {field!r} is missing; expected {', '.join(fields)}")
         if not accepts(row[field]):
             raise UserError(f"field {field!r} must be {expected}, got {shortened(row[field])}")
 
@@ -195,9 +197,9 @@ def _parse_turns(dataset: Dataset, row: Any) -> tuple[Turn, ...]:
     turns = []
     for number, value in enumerate(values, start=2):
         try:
-            check_fields(value, _TURN_FIELDS)
+            check_fields(value, {"input": FILLED, "answers": _ANSWERS})
             check_gold(dataset, value["answers"], row["all_classes"])
-            check_fields({"answer_prefix": "", **value}, (("answer_prefix", is_text, "a string"),))
+            check_fields({"answer_prefix": "", **value}, {"answer_prefix": TEXT})
         except UserError as error:
             raise UserError(f"turn {number}: {error}") from error
         turns.append(Turn(value["input"], tuple(value["answers"]), value.get("answer_prefix", "")))

@@ -13,14 +13,22 @@ Ours differs in four points:
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows
-from eval.benchmarks.rows import check_fields, is_filled, is_texts, loaded, prompt_parts, sha256_of
+from eval.benchmarks.rows import (
+    FILLED,
+    Check,
+    check_fields,
+    is_filled,
+    is_texts,
+    loaded,
+    one_of,
+    prompt_parts,
+    sha256_of,
+)
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
 from lazyllm.errors import UserError
 
@@ -92,7 +100,6 @@ SUITE = Suite(
         *(Dataset(name, task, "function_match", suite="scbench") for name, task in _LEFT_OUT.items()),
     ),
     load=load,
-    score=score_example,
     missing=missing,
 )
 
@@ -125,9 +132,12 @@ def _is_context(value: Any) -> bool:
     return is_filled(value) or numbers
 
 
-_TEXT = (is_filled, "a string that is not empty")
-# {metric: (check, expected type)}, if the answer is not a string
-_ANSWERS: dict[str, tuple[Callable[[Any], bool], str]] = {
+_CONTEXT: Check = _is_context, "a string that is not empty"
+_TURNS: Check = (lambda value: isinstance(value, list) and bool(value), "a list of turns")
+_OPTIONS: Check = (lambda value: is_texts(value) and len(value) == 4, "4 strings")
+_ASKS: Check = _ASKED.search, "a text that names what it asks for, as 'The ... is'"
+# {metric: check}, if the answer is not a string
+_ANSWERS: dict[str, Check] = {
     "share_of_substrings": (lambda value: is_texts(value) and all(value) and bool(value), "a list of strings"),
     "number": (lambda value: type(value) in (int, float), "a number"),
 }
@@ -140,8 +150,7 @@ def _example(dataset: Dataset, prompts: tuple[str, str, str], row: Any, number: 
     """
     first, later, prefix = prompts
     name = "input" if isinstance(row, dict) and "input" in row and "context" not in row else "context"
-    turns = ("multi_turns", lambda value: isinstance(value, list) and bool(value), "a list of turns")
-    check_fields(row, ((name, _is_context, "a string that is not empty"), turns))
+    check_fields(row, {name: _CONTEXT, "multi_turns": _TURNS})
     context = str(row[name])
     asked = [_question(dataset, place, turn) for place, turn in enumerate(row["multi_turns"], 1)]
     evidence = [()] * len(asked)
@@ -169,22 +178,22 @@ def _example(dataset: Dataset, prompts: tuple[str, str, str], row: Any, number: 
 def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str], tuple[str, ...]]:
     """The values of a prompt's placeholders in one turn, and its gold answers. Raises UserError."""
     try:
-        check_fields(turn, (("input", *_TEXT), ("answer", *_ANSWERS.get(dataset.metric, _TEXT))))
+        check_fields(turn, {"input": FILLED, "answer": _ANSWERS.get(dataset.metric, FILLED)})
         text, answer = turn["input"], turn["answer"]
         fields = {"input": text, "question": text}
         if dataset.metric == "choice":  # both the text and the letter of the right option are gold answers
-            is_one = lambda options: is_texts(options) and len(options) == 4 and answer in options  # noqa: E731
-            check_fields(turn, (("options", is_one, "4 strings, one the answer"),))
+            check_fields(turn, {"options": _OPTIONS})
+            check_fields(turn, {"answer": one_of(turn["options"])})
             options = dict(zip("ABCD", turn["options"], strict=True))
             letter = "ABCD"[turn["options"].index(answer)]
             return fields | {f"OPTION_{name}": option for name, option in options.items()}, (answer, letter)
         if dataset.name == "scbench_mf":
-            check_fields(turn, (("input", _ASKED.search, "a text that names what it asks for, as 'The ... is'"),))
+            check_fields(turn, {"input": _ASKS})
             return fields | {"prefix": f"What is {_ASKED.findall(text)[0].lower()[:-3]}?"}, (str(answer),)
         if dataset.metric == "rouge_lsum_or_number":
-            check_fields(turn, (("task", lambda task: task in _PARTS, f"one of {', '.join(_PARTS)}"),))
-            fits = lambda answer: answer.isdigit() == (turn["task"] == _PARTS[1])  # noqa: E731
-            check_fields(turn, (("answer", fits, f"a number for {_PARTS[1]} and only for it"),))
+            check_fields(turn, {"task": one_of(_PARTS)})
+            if answer.isdigit() != (turn["task"] == _PARTS[1]):
+                raise UserError(f"field 'answer' must be a number for {_PARTS[1]} and only for it")
     except UserError as error:
         raise UserError(f"turn {number} of field 'multi_turns': {error}") from error
     return fields, tuple(answer) if isinstance(answer, list) else (answer,)

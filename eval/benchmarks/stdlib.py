@@ -18,7 +18,6 @@ LongBench's format; the code that chose them is `eval/benchmarks/stdlib.py` of c
 import lzma
 from pathlib import Path
 
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.rows import load_lines
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 
@@ -45,7 +44,6 @@ SUITE = Suite(
         for name in TEMPLATES
     ),
     load=load,
-    score=score_example,
     models=("coder",),
     rows_here=True,
     limit=24,  # enough for a first look

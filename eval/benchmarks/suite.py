@@ -30,7 +30,7 @@ class Dataset:
 
     name: its name in configs, files and tables; unique among all suites.
     task: the task whose score is the mean over its datasets.
-    metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS` unless the suite has a scorer of its own.
+    metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS`.
     suite: the name of its suite.
     prompt_of: the LongBench dataset whose prompt and answer length it uses; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
@@ -172,13 +172,12 @@ def check_lengths(allowed: Sequence[Any], dataset: Dataset, settings: DataSettin
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """A suite of datasets, their source and their scorer.
+    """A suite of datasets and their source.
 
     name: its name in records and tables.
     version: raised with every change of rows, prompts or scores.
     datasets: in the order of tables.
     load: reads one of its datasets. Raises UserError.
-    score: the official scorer: (dataset, answer, gold answers, class names) -> 0 to 1, such as `metrics.score_example`.
     called: the name in configs for all its datasets, if it is not the suite's.
     options: the dataclass of its settings, each with a default, in a config under the suite's name; None for none.
     models: presets made for this suite: it is their default, and a task's name means its datasets.
@@ -201,7 +200,6 @@ class Suite:
     version: int = 1
     datasets: tuple[Dataset, ...]
     load: Callable[[Dataset, DataSettings], LoadedDataset]
-    score: Callable[[Dataset, str, Sequence[str], Sequence[str] | None], float]
     called: str = ""
     options: type | None = None
     models: tuple[str, ...] = ()

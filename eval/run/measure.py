@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, post_process
-from eval.benchmarks.metrics import second_score
+from eval.benchmarks.metrics import score_example, second_score
 from eval.benchmarks.prompts import gold_token_ids
 from eval.run.arms import Arm
 from eval.run.cases import Case
@@ -369,7 +368,7 @@ def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[st
     answers = list((case.example, *case.example.turns)[turn].answers)
     return {
         "text": text,
-        "score": SUITES[case.dataset.suite].score(case.dataset, text, answers, list(case.example.all_classes)),
+        "score": score_example(case.dataset, text, answers, list(case.example.all_classes)),
         "rouge_l": second_score(case.dataset, text, answers),
     }
 

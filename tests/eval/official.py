@@ -13,7 +13,7 @@ import pytest
 
 # Real LongBench rows, scored answers and Llama 2's tokenizer: beside the repository, and never in it
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-LONGBENCH, LLAMA2 = SHARED / "longbench", SHARED / "tokenizers" / "llama2"
+LONGBENCH, RULER, LLAMA2 = SHARED / "longbench", SHARED / "ruler", SHARED / "tokenizers" / "llama2"
 
 
 def needs(path: Path) -> pytest.MarkDecorator:

@@ -7,7 +7,6 @@ are not stored here. Ours: each dataset is a task, so that the mean over tasks i
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from eval.benchmarks.metrics import score_example
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import made_here
 from eval.benchmarks.ruler.generator import rows
@@ -91,7 +90,6 @@ SUITE = Suite(
     version=VERSION,
     datasets=tuple(Dataset(name, name, metric, suite="ruler", truncate=False) for name, metric in _METRICS.items()),
     load=load,
-    score=score_example,
     options=RulerConfig,
     check=check,
     missing=missing,

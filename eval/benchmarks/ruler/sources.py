@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, parsed_json
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, reason_of, require
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"  # of NVIDIA/RULER: of prompts, settings and rows
 
@@ -175,14 +175,10 @@ class Pairs(Sequence[str]):
     """All distinct "adjective-noun" pairs, sorted: six million strings, each made when it is read."""
 
     def __init__(self, adjectives: Iterable[str], nouns: Iterable[str]) -> None:
-        ends, blocks = sorted(set(nouns)), list[list[str]]()
-        # an adjective's pairs are contiguous, unless another adjective begins with it and "-" ("well", "well-made")
-        for beginning in sorted(f"{adjective}-" for adjective in set(adjectives)):
-            if blocks and beginning.startswith(blocks[-1][0]):
-                blocks[-1].append(beginning)
-            else:
-                blocks.append([beginning])
-        # (beginning, the sorted rests of its pairs); pairs of adjectives that mix have no common beginning
+        ends, beginnings = sorted(set(nouns)), sorted(f"{adjective}-" for adjective in set(adjectives))
+        # pairs of adjectives with the same first word ("well", "well-made") mix, and have no common beginning
+        blocks = [[*group] for _, group in itertools.groupby(beginnings, lambda beginning: beginning.partition("-")[0])]
+        # (beginning, the sorted rests of its pairs)
         self._blocks = [
             (block[0], ends) if len(block) == 1 else ("", sorted({first + end for first in block for end in ends}))
             for block in blocks
@@ -208,7 +204,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
     official = path.suffix == ".json"
     if official:
         content = parsed_json(_content(path), str(path))
-        check_fields(content, (("text", is_text, f"a string, as in RULER's {_ESSAYS}"),))
+        check_fields(content, {"text": (is_text, f"a string, as in RULER's {_ESSAYS}")})
         text = content["text"]
     else:
         text = read_text(path, "ruler.haystack")
@@ -218,7 +214,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
 def read_text(path: Path, key: str) -> str:
     """The text of a file, or of a folder's .txt and .md files, stripped. key: the path's setting. Raises UserError."""
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
-    text = " ".join(map(_text, files)).strip()
+    text = " ".join(_content(file, as_text=True) for file in files).strip()
     if not text:
         raise UserError(f"{path}: no text to hide needles in; give {key}=FILE or FOLDER of .txt or .md files")
     return text
@@ -321,15 +317,8 @@ def _hotpotqa(content: Any) -> Corpus:
     return questions, documents
 
 
-def _text(file: Path) -> str:
+def _content(file: Path, as_text: bool = False) -> Any:
     try:
-        return _content(file).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error})") from error
-
-
-def _content(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+        return file.read_text("utf-8") if as_text else file.read_bytes()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({reason_of(error)})") from error

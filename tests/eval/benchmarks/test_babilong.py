@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks.babilong import LABELS, PROMPTS, SUITE, BabilongConfig, _example, read_prompts, score
+from eval.benchmarks.babilong import LABELS, PROMPTS, SUITE, BabilongConfig, _example, read_prompts
 from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.metrics import score_example
 from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 
@@ -37,30 +38,11 @@ def loaded(path: Path, lengths: tuple[str, ...] = ("4k",)):
     return SUITE.load(SUITE.datasets[0], DataSettings(dir=path, options=BabilongConfig(list(lengths))))
 
 
-@pytest.mark.parametrize(
-    ("answer", "target", "question", "task", "right"),
-    [
-        ("The most recent location of John is office.", "office", "Where is John?", "qa1", True),
-        ("OFFICE", "office", "Where is John?", "qa1", True),
-        ("office or garden", "office", "Where is John?", "qa1", False),
-        ("I think so. office", "office", "Where is John?", "qa1", False),
-        ("office <example> garden", "office", "Where is John?", "qa1", True),
-        ("Before the kitchen it was in the garden.", "garden", "Where was it before the kitchen?", "qa3", True),
-        ("kitchen", "kitchen", "Where was it before the kitchen?", "qa3", False),
-        ("Fred gave it", "Fred", "Who gave the apple to Bill?", "qa5", True),
-        ("Question: office", "office", "Where is John?", "qa1", True),
-        ("", "office", "Where is John?", "qa1", False),
-    ],
-)
-def test_score_is_the_official_rule(answer: str, target: str, question: str, task: str, right: bool) -> None:
-    assert official(target, answer, question, task) == right == scored(target, answer, question, task)
-
-
 def scored(target: str, answer: str, question: str, task: str) -> float:
     """The score by what a record holds, as the board gives it."""
     dataset = DATASETS[f"babilong_{task}"]
     example = _example(dataset, PARTS, ("4k", 0, ROW | {"question": question, "target": target}), 0)
-    return score(dataset, answer, example.answers)
+    return score_example(dataset, answer, example.answers)
 
 
 def test_score_of_random_answers_is_the_official_rule() -> None:
@@ -82,22 +64,7 @@ def test_prompt_is_the_official_one(tmp_path: Path) -> None:
     assert loaded(tmp_path, ("0k", "4k")).examples[1].id == example.id  # tables join runs of several lengths by id
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows", "named"),
-    [
-        (("4k",), [{"input": "x", "question": "y"}], "target"),
-        (("8k",), [ROW], "8k.json"),
-        (("4k",), [], "no usable row"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path: Path, lengths: tuple[str, ...], rows: list[object], named: str) -> None:
-    with pytest.raises(UserError, match=named):
-        loaded(folder(tmp_path, *rows), lengths)
-
-
-def test_unknown_lengths_and_prompts_are_refused() -> None:
-    with pytest.raises(UserError, match=r"babilong\.lengths"):
-        SUITE.check(SUITE.datasets[0], DataSettings(options=BabilongConfig(["3k"])))
+def test_other_prompts_are_refused() -> None:
     for content in (b"x = (", b"x = 1", b"DEFAULT_PROMPTS = {'qa1': {}}"):
         with pytest.raises(UserError, match="not BABILong's prompts"):
             read_prompts(content)

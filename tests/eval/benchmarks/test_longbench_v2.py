@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from eval.benchmarks import SUITES, longbench_v2
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench_v2 import SUITE
-from eval.benchmarks.metrics import chosen_letter
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
@@ -110,61 +108,11 @@ def test_halves_decoded_together_keep_the_space_between_them():
     assert texts[0] != texts[1]
 
 
-ADVERSARIAL = [
-    ("The correct answer is (B)", "B"),
-    ("**The correct answer is (C)**", "C"),
-    ("The correct answer is **(D)**.", "D"),
-    ("The correct answer is A", "A"),
-    ("The correct answer is Because", "B"),  # no end of a word is asked for
-    ("The correct answer is A. No: The correct answer is (C)", "C"),
-    ("The correct answer is (E). The correct answer is (B)", "B"),
-    ("The correct answer is ( B )", None),
-    ("The correct answer is (b)", None),
-    ("the correct answer is (B)", None),
-    ("The correct answer is: (B)", None),
-    ("The correct  answer is (B)", None),
-    ("The correct answer\nis (B)", None),
-    ("The correct answer is (B", None),
-    ("The correct answer is (*A*)", "A"),
-    ("(A)", None),
-    ("", None),
-]
-
-
-@pytest.mark.parametrize(("answer", "letter"), ADVERSARIAL)
-def test_answers_letter_is_the_official_one(answer, letter):
-    assert chosen_letter(answer) == letter
-    assert [SUITE.score(DATASET, answer, [gold], None) for gold in "ABCD"] == [float(gold == letter) for gold in "ABCD"]
-
-
-def test_malformed_row_is_named_by_file_number_and_field(tmp_path):
-    cases = [
-        (row(1, answer="E"), "field 'answer'"),
-        (row(1, length="tiny"), "field 'length'"),
-        (row(1, difficulty=None), "field 'difficulty'"),
-        (row(1, context=" "), "field 'context'"),
-        (row(1, choice_C=3), "field 'choice_C'"),
-        ({key: value for key, value in row(1).items() if key != "question"}, "field 'question'"),
-        (row(0), "the same _id as in"),
-        ("text", "expected a JSON object, got str"),
-    ]
-    for bad, message in cases:
-        write(tmp_path, row(0), bad)
-        with pytest.raises(UserError, match=rf"data\.json, row 2: {re.escape(message)}"):
-            load(tmp_path)
-        skipped = load(tmp_path, on_error="skip")
-        assert [example.id for example in skipped.examples] == ["id-0"]
-        assert [where for where, _ in skipped.skipped] == [f"{tmp_path / 'data.json'}, row 2"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"[\n{'a': 1}\n]", r"data\.json: not a table of rows .*line 2"),
         (b"[\xff]", r"data\.json: not a table of rows .*utf-8"),
-        (b"{}", r"data\.json:1: field '_id' is missing"),
-        (b"3", r"data\.json:1: expected a JSON object, got int"),
-        (b"[]", r"no usable row; give other rows"),
     ],
 )
 def test_malformed_file_is_refused(content, message, tmp_path):

@@ -59,8 +59,11 @@ def test_rows_have_every_length_at_every_depth(model, chat):
         needle = needle_of(example)
         assert example.answers[0] in needle
         assert example.context.count(example.answers[0]) == example.context.count(needle) == 1
-        before, after = (len(tokenizer(part)["input_ids"]) for part in example.context.split(needle))
-        assert abs(100 * before / (before + after) - depth) < 5
+        before, after = (
+            len(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in example.context.split(needle)
+        )
+        # the first end of a sentence at or behind the depth; a token of white space may be counted on either side
+        assert depth * (before + after) / 100 - 1 <= before < depth * (before + after) / 100 + 11
         assert example.answers[0] not in example.instruction + example.input + example.answer_prefix
         row = example.official
         assert (row["length"], row["depth"], row["outputs"]) == (length, depth, [*example.answers])
@@ -99,23 +102,6 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
 
     assert data() == data(limit=1) == data(repeats=2)
     assert len({data(), data(seed=1), data(lengths=[299]), data(depths=[0, 51]), data(chat="llama2")}) == 5
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("needle.lengths=[]", r"needle\.lengths=\[\]: expected a list of different numbers from 1"),
-        ("needle.lengths=[512,512]", r"different numbers"),
-        ("needle.depths=[0,101]", r"needle\.depths=\[0, 101\]: expected a list of different numbers from 0 to 100"),
-        ("needle.repeats=0", r"needle\.repeats=0: expected"),
-        ("needle.haystack=nowhere.txt", r"needle\.haystack=nowhere\.txt: expected a text file or a folder"),
-        ("needle.haystack=.", r"tiny knows only the words of the embedded suite"),
-    ],
-)
-def test_settings_without_rows_are_refused(override, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        run_of("dataset=needle", override)
 
 
 def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):

@@ -121,92 +121,13 @@ def test_context_may_be_named_input(tmp_path):
     assert load(write(tmp_path, "scbench_vt", values), "scbench_vt").examples[0].context == values["input"]
 
 
-@pytest.mark.parametrize(
-    ("task", "answer", "golds", "expected"),
-    [
-        ("scbench_choice_eng", "The answer is: B.", ("a cow", "B"), 1),
-        ("scbench_choice_eng", "The answer is:B", ("a cow", "B"), 0),  # one character after the phrase is skipped
-        ("scbench_choice_eng", "answer: (B)", ("a cow", "B"), 0),
-        ("scbench_choice_eng", "option is\n\nB", ("a cow", "B"), 1),
-        ("scbench_choice_eng", "A cow", ("a cow", "B"), 0),
-        ("scbench_choice_eng", " a cow\n", ("a cow", "B"), 1),
-        ("scbench_choice_eng", "I say a cow", ("a cow", "B"), 0),
-        ("scbench_choice_eng", "So {B}, not A", ("a cow", "B"), 1),
-        ("scbench_choice_eng", "Say BC or B", ("a cow", "B"), 0),  # a part of "ABCD", as officially
-        ("scbench_choice_eng", "", ("a cow", "B"), 0),
-        ("scbench_kv", "It is a-1.", ("a-1",), 1),
-        ("scbench_kv", "It is A-1.", ("a-1",), 0),
-        ("scbench_prefix_suffix", "abxyz", ("abxyz",), 1),
-        ("scbench_qa_eng", "ANN went", ("Ann",), 1),
-        ("scbench_mf", "about 7.9", ("7",), 1),
-        ("scbench_mf", "-7, not 8", ("7",), 1),
-        ("scbench_mf", "３", ("3",), 1),
-        ("scbench_mf", "seven", ("7",), 0),
-        ("scbench_mf", "9" * 400, ("7",), 0),
-        ("scbench_many_shot", "I say (A)", ("(B)",), 1),  # both have brackets
-        ("scbench_many_shot", "c", ("(B)",), 0),
-        ("scbench_qa_chn", "安，", ("安娜",), 1),
-        ("scbench_qa_chn", "好", ("安娜",), 0),
-        ("scbench_qa_chn", "安娜", ("安娜",), 2 / 3),  # two characters, of which one is gold
-        ("scbench_vt", "aaa", ("AAA", "BBB", "CCC"), 0.33),
-        ("scbench_summary", "the cat sat\non a mat", ("the cat sat\non the mat",), 5 / 6),
-        ("scbench_summary", "on a mat\nthe cat sat", ("the cat sat\non the mat",), 5 / 6),  # line by line
-        ("scbench_summary_with_needles", "It is 4711, not 5.", ("4711",), 1),
-        ("scbench_summary_with_needles", "5 or 4711", ("4711",), 0),
-        ("scbench_summary_with_needles", "one went", ("One went.",), 1),
-    ],
-)
-def test_scores_by_hand(task, answer, golds, expected):
-    assert SUITE.score(DATASETS[task], answer, golds, None) == pytest.approx(expected)
-
-
-BAD_ROWS = [
-    ("kv", row("scbench_kv", 1, context=" "), "field 'context'"),
-    ("kv", row("scbench_kv", 1, multi_turns=[]), "field 'multi_turns'"),
-    ("kv", "{'a': 1}", "not valid JSON"),
-]
-BAD_TURNS = [
-    ("kv", {"answer": 3}, "answer"),
-    ("kv", {"input": None}, "input"),
-    ("vt", {"answer": "AAA"}, "answer"),
-    ("mf", {"answer": "7"}, "answer"),
-    ("mf", {"input": "What?"}, "input"),
-    ("choice_eng", {"answer": "x"}, "options"),
-    ("summary_with_needles", {"task": "kv"}, "task"),
-    ("summary_with_needles", {"answer": "x"}, "answer"),
-]
-
-
-def bad_turn(name: str, fields: dict[str, Any], key: str) -> tuple[str, dict[str, Any], str]:
-    values = row(f"scbench_{name}", 1)
-    values["multi_turns"][1] |= fields
-    return name, values, f"turn 2 of field 'multi_turns': field '{key}'"
-
-
-@pytest.mark.parametrize(("name", "bad", "named"), [*BAD_ROWS, *(bad_turn(*case) for case in BAD_TURNS)])
-def test_malformed_row_is_named_by_file_line_and_field(name, bad, named, tmp_path):
-    task = f"scbench_{name}"
-    write(tmp_path, task, row(task), bad)
-    with pytest.raises(UserError, match=rf"{task}\.jsonl:2: {named}"):
-        load(tmp_path, task)
-    skipped = load(tmp_path, task, on_error="skip")
-    assert [example.id for example in skipped.examples] == [f"{task}-0"]
-    assert [where for where, _ in skipped.skipped] == [f"{tmp_path / task}.jsonl:2"]
-
-
-def test_other_prompts_warn_and_malformed_ones_are_refused(tmp_path, caplog):
+def test_malformed_prompts_are_refused(tmp_path):
     write(tmp_path, "scbench_kv", row("scbench_kv"))
     file = tmp_path / "eval_utils.py"
-    file.write_text(PROMPTS.replace("Novel", "Book"))
-    load(tmp_path, "scbench_kv")
-    assert "eval_utils.py: differs from SCBench's own" in caplog.text
     for content in ("x = 1", PROMPTS.replace("{prefix}", "{who}"), PROMPTS.replace("{context}", ""), "def"):
         file.write_text(content)
         with pytest.raises(UserError, match=r"holds no prompts of SCBench's .* expected scbench/eval_utils\.py"):
             load(tmp_path, "scbench_kv")
-    file.unlink()
-    with pytest.raises(UserError, match=r"eval_utils\.py is missing; give data\.dir=FOLDER with SCBench's"):
-        load(tmp_path, "scbench_kv")
 
 
 def test_task_without_rows_or_scorer_is_left_out_of_the_suite_and_refused_by_name(tmp_path):
