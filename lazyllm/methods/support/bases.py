@@ -93,6 +93,9 @@ class Prune(Method):
         By default the best of scores [m], as many as `kept`; ties to the lower index. An `adaptive` method may return
         fewer or more.
         """
+        if not hasattr(scores, "is_floating_point") or scores.shape != (at.m,) or not scores.is_floating_point():
+            found = f"{list(getattr(scores, 'shape', ()))} of {getattr(scores, 'dtype', type(scores).__name__)}"
+            raise UserError(f"{self.label}: scored {found}: expected a tensor of {at.m} floating-point numbers")
         return split_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])[0]
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
@@ -102,6 +105,8 @@ class Prune(Method):
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept:
         scores = self.score(at, recorded)
         stored = self.store(at, scores)
+        if stored is not None and self.forget:
+            raise UserError(f"{self.label}: store keeps other tokens in each key head: write forget = False beside it")
         return Kept(self.select(at, scores), stored, self.forget)
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -126,9 +131,10 @@ def groups_between(
     method: Method, kept: Mapping[int, int], num_layers: int, n: int, score_spec: Callable[[range], ScoreSpec]
 ) -> list[Group]:
     """The groups between the pruning layers of `Prune.kept`. Raises ValueError for a layer beyond the model."""
-    beyond = [layer for layer in kept if layer > num_layers]
-    if beyond:
-        raise ValueError(f"{method.label} prunes after layer {beyond[0]}, but the model has only {num_layers} layers")
+    for layer in kept:
+        if not 1 <= layer <= num_layers:
+            counted = f"the model has only {num_layers} layers" if layer > 0 else "layers count from 1"
+            raise ValueError(f"{method.label} prunes after layer {layer}, but {counted}")
     groups, start = [], 0
     for end in sorted({*kept, num_layers}):
         layers = range(start, end)

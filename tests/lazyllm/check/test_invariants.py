@@ -2,6 +2,7 @@
 
 import doctest
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from lazyllm.engine.inputs import Boundary
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Prune, Select
 from lazyllm.methods.support.schedule import keep_count
+from tests.lazyllm.methods.method_matrix import AskFirst
 from tests.reference import random_model
 
 MODEL = random_model("llama", 2, num_layers=4)
@@ -82,6 +84,31 @@ class Chosen(Halves):
 
 
 @dataclass(frozen=True)
+class Scored(Halves):
+    """Its scores are `made` of the positions."""
+
+    made: Callable[[Tensor], Any] = Tensor.double
+
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Any:
+        return self.made(at.positions)
+
+
+@dataclass(frozen=True)
+class Stored(Halves):
+    """Each key head keeps these of 30 tokens."""
+
+    indices: Any = ()
+    forget = False
+
+    def store(self, at: Boundary, scores: Tensor) -> Tensor:
+        return torch.tensor(self.indices)
+
+
+class StoredForgotten(Stored):
+    forget = True
+
+
+@dataclass(frozen=True)
 class Selected(Select):
     """Selects these of 30 tokens."""
 
@@ -112,6 +139,16 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
         (Chosen(indices=(3, 30)), "halves: selected 3 to 30: expected indices of 30 tokens"),  # torch: IndexError
         (Chosen(indices=(3, 28)), "halves: dropped the newest of 30 tokens: expected it to be kept"),
         (Chosen(indices=()), "halves: selected 0 of 30 tokens: expected at least one"),
+        (Scored(made=list), "halves: scored [] of list: expected a tensor of 30 floating-point numbers"),
+        (Scored(made=Tensor.long), "halves: scored [30] of torch.int64: expected a tensor of 30 floating-point"),
+        (Scored(made=lambda at: at[None].double()), "halves: scored [1, 30] of torch.float64: expected a tensor of 30"),
+        (Stored(indices=[[3, 1], [0, 2]]), "halves: selected 3 before 1: expected ascending indices, each once"),
+        (Stored(indices=[[1, 2], [0, 30]]), "halves: selected 0 to 30: expected indices of 30 tokens"),
+        (Stored(indices=[[1, 2]] * 3), "halves: selected [3, 2] of torch.int64: expected indices [2, k]"),
+        (
+            StoredForgotten(indices=[[1, 2]] * 2),
+            "halves: store keeps other tokens in each key head: write forget = Fal",
+        ),
         (KeepsOneFewer(), "halves: selected 14 of 30 tokens: expected 15, as it declares"),
         (Selected((2.0, 4.0, 9.0)), "selected: selected [3] of torch.float32: expected indices [k]"),
         (Selected((9, 4, 2)), "selected: selected 9 before 4: expected ascending indices, each once"),
@@ -163,6 +200,64 @@ def test_command_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("failed  llama: keeping every token gives the model's own output: ")
     assert lines[-1] == "1 failed"
+
+
+_FAULTS = """
+from dataclasses import dataclass
+from lazyllm.engine.decoder import run_layers
+from lazyllm.engine.inputs import Group
+from lazyllm.methods import Method, Prune, ScoreSpec, Select
+
+@dataclass(frozen=True)
+class Faulty({base}):
+    label, target_parameter = "faulty", "keep"
+    keep: float = 0.5
+    def {hook}:
+        return {value}
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "hook", "value", "message"),
+    [
+        (
+            "Prune",
+            "kept(self, layers, n)",
+            "{2: self.keep * n}",
+            r"declares \[40, 40, 20.0, 20.0\] .*: expected 4 whole",
+        ),
+        ("Prune", "kept(self, layers, n)", "{2: n + 3}", r"declares \[40, 40, 43, 43\] .* none above the one before"),
+        ("Prune", "kept(self, layers, n)", "{0: 3}", "faulty prunes after layer 0, but layers count from 1"),
+        ("Prune", "kept(self, layers, n)", "[2, 3]", r"AttributeError: 'list' .*\.py:\d+"),
+        ("Prune", "kept(self, n)", "{2: 3}", r"TypeError: .*kept\(\) takes 2"),
+        ("Prune", "__post_init__(self)", "nowhere", r"NameError: .*'nowhere' .*\(faulty\.py:12\)"),
+        ("Method", "groups(self, layers, n)", "[]", r"declares \[\] tokens in the layers: expected 4"),
+        ("Method", "groups(self, layers, n)", "[Group(range(2), n)]", r"declares \[40, 40\]"),
+        (
+            "Method",
+            "groups(self, layers, n)",
+            "[Group(range(layers), n, ScoreSpec([4]))]",
+            r"names the layers \[4\]: exp",
+        ),
+    ],
+)
+def test_command_refuses_a_declaration_that_cannot_be(base: str, hook: str, value: str, message: str, tmp_path) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(_FAULTS.format(base=base, hook=hook, value=value))
+    with pytest.raises(UserError, match=f"faulty.py'.*{message}"):
+        command.main([str(file)])
+
+
+@dataclass(frozen=True)
+class CostsNothing(AskFirst):
+    """Declares no FLOPs of the layers that it runs."""
+
+    scoring_flops = Select.scoring_flops
+
+
+def test_layers_that_run_before_the_prefill_must_cost_something() -> None:
+    with pytest.raises(AssertionError, match=r"scoring_flops\(config, n\) is 0: declare what it costs"):
+        invariants.counts_what_it_computes(MODEL, CostsNothing(), PROMPT)
 
 
 @pytest.mark.parametrize("name", command.MODELS)
