@@ -23,10 +23,8 @@ class SelectSession(Session):
     def __init__(self, decoder: Decoder, method: Any, prompt: Prompt, max_new_tokens: int) -> None:
         layers, n = len(decoder.layers), len(prompt)
         kept = method.kept(n)
-        if kept < n:
-            positions, scoring = timed_selection(decoder, method, prompt)
-        else:
-            positions, scoring = torch.arange(n, device=decoder.device), Scoring()
+        everything = torch.arange(n, device=decoder.device), Scoring()
+        positions, scoring = timed_selection(decoder, method, prompt) if kept < n else everything
         k = len(positions)
         groups = [replace(group, prompt_tokens=k) for group in method.groups(layers, n)]
         # the positions that the prompt takes; its tokens, for the counts, are n

@@ -92,12 +92,6 @@ def test_droppable_tokens_are_those_character_by_character() -> None:
     assert len(some) > 300
 
 
-def test_newest_token_stays() -> None:
-    assert droppable(lazyllm.Prompt(torch.zeros(4, dtype=torch.long))).tolist() == [0, 1, 2]
-    assert droppable(lazyllm.Prompt(torch.zeros(1, dtype=torch.long))).tolist() == []
-    assert droppable(text_prompt("cat sat", ((0, 7),))).tolist() == [1]
-
-
 def slow_choice(info: list[float], unit_of: list[int], budget: int) -> list[int]:
     """Positions, by sorting in Python: whole units, best mean first, the earlier one of equals."""
     members: dict[int, list[int]] = {}
@@ -170,21 +164,6 @@ def test_model_runs_on_the_most_informative_rest(keep: str, unit: str, attention
     rest = lazyllm.generate(model, prompt.token_ids[kept], Baseline(), 5, ())
     assert (out.token_ids, out.kv_bytes) == (rest.token_ids, rest.kv_bytes)
     assert torch.equal(out.first_logits, rest.first_logits)
-
-
-def test_other_text_line_breaks_and_indentation_stay() -> None:
-    """At the lowest share, one sentence of the context is left, and all text around the context."""
-    prompt = text_prompt()
-    kept = lazyllm.generate(model_of(), prompt, PromptCompression(0.01, "sentence"), 1, ()).selected[0][0]
-    left = "".join(prompt.text[slice(*prompt.spans[position])] for position in kept)
-    start, stop = "Read this.\n\n", "\n\nNow say what sat."
-    assert left.startswith(start)
-    assert left.endswith(stop)
-    assert "\nA: the answer\n" in left
-    assert left.count("\n") == TEXT.count("\n")
-    assert "\n    " in left
-    assert "\n        " in left
-    assert len(left) < len(TEXT) / 1.5
 
 
 @pytest.mark.parametrize("unit", ["token", "sentence"])
