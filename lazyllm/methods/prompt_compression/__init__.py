@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -18,16 +19,13 @@ from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_se
 from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information, window_size
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
+from lazyllm.methods.support.schedule import check_int, check_model_name, check_ratio, checked, keep_count, one_of
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
-
-UNITS = ("token", "sentence", "phrase")
-SCORINGS = ("context", "sentences")
 
 
 @dataclass(frozen=True)
@@ -66,22 +64,11 @@ class PromptCompression(Select):
     renumber = True
     adaptive = True
 
-    keep: float = 0.5
-    unit: str = "sentence"
-    scorer: str | None = None
-    window: int | None = None
-    scoring: str = "context"
-
-    def __post_init__(self) -> None:
-        check_ratio("keep", self.keep)
-        if self.scoring not in SCORINGS:
-            raise ValueError(f"scoring={self.scoring!r}: give one of {', '.join(SCORINGS)}")
-        if self.unit not in UNITS:
-            raise ValueError(f"unit={self.unit!r}: give one of {', '.join(UNITS)}")
-        if self.scorer is not None and not isinstance(self.scorer, str):
-            raise TypeError(f"scorer={self.scorer!r}: give the name of a model (folder, hub id or preset)")
-        if self.window is not None:
-            check_int("window", self.window, 2)
+    keep: float = checked(check_ratio, 0.5)
+    unit: str = checked(one_of("token", "sentence", "phrase"), "sentence")
+    scorer: str | None = checked(check_model_name, None)
+    window: int | None = checked(partial(check_int, least=2), None)
+    scoring: str = checked(one_of("context", "sentences"), "context")
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.scorer is None else (ModelSpec(self.scorer),)

@@ -34,16 +34,14 @@ class Prune(Method):
     >>> from dataclasses import dataclass
     >>> import lazyllm
     >>> from lazyllm.methods import Prune, ScoreSpec
-    >>> from lazyllm.methods.support.schedule import check_ratio, keep_count
+    >>> from lazyllm.methods.support.schedule import check_ratio, checked, keep_count
     >>>
     >>> @dataclass(frozen=True)
     ... class KeepLast(Prune):
     ...     layer: int
-    ...     keep: float = 0.5
+    ...     keep: float = checked(check_ratio, 0.5)  # another value is refused before any model loads
     ...     label, target_parameter = "keep last", "keep"
     ...
-    ...     def __post_init__(self):
-    ...         check_ratio("keep", self.keep)  # a bad value is refused before any model loads
     ...     def kept(self, num_layers, n):
     ...         return {self.layer: keep_count(self.keep, n)}
     ...     def score_spec(self, layers):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from math import ceil, floor
@@ -118,6 +118,24 @@ def keep_count(ratio: float, n: int) -> int:
     return ceil(Fraction(str(ratio)) * n)
 
 
+def checked(check: Callable[[str, Any], object], default: Any = MISSING, **options: Any) -> Any:
+    """A hyperparameter: a dataclass field whose value is refused by `check(name, value)`. None passes as a default.
+
+    >>> keep: float = checked(check_ratio, 0.5)
+    """
+    return field(default=default, metadata={"check": check}, **options)
+
+
+def one_of(*choices: str) -> Callable[[str, Any], None]:
+    """The check for `checked` that refuses all other values. It raises ValueError."""
+
+    def check(what: str, value: Any) -> None:
+        if value not in choices:
+            raise ValueError(f"{what}={value!r}: give one of {', '.join(choices)}")
+
+    return check
+
+
 def check_ratio(what: str, ratio: Any) -> float:
     """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, unless it is a number in (0, 1]."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
@@ -145,13 +163,30 @@ def count_of(keep: float, n: int) -> int:
     return min(keep, n) if isinstance(keep, int) else keep_count(keep, n)
 
 
-def check_pool(pool: Any) -> None:
-    """Refuse a width of pooling that is not odd. Raises TypeError or ValueError."""
-    if check_int("pool", pool, 1) % 2 == 0:
-        raise ValueError(f"pool={pool}: give an odd number")
+def check_count(what: str, value: Any) -> None:
+    """Refuse what is no whole number of 0 or more. Raises TypeError or ValueError."""
+    check_int(what, value, 0)
 
 
-def check_int(what: str, value: Any, least: int) -> int:
+def check_odd(what: str, value: Any) -> None:
+    """Refuse what is no odd number, of 1 or more. Raises TypeError or ValueError."""
+    if check_int(what, value, 1) % 2 == 0:
+        raise ValueError(f"{what}={value}: give an odd number")
+
+
+def check_positive(what: str, value: Any) -> None:
+    """Refuse what is no number above 0. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise ValueError(f"{what}={value!r}: give a number above 0 and below 1e6")
+
+
+def check_model_name(what: str, value: Any) -> None:
+    """Refuse what cannot name a model. Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what}={value!r}: give the name of a model (folder, hub id or preset)")
+
+
+def check_int(what: str, value: Any, least: int = 1) -> int:
     """The value. Raises TypeError or ValueError, naming `what`, unless it is a whole number of `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} is a whole number of {least} or more, got {value!r}")

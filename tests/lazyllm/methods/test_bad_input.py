@@ -54,7 +54,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemfilter", {"pool": 4}, "pool=4.*odd"),
     ("fastkv", {"retain": 2}, r"retain.*\(0, 1\]"),
     ("fastkv", {"window": 0}, "window.*1 or more"),
-    ("fastkv", {"pooling": "sum"}, "pooling='sum'.*max or average"),
+    ("fastkv", {"pooling": "sum"}, "pooling='sum'.*max, average"),
     ("claa", {"retain": 0.5}, "retain=0.5.*null.*1"),
     ("claa", {"layers": 0}, "layers.*1 or more"),
     ("specprefill", {"draft": 3}, "draft=3.*name of a model"),
