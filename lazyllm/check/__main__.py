@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError, parser_of, place_of, reason_of
-from lazyllm.methods import make
+from lazyllm.methods import about_the_method, make
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,15 +87,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("method", metavar="METHOD")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
     options = parser.parse_args(arguments)
-    try:
+    with about_the_method():
         method = make(options.method, settings_from(options.settings))
         counts = method.tokens_per_layer(LAYERS, TOKENS)
         rises = any(not isinstance(m, int) or not 0 < m <= before for before, m in pairwise([TOKENS, *counts]))
-    except UserError:
-        raise
-    except Exception as error:  # whatever the method does
-        reason = str(error) if isinstance(error, ValueError) else f"{reason_of(error)} ({place_of(error)})"
-        raise UserError(f"method {options.method!r}: {reason}") from error
     if len(counts) != LAYERS or rises:
         raise UserError(
             f"method {options.method!r} declares {counts} tokens in the layers: expected {LAYERS} whole numbers of "

@@ -251,7 +251,7 @@ class Session:
             )
         is_shaped = kept.ndim == 1 + len(heads) and kept.shape[:-1] == heads
         if not is_shaped or kept.dtype == torch.bool or kept.is_floating_point():
-            expected = f"indices [{''.join(f'{count}, ' for count in heads)}k]"
+            expected = f"indices [{', '.join([*map(str, heads), 'k'])}]"
             raise UserError(f"{label}: selected {list(kept.shape)} of {kept.dtype}: expected {expected}")
         self._unchecked.append((label, kept, m, must_keep))
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, first_layers_flops
-from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select, at_depth
 from lazyllm.methods.support.ranking import rank
 from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_odd, checked, count_of
@@ -55,10 +55,6 @@ class GemFilter(Select):
     def kept(self, n: int) -> int:
         forced = min(n, self.window + 1) if self.sound else 1
         return max(count_of(self.keep, n), forced)
-
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        self.selected_at(num_layers)  # raises for a layer beyond the model
-        return super().groups(num_layers, n)
 
     def scoring_flops(self, config: Any, n: int) -> int:
         layer = self.selected_at(config.num_hidden_layers)

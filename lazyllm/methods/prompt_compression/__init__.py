@@ -62,6 +62,7 @@ class PromptCompression(Select):
     table1: ClassVar[Mapping[str, Any]] = {"keep": 0.5}  # scoring alone costs a prefill; 0.5 is its authors' share
     keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     renumber = True
+    plain_models = True
     adaptive = True
 
     keep: float = checked(check_ratio, 0.5)
@@ -98,10 +99,7 @@ class PromptCompression(Select):
     def prepare(self, model: PreTrainedModel) -> None:
         if self.unit != "token":
             load_splitter(self.unit)
-        for spec in self.models():
-            from lazyllm.methods.support.other_models import load_beside
-
-            load_beside(spec, model, plain=True)
+        super().prepare(model)
 
     def kept(self, n: int) -> int:
         """For token ids without text: n - 1 are droppable. With a text it depends on the prompt: see `kept_of`."""

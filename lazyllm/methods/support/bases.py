@@ -178,15 +178,17 @@ class Select(Method):
     1.51
 
     renumber: the selected tokens are at positions 0, 1, ...; if False, they keep their positions in the whole prompt.
+    plain_models: its `models` may be of any architecture, as they are called as a whole.
     """
 
     renumber: ClassVar[bool] = False
+    plain_models: ClassVar[bool] = False
 
     def prepare(self, model: PreTrainedModel) -> None:
         for spec in self.models():
             from lazyllm.methods.support.other_models import load_beside
 
-            load_beside(spec, model)
+            load_beside(spec, model, self.plain_models)
 
     @abstractmethod
     def kept(self, n: int) -> int:
@@ -211,6 +213,7 @@ class Select(Method):
         return 0
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
+        self.selected_at(num_layers)  # raises for a layer beyond the model
         return [Group(range(num_layers), self.kept(n))]
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
