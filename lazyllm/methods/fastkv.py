@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_int, check_odd, check_ratio, checked, one_of, share_of
+from lazyllm.methods.support.schedule import check_choice, check_int, check_odd, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class FastKV(HalfwayCut):
     keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
 
     retain: float = checked(check_ratio, 0.1)
-    pooling: str = checked(one_of("max", "average"), "max")
+    pooling: str = checked(check_choice, "max", choices=("max", "average"))
 
     def stored(self, m: int, is_late: bool) -> int:
         """How many of the m tokens entering a layer each key head stores. is_late: the layer is after the cut."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_count, check_positive, check_ratio, checked, share_of
+from lazyllm.methods.support.schedule import check_int, check_positive, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ class PyramidInfer(Prune):
     recent: float = checked(check_ratio, 0.2)
     decay: float = checked(check_ratio, 0.9)
     weight: float = checked(check_positive, 1.2)
-    first: int = checked(check_count, 4)
+    first: int = checked(check_int, 4, least=0)
 
     scoring_flops = Prune.scores_flops
 

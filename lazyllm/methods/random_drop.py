@@ -9,7 +9,7 @@ import numpy as np
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_count, check_ratio, checked, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, checked, keep_count
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
@@ -34,7 +34,7 @@ class RandomDrop(Select):
     renumber = True
 
     keep: float = checked(check_ratio, 0.8)
-    seed: int = checked(check_count, 0)
+    seed: int = checked(check_int, 0, least=0)
 
     def kept(self, n: int) -> int:
         return keep_count(self.keep, n)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_count, check_int, check_ratio, checked, share_of
+from lazyllm.methods.support.schedule import check_int, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ class UniPrefill(Prune):
     p: float = checked(check_ratio, 0.99)
     window: int = checked(check_int, 128)
     block: int = checked(check_int, 64)
-    first: int = checked(check_count, 128)
+    first: int = checked(check_int, 128, least=0)
     last: int = checked(check_int, 128)
 
     scoring_flops = Prune.scores_flops

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_se
 from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information, window_size
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_int, check_model_name, check_ratio, checked, keep_count, one_of
+from lazyllm.methods.support.schedule import check_choice, check_int, check_model_name, check_ratio, checked, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -66,10 +65,10 @@ class PromptCompression(Select):
     adaptive = True
 
     keep: float = checked(check_ratio, 0.5)
-    unit: str = checked(one_of("token", "sentence", "phrase"), "sentence")
+    unit: str = checked(check_choice, "sentence", choices=("token", "sentence", "phrase"))
     scorer: str | None = checked(check_model_name, None)
-    window: int | None = checked(partial(check_int, least=2), None)
-    scoring: str = checked(one_of("context", "sentences"), "context")
+    window: int | None = checked(check_int, None, least=2)
+    scoring: str = checked(check_choice, "context", choices=("context", "sentences"))
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.scorer is None else (ModelSpec(self.scorer),)

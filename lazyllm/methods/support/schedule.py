@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, floor
 from typing import Any
 
@@ -118,22 +118,18 @@ def keep_count(ratio: float, n: int) -> int:
     return ceil(Fraction(str(ratio)) * n)
 
 
-def checked(check: Callable[[str, Any], object], default: Any = MISSING, **options: Any) -> Any:
-    """A hyperparameter: a dataclass field whose value is refused by `check(name, value)`. None passes as a default.
+def checked(check: Callable[..., object], default: Any = MISSING, kw_only: bool = False, **limits: Any) -> Any:
+    """A hyperparameter: a field whose value `check(name, value, **limits)` may refuse. A default of None passes.
 
     >>> keep: float = checked(check_ratio, 0.5)
     """
-    return field(default=default, metadata={"check": check}, **options)
+    return field(default=default, kw_only=kw_only, metadata={"check": partial(check, **limits)})
 
 
-def one_of(*choices: str) -> Callable[[str, Any], None]:
-    """The check for `checked` that refuses all other values. It raises ValueError."""
-
-    def check(what: str, value: Any) -> None:
-        if value not in choices:
-            raise ValueError(f"{what}={value!r}: give one of {', '.join(choices)}")
-
-    return check
+def check_choice(what: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuse what is none of the choices. Raises ValueError."""
+    if value not in choices:
+        raise ValueError(f"{what}={value!r}: give one of {', '.join(choices)}")
 
 
 def check_ratio(what: str, ratio: Any) -> float:
@@ -152,20 +148,12 @@ def share_of(share: float, n: int) -> int:
 
 def check_count_or_ratio(what: str, value: Any) -> None:
     """Refuse a value that is neither a number of tokens (int) nor a share (float). Raises as `check_ratio`."""
-    if isinstance(value, int):
-        check_int(what, value, 1)
-    else:
-        check_ratio(what, value)
+    (check_int if isinstance(value, int) else check_ratio)(what, value)
 
 
 def count_of(keep: float, n: int) -> int:
     """`keep` as a number of n tokens: an int is that number, at most n; a float is a share, rounded up."""
     return min(keep, n) if isinstance(keep, int) else keep_count(keep, n)
-
-
-def check_count(what: str, value: Any) -> None:
-    """Refuse what is no whole number of 0 or more. Raises TypeError or ValueError."""
-    check_int(what, value, 0)
 
 
 def check_odd(what: str, value: Any) -> None:

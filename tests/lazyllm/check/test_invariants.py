@@ -1,9 +1,9 @@
 """Methods that each break one rule, found by the check of that rule; and the command that reports it."""
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -35,97 +35,38 @@ class Halves(Prune):
         return {2: keep_count(self.keep, n)}
 
 
-@dataclass(frozen=True)
-class KeepsOneFewer(Halves):
-    """Declares one token more than it keeps."""
-
-    def select(self, at: Boundary, scores: Tensor) -> Tensor:
-        kept = super().select(at, scores)
-        assert kept is not None
-        return kept[-(len(kept) - 1 or 1) :]
-
-
-@dataclass(frozen=True)
 class Remembers(Halves):
     """Chooses other tokens each time."""
 
-    calls: ClassVar[list[int]] = []
+    calls = count()
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
-        self.calls.append(1)
-        return recorded[0].roll(len(self.calls))
+        return recorded[0].roll(next(self.calls))
 
 
-@dataclass(frozen=True)
-class NeverAll(Select):
-    """Drops the first token whatever its `keep` says."""
-
-    keep: float = 1.0
-    label = "never all"
-    target_parameter = "keep"
-
-    def kept(self, n: int) -> int:
-        return max(1, n - 1)
-
-    def select(self, decoder: Any, prompt: Any) -> list[int]:
-        return list(range(len(prompt)))[-self.kept(len(prompt)) :]
+def given(base: type, **body: Any) -> Any:
+    """A method whose hooks return these values, whatever they get."""
+    hooks = {name: (lambda *_, value=value: value) for name, value in body.items() if callable(getattr(base, name))}
+    return type("Given", (base,), body | hooks)()
 
 
-@dataclass(frozen=True)
-class Chosen(Halves):
-    """Keeps these of 30 tokens."""
-
-    indices: tuple[int, ...] = ()
-    adaptive = True
-
-    def select(self, at: Boundary, scores: Tensor) -> Tensor:
-        return torch.tensor(self.indices)
+def choosing(*indices: int) -> Any:
+    return given(Halves, adaptive=True, select=torch.tensor(indices))
 
 
-@dataclass(frozen=True)
-class Scored(Halves):
-    """Its scores are `made` of the positions."""
-
-    made: Callable[[Tensor], Any] = Tensor.double
-
-    def score(self, at: Boundary, recorded: list[Tensor]) -> Any:
-        return self.made(at.positions)
+def storing(indices: list[list[int]], forget: bool = False) -> Any:
+    return given(Halves, forget=forget, store=torch.tensor(indices))
 
 
-@dataclass(frozen=True)
-class Stored(Halves):
-    """Each key head keeps these of 30 tokens."""
-
-    indices: Any = ()
-    forget = False
-
-    def store(self, at: Boundary, scores: Tensor) -> Tensor:
-        return torch.tensor(self.indices)
-
-
-class StoredForgotten(Stored):
-    forget = True
-
-
-@dataclass(frozen=True)
-class Selected(Select):
-    """Selects these of 30 tokens."""
-
-    indices: tuple[int, ...] = ()
-    label = "selected"
-
-    def kept(self, n: int) -> int:
-        return 3
-
-    def select(self, decoder: Any, prompt: Any) -> tuple[int, ...]:
-        return self.indices
+def selecting(*indices: float) -> Any:
+    return given(Select, label="selected", kept=3, select=indices)
 
 
 def test_each_rule_finds_the_method_that_breaks_it() -> None:
     with pytest.raises(AssertionError, match="after another prompt"):
         invariants.has_no_state(MODEL, Remembers(), PROMPT)
     with pytest.raises(AssertionError, match="declares 29 of 30 tokens: declare what keeps all"):
-        invariants.is_the_model(MODEL, invariants.keeping_everything(NeverAll()), PROMPT)
+        invariants.is_the_model(MODEL, invariants.keeping_everything(given(Halves, kept={2: 29})), PROMPT)
     with pytest.raises(AssertionError, match=r"in a batch|in model\.generate"):
         invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT, max_new_tokens=8)
 
@@ -133,28 +74,28 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
 @pytest.mark.parametrize(
     ("method", "rule"),
     [
-        (Chosen(indices=(5, 3, 29)), "halves: selected 5 before 3: expected ascending indices, each once"),
-        (Chosen(indices=(3, 3, 29)), "halves: selected 3 before 3: expected ascending indices, each once"),
-        (Chosen(indices=(3, 30)), "halves: selected 3 to 30: expected indices of 30 tokens"),  # torch: IndexError
-        (Chosen(indices=(3, 28)), "halves: dropped the newest of 30 tokens: expected it to be kept"),
-        (Chosen(indices=()), "halves: selected 0 of 30 tokens: expected at least one"),
-        (Scored(made=list), "halves: scored [] of list: expected a tensor of 30 floating-point numbers"),
-        (Scored(made=Tensor.long), "halves: scored [30] of torch.int64: expected a tensor of 30 floating-point"),
-        (Scored(made=lambda at: at[None].double()), "halves: scored [1, 30] of torch.float64: expected a tensor of 30"),
-        (Stored(indices=[[3, 1], [0, 2]]), "halves: selected 3 before 1: expected ascending indices, each once"),
-        (Stored(indices=[[1, 2], [0, 30]]), "halves: selected 0 to 30: expected indices of 30 tokens"),
-        (Stored(indices=[[1, 2]] * 3), "halves: selected [3, 2] of torch.int64: expected indices [2, k]"),
+        (choosing(5, 3, 29), "halves: selected 5 before 3: expected ascending indices, each once"),
+        (choosing(3, 3, 29), "halves: selected 3 before 3: expected ascending indices, each once"),
+        (choosing(3, 30), "halves: selected 3 to 30: expected indices of 30 tokens"),  # torch: IndexError
+        (choosing(3, 28), "halves: dropped the newest of 30 tokens: expected it to be kept"),
+        (choosing(), "halves: selected 0 of 30 tokens: expected at least one"),
+        (given(Halves, score=[0.5] * 30), "halves: scored [] of list: expected a tensor of 30 floating-point numbers"),
         (
-            StoredForgotten(indices=[[1, 2]] * 2),
-            "halves: store keeps other tokens in each key head: write forget = Fal",
+            given(Halves, score=torch.arange(30)),
+            "halves: scored [30] of torch.int64: expected a tensor of 30 floating-point",
         ),
-        (KeepsOneFewer(), "halves: selected 14 of 30 tokens: expected 15, as it declares"),
-        (Selected((2.0, 4.0, 9.0)), "selected: selected [3] of torch.float32: expected indices [k]"),
-        (Selected((9, 4, 2)), "selected: selected 9 before 4: expected ascending indices, each once"),
-        (Selected((4, 4, 9)), "selected: selected 4 before 4: expected ascending indices, each once"),
-        (Selected((-1, 4, 9)), "selected: selected -1 to 9: expected indices of 30 tokens"),
-        (Selected((2, 4, 40)), "selected: selected 2 to 40: expected indices of 30 tokens"),
-        (Selected((2, 4, 9, 11)), "selected: selected 4 of 30 tokens: expected 3, as it declares (adaptive = "),
+        (given(Halves, score=torch.ones(1, 30)), "halves: scored [1, 30] of torch.float32: expected a tensor of 30"),
+        (storing([[3, 1], [0, 2]]), "halves: selected 3 before 1: expected ascending indices, each once"),
+        (storing([[1, 2], [0, 30]]), "halves: selected 0 to 30: expected indices of 30 tokens"),
+        (storing([[1, 2]] * 3), "halves: selected [3, 2] of torch.int64: expected indices [2, k]"),
+        (storing([[1, 2]] * 2, True), "halves: store keeps other tokens in each key head: write forget = Fal"),
+        (given(Halves, select=torch.arange(16, 30)), "halves: selected 14 of 30 tokens: expected 15, as it declares"),
+        (selecting(2.0, 4.0, 9.0), "selected: selected [3] of torch.float32: expected indices [k]"),
+        (selecting(9, 4, 2), "selected: selected 9 before 4: expected ascending indices, each once"),
+        (selecting(4, 4, 9), "selected: selected 4 before 4: expected ascending indices, each once"),
+        (selecting(-1, 4, 9), "selected: selected -1 to 9: expected indices of 30 tokens"),
+        (selecting(2, 4, 40), "selected: selected 2 to 40: expected indices of 30 tokens"),
+        (selecting(2, 4, 9, 11), "selected: selected 4 of 30 tokens: expected 3, as it declares (adaptive = "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -167,7 +108,7 @@ def test_generate_refuses_selection_that_breaks_rule(method: Any, rule: str) -> 
 
 
 def test_generate_takes_selections_within_the_rules() -> None:
-    for method, kept in ((Chosen(indices=(3, 29)), {2: [3, 29]}), (Selected((2, 4, 9)), {0: [2, 4, 9]})):
+    for method, kept in ((choosing(3, 29), {2: [3, 29]}), (selecting(2, 4, 9), {0: [2, 4, 9]})):
         assert lazyllm.generate(MODEL, PROMPT, method, 1, ()).selected == [kept]
 
 
@@ -179,9 +120,9 @@ def test_docstring_examples_pass_the_command(base: type, settings: list[str], mo
     assert command.main(["example", *settings]) == 0, capsys.readouterr().out
     monkeypatch.setattr(kind, "target_parameter", None)
     assert command.main(["example", *settings]) == 1
-    told, count = capsys.readouterr().out.splitlines()[-6::5]
+    told, failed = capsys.readouterr().out.splitlines()[-6::5]
     assert re.match("failed  llama: keeping every token .* declare what keeps all: target_parameter = KEY", told)
-    assert count == "1 failed"
+    assert failed == "1 failed"
 
 
 def test_command_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

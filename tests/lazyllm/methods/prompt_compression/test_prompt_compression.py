@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 import lazyllm
 from lazyllm.engine import generation
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.flops import LayerShape
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods.prompt_compression import droppable, most_informative, unit_means
-from lazyllm.methods.prompt_compression.scoring import scoring_flops
 from lazyllm.methods.support import other_models
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -218,18 +217,6 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(FloatingPointError, match="scoring model"):
         lazyllm.generate(model, text_prompt(), PromptCompression(0.5, "token"), 1, ())
-
-
-def test_ideal_speedup_counts_the_scoring() -> None:
-    config = model_of().config
-    half = PromptCompression(0.5, "token")
-    scoring = scoring_flops(config, 199)
-    expected = prefill_flops(config, [200] * 3) / (scoring + prefill_flops(config, [101] * 3))
-    assert half.ideal_speedup(config, 200) == pytest.approx(expected, rel=1e-12)
-    assert expected < PromptCompression(0.1, "token").ideal_speedup(config, 200) < 1
-    other = load_config(ModelSpec("tiny"))
-    with_tiny = prefill_flops(config, [200] * 3) / (scoring_flops(other, 199) + prefill_flops(config, [101] * 3))
-    assert PromptCompression(0.5, scorer="tiny").ideal_speedup(config, 200) == pytest.approx(with_tiny, rel=1e-12)
 
 
 @pytest.fixture(params=["mistral", "gpt2"])
