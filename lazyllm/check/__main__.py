@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("method", metavar="METHOD")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
     options = parser.parse_args(arguments)
-    with about_the_method():
+    with about_the_method(f"method {options.method!r}"):
         method = make(options.method, settings_from(options.settings))
         counts = method.tokens_per_layer(LAYERS, TOKENS)
         rises = any(not isinstance(m, int) or not 0 < m <= before for before, m in pairwise([TOKENS, *counts]))

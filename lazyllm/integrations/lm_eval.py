@@ -85,7 +85,7 @@ class PrunedLM(_HFLM):
         config = check_loading(self._spec)
         of_hf = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
         self.method = make(method, settings)
-        with about_the_method():
+        with about_the_method(f"method {method!r}"):
             self.method.check(config)
             self.method.check_prompt(Prompt(torch.tensor([0])))
         self.method_code = code_of(method)

@@ -91,16 +91,16 @@ def settings_of(kind: type[Method]) -> dict[str, Any]:
 
 
 @contextmanager
-def about_the_method() -> Iterator[None]:
-    """Turn a method's errors, also of a package's or a file's method, into UserError."""
+def about_the_method(what: str = "method") -> Iterator[None]:
+    """Turn a method's errors, also of a package's or a file's method, into UserError. what: how the message begins."""
     try:
         yield
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"method: {error}") from error
+        raise UserError(f"{what}: {error}") from error
     except Exception as error:  # a fault of its code
-        raise UserError(f"method: {reason_of(error)} ({place_of(error)})") from error
+        raise UserError(f"{what}: {reason_of(error)} ({place_of(error)})") from error
 
 
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:
