@@ -1,6 +1,7 @@
 """Shared by test files: random prompts, the small model in the package, slow cases, and waits for the device."""
 
 from collections.abc import Sequence
+from doctest import DocTestParser
 from functools import cache
 from typing import Any
 
@@ -44,6 +45,19 @@ def byte_tokenizer(merges: Sequence[tuple[str, str]] = (), end: str | None = Non
     backend: Any = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [*merges]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end)
+
+
+def example_source(base: type) -> str:
+    """The imports and the class in the docstring of `Prune` or `Select`."""
+    lines = [part.source for part in DocTestParser().get_examples(base.__doc__ or "")]
+    return "".join(lines[: next(number for number, line in enumerate(lines) if "load_model" in line)])
+
+
+def example_of(base: type) -> Any:
+    """That class, made anew."""
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(example_source(base), names)
+    return list(names.values())[-1]
 
 
 class Waits(TorchFunctionMode):

@@ -1,7 +1,6 @@
 """The arms of a run: the methods, or servers, that answer each of its examples."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any
@@ -13,8 +12,8 @@ from eval.run import targets
 from eval.run.config import CONF
 from eval.run.settings import RunConfig
 from lazyllm.engine.inputs import TURNS
-from lazyllm.errors import UserError, place_of, reason_of, require
-from lazyllm.methods import Method, by_name, is_file, known, make, name_of, settings_of
+from lazyllm.errors import UserError, require
+from lazyllm.methods import Method, about_the_method, by_name, is_file, known, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
 AA_TEST = "baseline again"  # the label of the arm of `aa_test`
@@ -123,19 +122,6 @@ def build_method(settings: Mapping[str, Any]) -> Method:
     require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
     own = {key: value for key, value in settings.items() if key not in _NOT_THE_METHODS}
     return make(settings.get("name", ""), own)
-
-
-@contextmanager
-def about_the_method() -> Iterator[None]:
-    """Turn a method's errors, also of a package's or a file's method, into UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise UserError(f"method: {error}") from error
-    except Exception as error:  # a fault of its code
-        raise UserError(f"method: {reason_of(error)} ({place_of(error)})") from error
 
 
 def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:

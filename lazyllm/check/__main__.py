@@ -10,10 +10,11 @@ Exit code 1 if an invariant fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError, parser_of, place_of, reason_of
-from lazyllm.methods import make
+from lazyllm.methods import about_the_method, make
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,11 +87,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("method", metavar="METHOD")
     parser.add_argument("settings", metavar="KEY=VALUE", nargs="*")
     options = parser.parse_args(arguments)
-    method = make(options.method, settings_from(options.settings))
-    try:
+    with about_the_method(f"method {options.method!r}"):
+        method = make(options.method, settings_from(options.settings))
         counts = method.tokens_per_layer(LAYERS, TOKENS)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"method {options.method!r}: {error}") from error
+        rises = any(not isinstance(m, int) or not 0 < m <= before for before, m in pairwise([TOKENS, *counts]))
+    if len(counts) != LAYERS or rises:
+        raise UserError(
+            f"method {options.method!r} declares {counts} tokens in the layers: expected {LAYERS} whole numbers of "
+            f"{TOKENS} or less, none above the one before"
+        )
     print(f"{method}: tokens computed in each layer, of {TOKENS}: {', '.join(map(str, counts))}")
     if min(counts) == TOKENS:
         print("nothing is dropped: give settings that drop tokens, or the checks prove little")

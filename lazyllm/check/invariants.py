@@ -62,6 +62,8 @@ def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequ
         beside = sum(runs) / layers - prefilled
         near = beside <= first.scoring_tokens + 1e-9 and math.isclose(beside, first.scoring_tokens, abs_tol=0.75)
         _holds(near, f"layers ran {beside:g} tokens before the prefill, {first.scoring_tokens} are counted as scoring")
+        declares = method.scoring_flops(model.config, n) > 0 or first.scoring_tokens == 0
+        _holds(declares, "a model runs before the prefill, but scoring_flops(config, n) is 0: declare what it costs")
     share = 100 * (prefilled + first.scoring_tokens) / n
     _holds(math.isclose(first.pct_prompt_tokens_computed, share), f"% of tokens computed is not {share}")
     out = generate(model, prompt, method, _STEPS, ())

@@ -79,6 +79,10 @@ class Group:
     scores: ScoreSpec | None = None
     score_in_decode: bool = False
 
+    def __post_init__(self) -> None:
+        if self.scores and not {*self.scores.layers} <= {*self.layers}:
+            raise ValueError(f"ScoreSpec names the layers {[*self.scores.layers]}: expected some of {[*self.layers]}")
+
 
 @dataclass(frozen=True)
 class Boundary:

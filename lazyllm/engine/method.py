@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
@@ -48,6 +49,13 @@ class Method(ABC):
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters for the setting `table1`, if none is solved for
+
+    def __post_init__(self) -> None:
+        """Refuse bad hyperparameters (`lazyllm.methods.support.schedule.checked`). Raises TypeError or ValueError."""
+        for field in fields(self):  # type: ignore[arg-type]  # a method is a dataclass
+            check, value = field.metadata.get("check"), getattr(self, field.name)
+            if check is not None and not (value is None and field.default is None):
+                check(field.name, value)
 
     @abstractmethod
     def groups(self, num_layers: int, n: int) -> list[Group]:

@@ -199,6 +199,8 @@ class Session:
             at = Boundary(layer, layers, self.prompt_tokens, tokens.positions, self.decoder.shape.kv_heads, self._notes)
             kept = self._method.prune(at, self.context.take_each() if group.scores.layers else [])
         if kept.stored is not None:
+            heads = (self.decoder.shape.kv_heads,)
+            self.check_selection(self._method.label, kept.stored, len(tokens), None, heads=heads)
             self.caches[index].retain(kept.stored)
         if kept.entering is not None:
             is_known = layer < layers and not self._method.adaptive
@@ -224,22 +226,33 @@ class Session:
         self._selected[-1][layer] = chosen
 
     def check_selection(
-        self, label: str, kept: Tensor, m: int, count: int | None, must_keep: int | None = None
+        self,
+        label: str,
+        kept: Tensor,
+        m: int,
+        count: int | None,
+        must_keep: int | None = None,
+        heads: tuple[int, ...] = (),
     ) -> None:
         """Refuse indices `kept` of m tokens that break a rule; their values only in `check_selected_values`.
 
         label: the method's.
         count: how many it declares; None if that depends on the prompt.
         must_keep: the last of the indices; None for any.
+        heads: (g,) if each key head has indices of its own.
         """
+        if not isinstance(kept, Tensor):
+            raise UserError(f"{label}: selected a {type(kept).__name__}: expected a tensor of indices")
         k = kept.numel()
         if k == 0 or k != (count or k):
             raise UserError(
                 f"{label}: selected {k} of {m} tokens: expected {count or 'at least one'}, as it declares (adaptive = "
                 "True if the number depends on the prompt)"
             )
-        if kept.ndim != 1 or kept.dtype == torch.bool or kept.is_floating_point():
-            raise UserError(f"{label}: selected {list(kept.shape)} of {kept.dtype}: expected indices [k]")
+        is_shaped = kept.ndim == 1 + len(heads) and kept.shape[:-1] == heads
+        if not is_shaped or kept.dtype == torch.bool or kept.is_floating_point():
+            expected = f"indices [{', '.join([*map(str, heads), 'k'])}]"
+            raise UserError(f"{label}: selected {list(kept.shape)} of {kept.dtype}: expected {expected}")
         self._unchecked.append((label, kept, m, must_keep))
 
     def check_selected_values(self) -> None:
@@ -249,9 +262,9 @@ class Session:
             indices = kept.numpy(force=True)
             if indices.min() < 0 or indices.max() >= m:
                 raise UserError(f"{label}: selected {indices.min()} to {indices.max()}: expected indices of {m} tokens")
-            falls = np.flatnonzero(np.diff(indices) <= 0)
-            if len(falls):
-                before, after = indices[falls[0] : falls[0] + 2]
+            falls = np.diff(indices) <= 0
+            if falls.any():
+                before, after = indices[..., :-1][falls][0], indices[..., 1:][falls][0]
                 raise UserError(f"{label}: selected {before} before {after}: expected ascending indices, each once")
             if must_keep is not None and indices[-1] != must_keep:
                 raise UserError(f"{label}: dropped the newest of {m} tokens: expected it to be kept")

@@ -33,7 +33,7 @@ from lazyllm.engine.batch import BATCH_SIZE, generate_requests
 from lazyllm.engine.generation import Forced, Request
 from lazyllm.engine.inputs import Prompt
 from lazyllm.integrations.transformers_generate import generate_with
-from lazyllm.methods import code_of, make
+from lazyllm.methods import about_the_method, code_of, make
 from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
 from lazyllm.spec import DTYPES, ModelSpec
 
@@ -85,11 +85,9 @@ class PrunedLM(_HFLM):
         config = check_loading(self._spec)
         of_hf = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
         self.method = make(method, settings)
-        try:
+        with about_the_method(f"method {method!r}"):
             self.method.check(config)
             self.method.check_prompt(Prompt(torch.tensor([0])))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"method {method!r}: {error}") from error
         self.method_code = code_of(method)
         super().__init__(
             pretrained,

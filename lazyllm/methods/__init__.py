@@ -6,14 +6,15 @@ know all of them.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from lazyllm.engine.inputs import ScoreSpec as ScoreSpec
 from lazyllm.engine.method import Method
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, place_of, reason_of
 from lazyllm.methods.asl import ASL
 from lazyllm.methods.baseline import Baseline
 from lazyllm.methods.claa import CLAA
@@ -87,6 +88,19 @@ def settings_of(kind: type[Method]) -> dict[str, Any]:
         if field.init:
             settings[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
     return settings
+
+
+@contextmanager
+def about_the_method(what: str = "method") -> Iterator[None]:
+    """Turn a method's errors, also of a package's or a file's method, into UserError. what: how the message begins."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{what}: {error}") from error
+    except Exception as error:  # a fault of its code
+        raise UserError(f"{what}: {reason_of(error)} ({place_of(error)})") from error
 
 
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Method:

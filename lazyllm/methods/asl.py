@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
+from lazyllm.methods.support.schedule import (
+    check_count_or_ratio,
+    check_int,
+    check_odd,
+    check_positive,
+    checked,
+    count_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,25 +57,13 @@ class ASL(Prune):
     adaptive = True
     forget = False
 
-    first: int | None = None
-    threshold: float = 0.3
-    keep: float = 2048
-    window: int = 32
-    layers: int | None = None
-    pool: int = 7
-    retain: float | None = None
-
-    def __post_init__(self) -> None:
-        for what in ("first", "layers"):
-            if getattr(self, what) is not None:
-                check_int(what, getattr(self, what), 1)
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or not self.threshold > 0:
-            raise ValueError(f"threshold={self.threshold!r}: give a number above 0")
-        check_count_or_ratio("keep", self.keep)
-        check_int("window", self.window, 1)
-        check_pool(self.pool)
-        if self.retain is not None:
-            check_count_or_ratio("retain", self.retain)
+    first: int | None = checked(check_int, None)
+    threshold: float = checked(check_positive, 0.3)
+    keep: float = checked(check_count_or_ratio, 2048)
+    window: int = checked(check_int, 32)
+    layers: int | None = checked(check_int, None)
+    pool: int = checked(check_odd, 7)
+    retain: float | None = checked(check_count_or_ratio, None)
 
     def _ranked(self, num_layers: int) -> tuple[int, int]:
         """The first layer that is ranked, and the first layer after which the cut can be."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group
 from lazyllm.methods.fastkv import HalfwayCut
 from lazyllm.methods.support.ranking import best_and_window, window_scores
-from lazyllm.methods.support.schedule import check_int
+from lazyllm.methods.support.schedule import check_int, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +35,11 @@ class CLAA(HalfwayCut):
     marker = "d"
     target_parameter = "keep"
 
-    layers: int = 4
+    layers: int = checked(check_int, 4)
     retain: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("layers", self.layers, 1)
         if self.retain is not None and self.retain != 1:
             raise ValueError(f"retain={self.retain!r}: give null (each key head stores the share `keep`) or 1 (all)")
 

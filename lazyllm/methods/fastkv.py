@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_int, check_pool, check_ratio, share_of
+from lazyllm.methods.support.schedule import check_choice, check_int, check_odd, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-POOLINGS = ("max", "average")
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,10 @@ class HalfwayCut(Prune):
 
     forget = False
 
-    layer: int | None = None
-    keep: float = 0.2
-    window: int = field(default=8, kw_only=True)
-    pool: int = field(default=7, kw_only=True)
-
-    def __post_init__(self) -> None:
-        if self.layer is not None:
-            check_int("layer", self.layer, 1)
-        check_ratio("keep", self.keep)
-        check_int("window", self.window, 1)
-        check_pool(self.pool)
+    layer: int | None = checked(check_int, None)
+    keep: float = checked(check_ratio, 0.2)
+    window: int = checked(check_int, 8, kw_only=True)
+    pool: int = checked(check_odd, 7, kw_only=True)
 
     def cut_after(self, num_layers: int) -> int:
         """The layer after which the cut is. Raises ValueError if it is beyond the model."""
@@ -82,14 +73,8 @@ class FastKV(HalfwayCut):
     shown_parameters = ("retain",)
     keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
 
-    retain: float = 0.1
-    pooling: str = "max"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio("retain", self.retain)
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling={self.pooling!r}: give {' or '.join(POOLINGS)}")
+    retain: float = checked(check_ratio, 0.1)
+    pooling: str = checked(check_choice, "max", choices=("max", "average"))
 
     def stored(self, m: int, is_late: bool) -> int:
         """How many of the m tokens entering a layer each key head stores. is_late: the layer is after the cut."""

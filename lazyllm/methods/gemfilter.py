@@ -7,10 +7,10 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.flops import LayerShape, first_layers_flops
-from lazyllm.engine.inputs import Group, Prompt
+from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_odd, checked, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,18 +41,11 @@ class GemFilter(Select):
     shown_parameters = ("sound",)
     renumber = True
 
-    layer: int | None = None
-    keep: float = 1024
-    pool: int = 5
+    layer: int | None = checked(check_int, None)
+    keep: float = checked(check_count_or_ratio, 1024)
+    pool: int = checked(check_odd, 5)
     sound: bool = False
-    window: int = 8
-
-    def __post_init__(self) -> None:
-        if self.layer is not None:
-            check_int("layer", self.layer, 1)
-        check_count_or_ratio("keep", self.keep)
-        check_pool(self.pool)
-        check_int("window", self.window, 1)
+    window: int = checked(check_int, 8)
 
     def selected_at(self, num_layers: int) -> int:
         if self.layer is None and num_layers == 40:
@@ -62,10 +55,6 @@ class GemFilter(Select):
     def kept(self, n: int) -> int:
         forced = min(n, self.window + 1) if self.sound else 1
         return max(count_of(self.keep, n), forced)
-
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        self.selected_at(num_layers)  # raises for a layer beyond the model
-        return super().groups(num_layers, n)
 
     def scoring_flops(self, config: Any, n: int) -> int:
         layer = self.selected_at(config.num_hidden_layers)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_pool, count_of
+from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_odd, checked, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,15 +39,9 @@ class Oracle(Select):
     target_parameter = "keep"
     diagnostic = True
 
-    keep: float = 0.2
-    answer: int | None = None
-    pool: int = 13
-
-    def __post_init__(self) -> None:
-        check_count_or_ratio("keep", self.keep)
-        check_pool(self.pool)
-        if self.answer is not None:
-            check_int("answer", self.answer, 1)
+    keep: float = checked(check_count_or_ratio, 0.2)
+    answer: int | None = checked(check_int, None)
+    pool: int = checked(check_odd, 13)
 
     def kept(self, n: int) -> int:
         return count_of(self.keep, n)

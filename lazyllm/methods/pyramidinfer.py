@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_int, check_ratio, share_of
+from lazyllm.methods.support.schedule import check_int, check_positive, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,19 +41,12 @@ class PyramidInfer(Prune):
     target_parameter = "decay"
     forget = False
 
-    recent: float = 0.2
-    decay: float = 0.9
-    weight: float = 1.2
-    first: int = 4
+    recent: float = checked(check_ratio, 0.2)
+    decay: float = checked(check_ratio, 0.9)
+    weight: float = checked(check_positive, 1.2)
+    first: int = checked(check_int, 4, least=0)
 
     scoring_flops = Prune.scores_flops
-
-    def __post_init__(self) -> None:
-        check_ratio("recent", self.recent)
-        check_ratio("decay", self.decay)
-        check_int("first", self.first, 0)
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 < self.weight < 1e6:
-            raise ValueError(f"weight={self.weight!r}: give a number above 0")
 
     def _recent(self, n: int) -> int:
         return max(1, share_of(self.recent, n))

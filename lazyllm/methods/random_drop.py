@@ -9,7 +9,7 @@ import numpy as np
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, checked, keep_count
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder
@@ -33,12 +33,8 @@ class RandomDrop(Select):
     shown_parameters = ("seed",)
     renumber = True
 
-    keep: float = 0.8
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_ratio("keep", self.keep)
-        check_int("seed", self.seed, 0)
+    keep: float = checked(check_ratio, 0.8)
+    seed: int = checked(check_int, 0, least=0)
 
     def kept(self, n: int) -> int:
         return keep_count(self.keep, n)

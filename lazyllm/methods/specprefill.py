@@ -13,7 +13,7 @@ from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import require
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_int, check_pool, check_ratio, keep_count
+from lazyllm.methods.support.schedule import check_int, check_model_name, check_odd, check_ratio, checked, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -52,20 +52,12 @@ class SpecPrefill(Select):
     target_parameter = "keep"
     shown_parameters = ("draft", "sound")
 
-    draft: str | None = None
-    keep: float = 0.3
-    lookahead: int = 8
-    chunk: int = 32
-    pool: int = 13
+    draft: str | None = checked(check_model_name, None)
+    keep: float = checked(check_ratio, 0.3)
+    lookahead: int = checked(check_int, 8)
+    chunk: int = checked(check_int, 32)
+    pool: int = checked(check_odd, 13)
     sound: bool = False
-
-    def __post_init__(self) -> None:
-        if self.draft is not None and not isinstance(self.draft, str):
-            raise TypeError(f"draft={self.draft!r}: give the name of a model (folder, hub id or preset)")
-        check_ratio("keep", self.keep)
-        check_int("lookahead", self.lookahead, 1)
-        check_int("chunk", self.chunk, 1)
-        check_pool(self.pool)
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.draft is None else (ModelSpec(self.draft),)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lazyllm.engine.inputs import ScoreSpec
 from lazyllm.methods.support.bases import Prune
-from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
+from lazyllm.methods.support.schedule import check_int, check_ratio, checked, keep_count
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,8 @@ class StaticPruning(Prune):
     target_parameter = "keep"
     shown_parameters = ("layer",)
 
-    layer: int = 2
-    keep: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_ratio("keep", self.keep)
-        check_int("layer", self.layer, 1)
+    layer: int = checked(check_int, 2)
+    keep: float = checked(check_ratio, 0.3)
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         return {self.layer: keep_count(self.keep, n)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_int, check_ratio, share_of
+from lazyllm.methods.support.schedule import check_int, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,22 +51,20 @@ class UniPrefill(Prune):
     forget = False
 
     layers: Sequence[int] | None = None
-    p: float = 0.99
-    window: int = 128
-    block: int = 64
-    first: int = 128
-    last: int = 128
+    p: float = checked(check_ratio, 0.99)
+    window: int = checked(check_int, 128)
+    block: int = checked(check_int, 64)
+    first: int = checked(check_int, 128, least=0)
+    last: int = checked(check_int, 128)
 
     scoring_flops = Prune.scores_flops
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.layers is not None:
             if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
                 raise ValueError(f"layers={self.layers!r}: give a list of layers such as [8, 12], or null")
-            object.__setattr__(self, "layers", tuple(sorted({check_int("layers", of, 1) for of in self.layers})))
-        check_ratio("p", self.p)
-        for what, least in (("window", 1), ("block", 1), ("first", 0), ("last", 1)):
-            check_int(what, getattr(self, what), least)
+            object.__setattr__(self, "layers", tuple(sorted({check_int("layers", of) for of in self.layers})))
 
     def pruning_layers(self, num_layers: int) -> list[int]:
         if self.layers is None:

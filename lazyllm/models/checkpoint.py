@@ -84,8 +84,8 @@ def read_config(spec: ModelSpec) -> dict[str, Any]:
 def read_json(file: Path, source: str) -> dict[str, Any]:
     """The content of a JSON file of a checkpoint or tokenizer. source: its name in messages. Raises UserError."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{source}: its {file.name} could not be used ({error})") from error
 
 

@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 from lazyllm.models import quantisation
 from lazyllm.models.checkpoint import CONFIGS, PICKLED_WEIGHTS, SAFETENSORS, WEIGHTS, check_files, folder_of, read_json
 from lazyllm.models.quantisation import quantised_by
@@ -119,8 +126,10 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
     folder = folder_of(spec, CONFIGS)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{spec.source}: its config.json could not be used ({error})") from error
+    except Exception as error:  # each config's own checks raise errors of their own
+        raise UserError(f"{spec.source}: its config.json could not be used ({reason_of(error)})") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{spec.source}: its model_type {config.model_type} is not a causal language model")
     if str(folder) != spec.source:
         config._commit_hash = folder.name  # as in transformers for a hub id
     return config
@@ -182,6 +191,7 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
             weights_only=True,  # no code in a pickle can run
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             dtype=dtype,
             attn_implementation=spec.attn_implementation,
             device_map=placement,
@@ -193,15 +203,24 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
         raise UserError(
             f"{source}: its pickled weights hold more than tensors, or are damaged; they are not read"
         ) from error
-    except (OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
-        raise UserError(f"{source} could not be loaded: {error}") from error
+    except Exception as error:  # whatever is wrong with the files
+        raise UserError(f"{source} could not be loaded: {reason_of(error)}") from error
     model, info = loaded
-    if info["missing_keys"]:  # transformers warns and gives them random values
-        missing = sorted(info["missing_keys"])
-        raise UserError(
-            f"{source} lacks {len(missing)} of the model's weights, the first: {missing[0]}. It is incomplete, or of "
-            "another architecture: download it again"
-        )
+    # transformers only warns of these: it leaves out weights in the layers, and makes up others
+    parts = (name for name, part in model.named_modules() if not isinstance(part, nn.ModuleList | PreTrainedModel))
+    inside = tuple(f"{name}." for name in parts if quantised_by(config) is None)  # others have scales there
+    for what, keys in {
+        "lacks {} of the model's weights": info["missing_keys"],
+        "has {} weights in its layers that the model has not": [
+            key for key in info["unexpected_keys"] if key.startswith(inside)
+        ],
+        "has {} weights of another shape than its config.json gives": [key for key, *_ in info["mismatched_keys"]],
+    }.items():
+        if keys:
+            raise UserError(
+                f"{source} {what.format(len(keys))}, the first: {min(keys)}. It is incomplete, or of another "
+                "architecture: download it again"
+            )
     return model if placement is not None else model.to(device)
 
 
@@ -214,8 +233,8 @@ def random_weights(config: PreTrainedConfig, spec: ModelSpec) -> PreTrainedModel
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, spec.dtype), attn_implementation=spec.attn_implementation
             )
-    except (ValueError, ImportError) as error:
-        raise UserError(f"a {config.model_type} model with random weights could not be built: {error}") from error
+    except Exception as error:  # each architecture's own
+        raise UserError(f"a random {config.model_type} model could not be built: {reason_of(error)}") from error
     model.to_empty(device=device)
     model.tie_weights()
     with torch.random.fork_rng(accelerators, device_type=device.type):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, reason_of
 from lazyllm.models.checkpoint import hub_folder, read_json
 from lazyllm.models.xgen_tokenizer import is_xgen, load_xgen_tokenizer
 
@@ -74,8 +74,8 @@ def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
     if (folder / "tokenizer.json").is_file():
         try:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{source}: its tokenizer.json could not be loaded ({error}). {_INSTEAD}") from error
+        except Exception as error:  # of transformers or tokenizers
+            raise UserError(f"{source}: its tokenizer could not be loaded ({reason_of(error)}). {_INSTEAD}") from error
     if (folder / "tokenizer.model").is_file():
         return sentencepiece_tokenizer(folder / "tokenizer.model")
     if (folder / _CONFIG).is_file() and is_xgen(folder / _CONFIG):

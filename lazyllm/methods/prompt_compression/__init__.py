@@ -18,16 +18,13 @@ from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_se
 from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information, window_size
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_int, check_ratio, keep_count
+from lazyllm.methods.support.schedule import check_choice, check_int, check_model_name, check_ratio, checked, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
-
-UNITS = ("token", "sentence", "phrase")
-SCORINGS = ("context", "sentences")
 
 
 @dataclass(frozen=True)
@@ -64,24 +61,14 @@ class PromptCompression(Select):
     table1: ClassVar[Mapping[str, Any]] = {"keep": 0.5}  # scoring alone costs a prefill; 0.5 is its authors' share
     keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0}
     renumber = True
+    plain_models = True
     adaptive = True
 
-    keep: float = 0.5
-    unit: str = "sentence"
-    scorer: str | None = None
-    window: int | None = None
-    scoring: str = "context"
-
-    def __post_init__(self) -> None:
-        check_ratio("keep", self.keep)
-        if self.scoring not in SCORINGS:
-            raise ValueError(f"scoring={self.scoring!r}: give one of {', '.join(SCORINGS)}")
-        if self.unit not in UNITS:
-            raise ValueError(f"unit={self.unit!r}: give one of {', '.join(UNITS)}")
-        if self.scorer is not None and not isinstance(self.scorer, str):
-            raise TypeError(f"scorer={self.scorer!r}: give the name of a model (folder, hub id or preset)")
-        if self.window is not None:
-            check_int("window", self.window, 2)
+    keep: float = checked(check_ratio, 0.5)
+    unit: str = checked(check_choice, "sentence", choices=("token", "sentence", "phrase"))
+    scorer: str | None = checked(check_model_name, None)
+    window: int | None = checked(check_int, None, least=2)
+    scoring: str = checked(check_choice, "context", choices=("context", "sentences"))
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.scorer is None else (ModelSpec(self.scorer),)
@@ -111,10 +98,7 @@ class PromptCompression(Select):
     def prepare(self, model: PreTrainedModel) -> None:
         if self.unit != "token":
             load_splitter(self.unit)
-        for spec in self.models():
-            from lazyllm.methods.support.other_models import load_beside
-
-            load_beside(spec, model, plain=True)
+        super().prepare(model)
 
     def kept(self, n: int) -> int:
         """For token ids without text: n - 1 are droppable. With a text it depends on the prompt: see `kept_of`."""

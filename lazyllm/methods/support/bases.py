@@ -34,16 +34,14 @@ class Prune(Method):
     >>> from dataclasses import dataclass
     >>> import lazyllm
     >>> from lazyllm.methods import Prune, ScoreSpec
-    >>> from lazyllm.methods.support.schedule import check_ratio, keep_count
+    >>> from lazyllm.methods.support.schedule import check_ratio, checked, keep_count
     >>>
     >>> @dataclass(frozen=True)
     ... class KeepLast(Prune):
     ...     layer: int
-    ...     keep: float = 0.5
+    ...     keep: float = checked(check_ratio, 0.5)  # another value is refused before any model loads
     ...     label, target_parameter = "keep last", "keep"
     ...
-    ...     def __post_init__(self):
-    ...         check_ratio("keep", self.keep)  # a bad value is refused before any model loads
     ...     def kept(self, num_layers, n):
     ...         return {self.layer: keep_count(self.keep, n)}
     ...     def score_spec(self, layers):
@@ -93,6 +91,9 @@ class Prune(Method):
         By default the best of scores [m], as many as `kept`; ties to the lower index. An `adaptive` method may return
         fewer or more.
         """
+        if not hasattr(scores, "is_floating_point") or scores.shape != (at.m,) or not scores.is_floating_point():
+            found = f"{list(getattr(scores, 'shape', ()))} of {getattr(scores, 'dtype', type(scores).__name__)}"
+            raise UserError(f"{self.label}: scored {found}: expected a tensor of {at.m} floating-point numbers")
         return split_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])[0]
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
@@ -102,6 +103,8 @@ class Prune(Method):
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept:
         scores = self.score(at, recorded)
         stored = self.store(at, scores)
+        if stored is not None and self.forget:
+            raise UserError(f"{self.label}: store keeps other tokens in each key head: write forget = False beside it")
         return Kept(self.select(at, scores), stored, self.forget)
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -126,9 +129,10 @@ def groups_between(
     method: Method, kept: Mapping[int, int], num_layers: int, n: int, score_spec: Callable[[range], ScoreSpec]
 ) -> list[Group]:
     """The groups between the pruning layers of `Prune.kept`. Raises ValueError for a layer beyond the model."""
-    beyond = [layer for layer in kept if layer > num_layers]
-    if beyond:
-        raise ValueError(f"{method.label} prunes after layer {beyond[0]}, but the model has only {num_layers} layers")
+    for layer in kept:
+        if not 1 <= layer <= num_layers:
+            counted = f"the model has only {num_layers} layers" if layer > 0 else "layers count from 1"
+            raise ValueError(f"{method.label} prunes after layer {layer}, but {counted}")
     groups, start = [], 0
     for end in sorted({*kept, num_layers}):
         layers = range(start, end)
@@ -174,15 +178,17 @@ class Select(Method):
     1.51
 
     renumber: the selected tokens are at positions 0, 1, ...; if False, they keep their positions in the whole prompt.
+    plain_models: its `models` may be of any architecture, as they are called as a whole.
     """
 
     renumber: ClassVar[bool] = False
+    plain_models: ClassVar[bool] = False
 
     def prepare(self, model: PreTrainedModel) -> None:
         for spec in self.models():
             from lazyllm.methods.support.other_models import load_beside
 
-            load_beside(spec, model)
+            load_beside(spec, model, self.plain_models)
 
     @abstractmethod
     def kept(self, n: int) -> int:
@@ -207,6 +213,7 @@ class Select(Method):
         return 0
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
+        self.selected_at(num_layers)  # raises for a layer beyond the model
         return [Group(range(num_layers), self.kept(n))]
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, floor
 from typing import Any
 
@@ -118,6 +118,20 @@ def keep_count(ratio: float, n: int) -> int:
     return ceil(Fraction(str(ratio)) * n)
 
 
+def checked(check: Callable[..., object], default: Any = MISSING, kw_only: bool = False, **limits: Any) -> Any:
+    """A hyperparameter: a field whose value `check(name, value, **limits)` may refuse. A default of None passes.
+
+    >>> keep: float = checked(check_ratio, 0.5)
+    """
+    return field(default=default, kw_only=kw_only, metadata={"check": partial(check, **limits)})
+
+
+def check_choice(what: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuse what is none of the choices. Raises ValueError."""
+    if value not in choices:
+        raise ValueError(f"{what}={value!r}: give one of {', '.join(choices)}")
+
+
 def check_ratio(what: str, ratio: Any) -> float:
     """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, unless it is a number in (0, 1]."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
@@ -134,10 +148,7 @@ def share_of(share: float, n: int) -> int:
 
 def check_count_or_ratio(what: str, value: Any) -> None:
     """Refuse a value that is neither a number of tokens (int) nor a share (float). Raises as `check_ratio`."""
-    if isinstance(value, int):
-        check_int(what, value, 1)
-    else:
-        check_ratio(what, value)
+    (check_int if isinstance(value, int) else check_ratio)(what, value)
 
 
 def count_of(keep: float, n: int) -> int:
@@ -145,13 +156,25 @@ def count_of(keep: float, n: int) -> int:
     return min(keep, n) if isinstance(keep, int) else keep_count(keep, n)
 
 
-def check_pool(pool: Any) -> None:
-    """Refuse a width of pooling that is not odd. Raises TypeError or ValueError."""
-    if check_int("pool", pool, 1) % 2 == 0:
-        raise ValueError(f"pool={pool}: give an odd number")
+def check_odd(what: str, value: Any) -> None:
+    """Refuse what is no odd number, of 1 or more. Raises TypeError or ValueError."""
+    if check_int(what, value, 1) % 2 == 0:
+        raise ValueError(f"{what}={value}: give an odd number")
 
 
-def check_int(what: str, value: Any, least: int) -> int:
+def check_positive(what: str, value: Any) -> None:
+    """Refuse what is no number above 0. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise ValueError(f"{what}={value!r}: give a number above 0 and below 1e6")
+
+
+def check_model_name(what: str, value: Any) -> None:
+    """Refuse what cannot name a model. Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what}={value!r}: give the name of a model (folder, hub id or preset)")
+
+
+def check_int(what: str, value: Any, least: int = 1) -> int:
     """The value. Raises TypeError or ValueError, naming `what`, unless it is a whole number of `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} is a whole number of {least} or more, got {value!r}")

@@ -21,14 +21,11 @@ class SelectSession(Session):
     """
 
     def __init__(self, decoder: Decoder, method: Any, prompt: Prompt, max_new_tokens: int) -> None:
-        layers, n = len(decoder.layers), len(prompt)
-        kept = method.kept(n)
-        if kept < n:
-            positions, scoring = timed_selection(decoder, method, prompt)
-        else:
-            positions, scoring = torch.arange(n, device=decoder.device), Scoring()
+        n, kept = len(prompt), method.kept(len(prompt))
+        everything = torch.arange(n, device=decoder.device), Scoring()
+        positions, scoring = timed_selection(decoder, method, prompt) if kept < n else everything
         k = len(positions)
-        groups = [replace(group, prompt_tokens=k) for group in method.groups(layers, n)]
+        groups = [replace(group, prompt_tokens=k) for group in method.groups(len(decoder.layers), n)]
         # the positions that the prompt takes; its tokens, for the counts, are n
         super().__init__(decoder, groups, k if method.renumber else n, max_new_tokens)
         self.prompt_tokens, self.scoring = n, scoring

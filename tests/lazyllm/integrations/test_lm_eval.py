@@ -256,12 +256,6 @@ def test_sampled_answers_are_those_of_hf_after_the_same_seed(hf: HFLM) -> None:
     assert keeps_all.generate_until(instances("generate_until", (CONTEXT, wanted))) != answers[0]
 
 
-def test_beams_are_refused(pruned: PrunedLM) -> None:
-    beams = {"until": ["x"], "max_gen_toks": 2, "num_beams": 4}
-    with pytest.raises(ValueError, match="num_beams"):
-        pruned.generate_until(instances("generate_until", (CONTEXT, beams)))
-
-
 def test_command_writes_results(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --device, for which lm-eval's own default is a GPU; without its own tasks, which take 15 s to list."""
     monkeypatch.setattr(sys, "argv", ["lm-eval"])

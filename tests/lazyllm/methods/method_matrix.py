@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from lazyllm.engine.flops import first_layers_flops
-from lazyllm.engine.inputs import Prompt, ScoreSpec
 from lazyllm.methods import (
     ASL,
     CLAA,
@@ -31,6 +29,7 @@ from lazyllm.methods import (
     UniPrefill,
 )
 from tests import field_oracles
+from tests.helpers import example_of
 from tests.reference import ReferenceOutput, forward_reference, keep_count, lazy_reference
 
 Reference = Callable[[PreTrainedModel, Sequence[int], int], ReferenceOutput]
@@ -100,26 +99,6 @@ def _remembered(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> Re
     out = lazy_reference(model, prompt, {1: 0.5, 3: 0.5}, steps, revive=False)
     out.selected = out.selected[:1]
     return out
-
-
-@dataclass(frozen=True)
-class AskFirst(Select):
-    """Scores by the first three layers, and runs the kept tokens at their own positions."""
-
-    keep: float = 0.5
-    label = "ask first"
-
-    def kept(self, n: int) -> int:
-        return keep_count(self.keep, n)
-
-    def select(self, decoder: Any, prompt: Prompt) -> Any:
-        from lazyllm.engine.decoder import run_layers
-
-        _, [scores] = run_layers(decoder, prompt.token_ids.to(decoder.device), 3, ScoreSpec([2]))
-        return self.best(scores, self.kept(len(prompt)))
-
-    def scoring_flops(self, config: Any, n: int) -> int:
-        return first_layers_flops(config, n, 3)
 
 
 def _asked(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
@@ -200,7 +179,7 @@ ROWS = LISTED | {
     "specprefill, sound": Row(SpecPrefill(keep=0.3, chunk=3, sound=True), scores=True),
     "static_pruning, after the last layer": Row(StaticPruning(4, 0.4)),
     "a Prune": Row(Remembering(), _remembered, Remembering(1.0)),
-    "a Select": Row(AskFirst(), _asked, scores=True),
+    "a Select": Row(example_of(Select)(3), _asked, scores=True),
 }
 PRUNING = {name: row.pruning for name, row in ROWS.items() if name != "baseline" and not name.startswith("a ")}
 KEEPING = {name: row.keeping for name, row in LISTED.items() if row.keeping is not None}

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[..., Method], Callable[..., FieldOutput], dict[s
         "recent": [0.01, 0.2, 0.5], "decay": [0.2, 0.5, 0.9, 1.0], "weight": [1.2, 1, 3.0], "first": [0, 1, 4],
     }),
     "asl": (ASL, asl, {
-        "first": LAYER, "threshold": [0.3, 0.7, 0.95, 2.0], "keep": [3, 7, 0.2, 0.4, 1.0], "window": [1, 3, 8],
+        "first": LAYER, "threshold": [0.3, 0.7, 0.95, 2.0], "keep": [3, 7, 0.2, 0.4, 1.0, 100], "window": [1, 3, 8],
         "layers": [1, 2, 2, 3], "pool": [1, 3, 7], "retain": [None, 5, 0.3, 1],
     }),
     "oracle": (Oracle, oracle, {

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -262,6 +263,36 @@ def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
     assert not (folder / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "yarn"}},
+            r"config\.json could not be used \(KeyError: .*factor",
+        ),
+        ("config.json", {"rope_parameters": {"rope_type": "none"}}, "could not be loaded: KeyError: 'none'"),
+        (
+            "config.json",
+            {"num_attention_heads": 3},
+            r"config\.json could not be used .* not a multiple of .* heads \(3\)",
+        ),
+        ("config.json", {"quantization_config": "fp8"}, r"config\.json could not be used \(AttributeError"),
+        ("config.json", {"model_type": "t5"}, "its model_type t5 is not a causal language model"),
+        ("generation_config.json", [], "could not be loaded: TypeError"),
+        ("tokenizer.json", {}, r"its tokenizer could not be loaded \(KeyError.*model\.tokenizer=FOLDER"),
+        ("tokenizer_config.json", [], r"its tokenizer could not be loaded \(AttributeError"),
+    ],
+)
+def test_file_that_transformers_cannot_use_is_refused(folder: Path, file: str, content: Any, message: str) -> None:
+    if file == "config.json":
+        edit(folder / file, **content)
+    else:
+        (folder / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        lazyllm.load_model(str(folder), dtype="float32", device="cpu")
+
+
 def test_shards_are_whole_or_refused(tmp_path: Path, tiny) -> None:
     folder = tmp_path / "shards"
     tiny.save_pretrained(folder, max_shard_size="500KB")
@@ -286,11 +317,25 @@ def test_shards_are_whole_or_refused(tmp_path: Path, tiny) -> None:
         refused(folder, "model.safetensors.index.json could not be used")
 
 
-def test_checkpoint_without_some_weights_is_refused(folder: Path) -> None:
+def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(folder: Path, tiny) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, "lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight")
+    norm, biases = (
+        "model.norm.weight",
+        {"model.layers.3.mlp.up_proj.bias": torch.ones(256), "lm_head.bias": torch.ones(2)},
+    )
+    for changed, message in (
+        (tiny.state_dict() | biases, "has 2 weights in its layers that the model has not, the first: lm_head.bias"),
+        (tiny.state_dict() | {norm: torch.ones(9)}, f"has 1 weights of another shape .*, the first: {norm}"),
+    ):
+        changed.pop("lm_head.weight")  # tied
+        save_file(changed, folder / "model.safetensors")
+        refused(folder, message)
+    vision = {"vision_tower.proj.weight": torch.ones(2), "model.layers.8.mlp.up_proj.weight": torch.ones(2)}
+    save_file(load_file(TINY / "model.safetensors") | vision, folder / "model.safetensors")
+    assert same_weights(load(folder), tiny)
     (folder / "model.safetensors").unlink()
     refused(folder, "has no weights: expected one of model.safetensors")
     (folder / "adapter_config.json").write_text("{}")

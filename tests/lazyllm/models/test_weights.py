@@ -16,7 +16,6 @@ import lazyllm
 from lazyllm import measuring
 from lazyllm.engine import cpu_linear, decoder
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
 from lazyllm.methods import GemFilter, Lazy, Method, Oracle, SpecPrefill
@@ -100,18 +99,6 @@ def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
 
 
 @pytest.mark.quantised
-def test_probe_of_quantised_weights_needs_no_more_tolerance(saved: str) -> None:
-    """Both ways run the same rounded weights on the same rows: they differ only by attention's kernels."""
-    model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
-    tokens = torch.arange(8)
-    with torch.inference_mode(), open_decoder(model) as opened:
-        session = lazyllm.methods.Baseline().start(opened, lazyllm.Prompt(tokens), 1)
-        logits = session.prefill(tokens)
-        expected = model(tokens[None]).logits[0, -1]
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()  # a thousandth of the probe's limit
-
-
-@pytest.mark.quantised
 def test_quantised_weights_keep_their_own_products(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN's products support float32 weights only, and would misread others."""
     model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
@@ -156,13 +143,16 @@ def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(sa
             load_weights(ModelSpec(str(folder), device="cpu"))
 
 
+LISTS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
 @pytest.mark.parametrize("quantise", ["bnb_int8", "bnb_nf4"])
 def test_bitsandbytes_gets_its_config_and_the_device(saved: str, monkeypatch, quantise: str) -> None:
     told = {}
 
     def from_pretrained(source: str, **how: object) -> tuple[PreTrainedModel, dict]:
         told.update(how, source=source)
-        return random_model("llama", 2, num_layers=4), {"missing_keys": set()}
+        return random_model("llama", 2, num_layers=4), dict.fromkeys(LISTS, ())
 
     monkeypatch.setattr(quantisation, "is_bitsandbytes_available", lambda: True)
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", from_pretrained)

@@ -278,5 +278,3 @@ def test_missing_merges_are_refused_offline_with_their_address(checkpoint, offli
     where = r"not in the hub's cache\. .*https://huggingface\.co/openai-community/gpt2/.*merges\.txt into a folder with"
     with pytest.raises(UserError, match=where):
         load_tokenizer(folder)
-    with pytest.raises(UserError, match=r"for XGen 7B its tokenizer_config\.json and GPT-2's merges\.txt"):
-        load_tokenizer("Salesforce/xgen-7b-8k-inst")

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 import lazyllm
 from lazyllm.engine import generation
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.flops import LayerShape
 from lazyllm.methods import Baseline, PromptCompression
 from lazyllm.methods.prompt_compression import droppable, most_informative, unit_means
-from lazyllm.methods.prompt_compression.scoring import scoring_flops
 from lazyllm.methods.support import other_models
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -90,12 +89,6 @@ def test_droppable_tokens_are_those_character_by_character() -> None:
         assert droppable(prompt).tolist() == slow_droppable(prompt)
         some += slow_droppable(prompt)
     assert len(some) > 300
-
-
-def test_newest_token_stays() -> None:
-    assert droppable(lazyllm.Prompt(torch.zeros(4, dtype=torch.long))).tolist() == [0, 1, 2]
-    assert droppable(lazyllm.Prompt(torch.zeros(1, dtype=torch.long))).tolist() == []
-    assert droppable(text_prompt("cat sat", ((0, 7),))).tolist() == [1]
 
 
 def slow_choice(info: list[float], unit_of: list[int], budget: int) -> list[int]:
@@ -172,21 +165,6 @@ def test_model_runs_on_the_most_informative_rest(keep: str, unit: str, attention
     assert torch.equal(out.first_logits, rest.first_logits)
 
 
-def test_other_text_line_breaks_and_indentation_stay() -> None:
-    """At the lowest share, one sentence of the context is left, and all text around the context."""
-    prompt = text_prompt()
-    kept = lazyllm.generate(model_of(), prompt, PromptCompression(0.01, "sentence"), 1, ()).selected[0][0]
-    left = "".join(prompt.text[slice(*prompt.spans[position])] for position in kept)
-    start, stop = "Read this.\n\n", "\n\nNow say what sat."
-    assert left.startswith(start)
-    assert left.endswith(stop)
-    assert "\nA: the answer\n" in left
-    assert left.count("\n") == TEXT.count("\n")
-    assert "\n    " in left
-    assert "\n        " in left
-    assert len(left) < len(TEXT) / 1.5
-
-
 @pytest.mark.parametrize("unit", ["token", "sentence"])
 def test_prompt_with_nothing_to_drop_is_not_scored(unit: str) -> None:
     model = model_of()
@@ -239,18 +217,6 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
     model.lm_head.weight.data[3] = float("nan")
     with pytest.raises(FloatingPointError, match="scoring model"):
         lazyllm.generate(model, text_prompt(), PromptCompression(0.5, "token"), 1, ())
-
-
-def test_ideal_speedup_counts_the_scoring() -> None:
-    config = model_of().config
-    half = PromptCompression(0.5, "token")
-    scoring = scoring_flops(config, 199)
-    expected = prefill_flops(config, [200] * 3) / (scoring + prefill_flops(config, [101] * 3))
-    assert half.ideal_speedup(config, 200) == pytest.approx(expected, rel=1e-12)
-    assert expected < PromptCompression(0.1, "token").ideal_speedup(config, 200) < 1
-    other = load_config(ModelSpec("tiny"))
-    with_tiny = prefill_flops(config, [200] * 3) / (scoring_flops(other, 199) + prefill_flops(config, [101] * 3))
-    assert PromptCompression(0.5, scorer="tiny").ideal_speedup(config, 200) == pytest.approx(with_tiny, rel=1e-12)
 
 
 @pytest.fixture(params=["mistral", "gpt2"])
