@@ -26,19 +26,17 @@ from transformers import AutoConfig
 
 from lazyllm.bench import HEADINGS, case_of, cells_of, row, run_alone
 from lazyllm.bench import main as bench
-from lazyllm.bench import parser as bench_parser
 from lazyllm.engine.attention import additive_mask, attend_to_chosen
 from lazyllm.engine.batch import generate_many
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
-from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import generate
 from lazyllm.engine.inputs import Prompt
 from lazyllm.files import write_whole
 from lazyllm.integrations.transformers_generate import using
-from lazyllm.machine import ACCELERATORS, Accelerator, device_name
+from lazyllm.machine import device_name
 from lazyllm.measuring import attention_events
-from lazyllm.methods import METHODS, Baseline, make
+from lazyllm.methods import Baseline, make
 from lazyllm.models.load import as_device, random_weights
 from lazyllm.presets import fields_of
 from lazyllm.spec import ModelSpec
@@ -67,10 +65,7 @@ PARTS: dict[str, list[str]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts that OUT lacks, or print a plan. Returns 1 if one failed."""
-    if arguments[0] == "--plan":
-        print("\n".join(plan()))
-        return 0
+    """Run the parts that OUT lacks. Returns 1 if one failed."""
     out, wanted = Path(arguments[0]), arguments[1:] or [*CHECKS, *PARTS]
     failed = []
     for part in wanted:
@@ -274,37 +269,6 @@ def commands(device: torch.device) -> Cases:
 CHECKS: dict[str, Callable[[torch.device], Cases]] = {
     "sdpa": attention, "checks": checks, "together": together, "commands": commands,
 }  # fmt: skip
-
-
-def seconds_of(part: str, card: Accelerator) -> float:
-    """A part's seconds on a card, at half of its data sheet's rates, as if no method were faster than the baseline."""
-    options = bench_parser().parse_args(PARTS[part])
-    config = AutoConfig.for_model(**fields_of(options.shape))
-    layers, total = config.num_hidden_layers, 60.0  # a minute to load and to warm up
-    weights = 2 * (layers * LayerShape.of(config).linear_flops // 2 + 2 * config.vocab_size * config.hidden_size)
-    methods = (
-        sum(len(options.speedups) if kind.target_parameter else 1 for kind in METHODS.values()) if options.field else 1
-    )
-    times = options.repeats + options.warmup
-    passes = 1 + methods * (1 + 2 * times) + (3 * times if options.against else 0)
-    for tokens in options.tokens:
-        for new_tokens in options.new_tokens:
-            prefill = prefill_flops(config, [tokens] * layers) / card.flops_per_s
-            total += passes * 2 * (prefill + (new_tokens - 1) * weights / card.bytes_per_s)
-    return total
-
-
-def plan() -> Iterator[str]:
-    """A table of the bench's parts: minutes by card, and a dash where the weights leave no room."""
-    yield f"| part | {' | '.join(card.name for card in ACCELERATORS.values())} |"
-    yield f"|---|{'---:|' * len(ACCELERATORS)}"
-    for part in PARTS:
-        minutes = [
-            f"{seconds_of(part, card) / 60:.0f}" if card.gigabytes >= 22 and card.has_bfloat16 else "-"
-            for card in ACCELERATORS.values()
-        ]
-        yield f"| {part} | {' | '.join(minutes)} |"
-    yield f"\nMinutes at most, at half of the data sheets' rates. A part is killed after {PART_S // 60}."
 
 
 def _waits(model: Any, prompt: Any, method: Any) -> int:

@@ -110,12 +110,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
-from math import ceil, cos, floor, pi
+from math import cos, floor, pi
 
 import numpy as np
 from transformers import PreTrainedModel as Model
 
-from tests.reference import HandModel, Pair
+from tests.reference import HandModel, Pair, keep_count
 
 Ids = Sequence[int]
 Scores = dict[int, float]  # {position: score}
@@ -173,14 +173,9 @@ def _ranked(scores: Scores) -> list[int]:
     return sorted(scores, key=lambda p: (-scores[p], p))
 
 
-def share_of(share: float, n: int, rounded: Callable[[Fraction], int]) -> int:
-    """A share of n, with the share taken as a decimal number."""
-    return rounded(Fraction(str(share)) * n)
-
-
 def tokens_kept(keep: float, n: int) -> int:
     """`keep` as a number of tokens (int, at most n) or as a share of n, rounded up (float)."""
-    return share_of(keep, n, ceil) if isinstance(keep, float) else min(keep, n)
+    return keep_count(keep, n) if isinstance(keep, float) else min(keep, n)
 
 
 def pooled(values: Sequence[float], width: int, pooling: str = "average") -> list[float]:
@@ -355,7 +350,7 @@ def specprefill(
     chunks = [range(start, min(start + chunk, n)) for start in range(0, n, chunk)]
     means = {c: sum(out.scores[0][p] for p in members) / len(members) for c, members in enumerate(chunks)}
     forced = {0, max(0, n - chunk) // chunk, len(chunks) - 1} if sound else set()
-    best = out.best(means, share_of(keep, len(chunks), ceil), forced)
+    best = out.best(means, keep_count(keep, len(chunks)), forced)
     out.selected[0] = [p for c in best for p in chunks[c]]
     return finish_alone(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
 
@@ -472,7 +467,7 @@ def fastkv(
         if number != layer:
             return attention, held
         out.scores[layer] = total(by_head)
-        out.selected[layer] = out.best(out.scores[layer], share_of(keep, n, floor), sorted(attention)[-window:])
+        out.selected[layer] = out.best(out.scores[layer], keep_count(keep, n, floor), sorted(attention)[-window:])
         return out.selected[layer], held
 
     return layerwise(hand, ids, steps, out, after_layer)
@@ -499,7 +494,7 @@ def claa(
 ) -> FieldOutput:
     """CLAA: FastKV's cut by the maximum of z-scored scores over the last layers and heads. `retain`: see 24."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
-    count, rows = share_of(keep, n, floor), {}  # {layer: for each KV head, z-scores}
+    count, rows = keep_count(keep, n, floor), {}  # {layer: for each KV head, z-scores}
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]] | None]:
         if number > layer:
@@ -565,7 +560,7 @@ def pyramidinfer(
 ) -> FieldOutput:
     """PyramidInfer: after every layer a share of the older tokens stays, by the attention of the recent tokens."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
-    num_recent = max(1, share_of(recent, n, floor))
+    num_recent = max(1, keep_count(recent, n, floor))
     weights = dict(zip(range(n - num_recent, n), np.linspace(1, weight, num_recent).tolist(), strict=True))
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], None]:

@@ -224,7 +224,7 @@ def one_line(error: Exception) -> UserError:
         message += " (lazyllm-bench methods lists the settings of each method)"
     elif unknown is not None:
         keys = [part for key, _, _ in documented(RunConfig()) for part in (key, key.partition(".")[0])]
-        near = difflib.get_close_matches(unknown[1], dict.fromkeys(keys), 1)
+        near = difflib.get_close_matches(unknown[1], {"method", "dataset", "experiment", *keys}, 1)
         message += f" ({f'did you mean {near[0]}? ' if near else ''}--help lists all keys)"
     if isinstance(error, OverrideParseException):
         message += (

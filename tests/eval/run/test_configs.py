@@ -191,6 +191,8 @@ def test_published_experiments_have_their_arms() -> None:
     [
         # unknown keys and choices, with the nearest known one; more of them in tests/eval/test_cli.py
         (["++limits=1"], "Key 'limits' not in 'RunConfig' (did you mean limit? --help lists all keys)"),
+        (["methd=lazy"], "Key 'methd' not in 'RunConfig' (did you mean method?"),
+        (["datset=lookup"], "Key 'datset' not in 'RunConfig' (did you mean dataset?"),
         (["~limt"], "Could not delete from config. 'limt' does not exist"),
         (["model.nam=tiny"], "Key 'nam' not in 'ModelConfig' (did you mean model.name?"),
         (["timing.warmup=0"], "Key 'timing' not in 'RunConfig' (did you mean warmup?"),
