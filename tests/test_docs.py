@@ -92,12 +92,6 @@ def test_pages_are_short_and_say_whom_they_are_for() -> None:
     assert [name for name, page in lines.items() if name != "README.md" and not page[2].startswith("For ")] == []
 
 
-def test_glossary_is_short() -> None:
-    rows = re.findall(r"^\| (.+?) \| .+ \|$", (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
-    terms = [row for row in rows if row != "term"]
-    assert len(terms) == len({*terms}) <= 40
-
-
 def test_memory_of_models_is_that_of_a_plan() -> None:
     page = (ROOT / "docs/models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\S+)` \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)

@@ -73,8 +73,9 @@ def uniform_attention_model(num_layers: int) -> PreTrainedModel:
     return model
 
 
-def test_ties_revival_and_aux_cache_by_counting():
-    out = lazy_reference(uniform_attention_model(4), prompt_of(10), {1: 0.7, 3: 0.7}, 3)
+def test_two_turns_with_ties_by_counting():
+    session = LazyTurns(uniform_attention_model(4), {1: 0.7, 3: 0.7})
+    out = session.answer(prompt_of(10), 3)
     # Prefill: 7 of 10 stay, the last one (9) among them; then ceil(4.9) = 5 of the 7.
     assert out.selected[0] == {1: [0, 1, 2, 3, 4, 5, 9], 3: [0, 1, 2, 3, 9]}
     assert out.revived[0] == {1: [], 3: []}
@@ -88,6 +89,23 @@ def test_ties_revival_and_aux_cache_by_counting():
     assert out.computed.tolist() == [[10, 7, 7, 5], [10, 8, 8, 6], [10, 8, 8, 6]]
     assert {p for layer, p in out.compute_counts if layer == 4} == {0, 1, 2, 3, 4, 9, 10, 11}
     assert out.margin == float("inf")
+    # The second turn: 10 and 11 were generated and run, 12 is pending, 13 to 16 are its own.
+    second = session.answer(prompt_of(4), 2)
+    # Step 0: 14 prompt tokens, ceil(9.8) = 10 of them: 16 and nine others. 7 and 8 come back, 13 to 15 wait. Then 7 of
+    # these 10; 5 comes back; 7 and 8 wait again. Token 9 is stored everywhere and not attended to.
+    # Step 1: 10 of the 14 without the newest, 17: 0 to 9, so 16 is left out. Then 7 of these 10: 6 comes back.
+    generated = [10, 11, 12]
+    assert second.selected == [
+        {1: [*range(9), *generated, 16], 3: [*range(6), *generated, 16]},
+        {1: [*range(10), *generated, 17], 3: [*range(7), *generated, 17]},
+    ]
+    assert second.revived == [{1: [7, 8], 3: [5]}, {1: [], 3: [6]}]
+    assert second.computed.tolist() == [[14, 11, 11, 8], [14, 11, 11, 9]]
+    assert second.aux == {1: {13, 14, 15}, 3: {7, 8}}
+    # Stored: 18 tokens, 15, 15 and 13, with the generated ones; 2 KV heads of width 12, 8 bytes a number.
+    assert second.kv_bytes == (18 + 15 + 15 + 13) * 2 * 2 * 12 * 8
+    assert second.aux_bytes == 5 * 48 * 8
+    assert set(session.counts.values()) == {1}
 
 
 def test_generated_tokens_are_candidates_with_prune_generated():
@@ -116,29 +134,6 @@ def test_first_selection_equals_that_of_transformers_attentions():
 
 def answers(session: LazyTurns | ContinuedTurns, turns: list[list[int]] = TURNS) -> list[ReferenceOutput]:
     return [session.answer(turn, STEPS) for turn in turns]
-
-
-def test_two_turns_by_counting():
-    """All scores are tied, so that the lower positions win."""
-    session = LazyTurns(uniform_attention_model(4), {1: 0.7, 3: 0.7})
-    first = session.answer(prompt_of(10), 3)  # positions 10 and 11 are generated and run, 12 is pending
-    assert first.aux == {1: {7, 8}, 3: {5, 6}}
-    second = session.answer(prompt_of(4), 2)  # 13 to 16
-    # Step 0: 14 prompt tokens, ceil(9.8) = 10 of them: 16 and nine others. 7 and 8 come back, 13 to 15 wait. Then 7 of
-    # these 10; 5 comes back; 7 and 8 wait again. Token 9 is stored everywhere and not attended to.
-    # Step 1: 10 of the 14 without the newest, 17: 0 to 9, so 16 is left out. Then 7 of these 10: 6 comes back.
-    generated = [10, 11, 12]
-    assert second.selected == [
-        {1: [*range(9), *generated, 16], 3: [*range(6), *generated, 16]},
-        {1: [*range(10), *generated, 17], 3: [*range(7), *generated, 17]},
-    ]
-    assert second.revived == [{1: [7, 8], 3: [5]}, {1: [], 3: [6]}]
-    assert second.computed.tolist() == [[14, 11, 11, 8], [14, 11, 11, 9]]
-    assert second.aux == {1: {13, 14, 15}, 3: {7, 8}}
-    # Stored: 18 tokens, 15, 15 and 13, with the generated ones; 2 KV heads of width 12, 8 bytes a number.
-    assert second.kv_bytes == (18 + 15 + 15 + 13) * 2 * 2 * 12 * 8
-    assert second.aux_bytes == 5 * 48 * 8
-    assert set(session.counts.values()) == {1}
 
 
 def test_generated_tokens_of_all_turns_are_candidates_with_prune_generated():
