@@ -176,13 +176,6 @@ def test_site_holds_every_page_and_what_it_links_to(tmp_path: Path) -> None:
             assert (target / "README.md" if target.is_dir() else target).is_file(), f"{page}: {link}"
 
 
-def test_a_link_to_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = ROOT / "README.md"
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: "[text](docs/no_such.md#a)" if self == page else "")
-    with pytest.raises(FileNotFoundError, match=r"README.md links to docs/no_such.md"):
-        site.gather(tmp_path)
-
-
 def test_docstrings_of_fields_become_lists() -> None:
     text = "Do it.\n\nn: how many,\n    at least 1.\nkeep: a share.\n\nRaises: never.\nA sentence: with a colon."
     assert as_list(text).split("\n\n")[1] == "- `n`: how many, at least 1.\n- `keep`: a share."
