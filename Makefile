@@ -3,6 +3,7 @@
 # make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
 # make notebooks  JupyterLab with the notebooks
 # make docs   insert the numbers of results/ into README.md and docs/, then build the site in build/site
+# make size   lines of Python, code and tests by package; git diff --stat COMMIT -- '*.py' shows a change's
 # make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock)
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
 
-.PHONY: run test pytest paper notebooks docs lint format setup setup-tests lock clean
+.PHONY: run test pytest paper notebooks docs lint format size setup setup-tests lock clean
 
 run: setup
 	$(BIN)/python run.py experiment=demo
@@ -53,6 +54,13 @@ lint: setup-tests
 format: setup-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# docstrings and blank lines too
+size:
+	@git grep --count '' -- '*.py' | awk -F '[/:]' '{ \
+	  package = NF > 3 ? $$1 "/" $$2 : NF > 2 ? $$1 : "top"; total = $$1 == "tests" ? "tests in all" : "code in all"; \
+	  lines[package] += $$NF; lines[total] += $$NF \
+	} END { for (name in lines) printf "%-20s%8d\n", name, lines[name] }' | sort
 
 setup: $(READY)
 

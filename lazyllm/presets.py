@@ -62,4 +62,8 @@ def fields_of(shape: str) -> dict[str, Any]:
     width = int(sizes["width"])
     heads = sizes.get("heads", max(1, width // 64))
     default = {"mlp": -(-width * 8 // 3 // 64) * 64, "heads": heads, "kv_heads": heads, "vocab": 32000}
-    return {"model_type": "llama", **{SIZES[name]: int(value) for name, value in (default | sizes).items()}}
+    fields = {SIZES[name]: int(value) for name, value in (default | sizes).items()}
+    heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    if not all(fields.values()) or width % (2 * heads) or heads % kv_heads:
+        raise UserError(f"shape {shape}: expected heads of an even width, shared by kv_heads, and no 0")
+    return {"model_type": "llama", **fields}

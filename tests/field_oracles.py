@@ -110,12 +110,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
-from math import ceil, cos, floor, pi
+from math import cos, floor, pi
 
 import numpy as np
 from transformers import PreTrainedModel as Model
 
-from tests.reference import HandModel, Pair
+from tests.reference import HandModel, Pair, keep_count
 
 Ids = Sequence[int]
 Scores = dict[int, float]  # {position: score}
@@ -173,14 +173,9 @@ def _ranked(scores: Scores) -> list[int]:
     return sorted(scores, key=lambda p: (-scores[p], p))
 
 
-def share_of(share: float, n: int, rounded: Callable[[Fraction], int]) -> int:
-    """A share of n, with the share taken as a decimal number."""
-    return rounded(Fraction(str(share)) * n)
-
-
 def tokens_kept(keep: float, n: int) -> int:
     """`keep` as a number of tokens (int, at most n) or as a share of n, rounded up (float)."""
-    return share_of(keep, n, ceil) if isinstance(keep, float) else min(keep, n)
+    return keep_count(keep, n) if isinstance(keep, float) else min(keep, n)
 
 
 def pooled(values: Sequence[float], width: int, pooling: str = "average") -> list[float]:
@@ -206,23 +201,6 @@ def run_layer(
 def _by_head(kv: Mapping[int, Pair], held: Sequence[Collection[int]]) -> list[dict[int, Pair]]:
     """For each KV head g, key and value [d] of the tokens in `held[g]`."""
     return [{p: (kv[p][0][g], kv[p][1][g]) for p in sorted(positions)} for g, positions in enumerate(held)]
-
-
-def run_alone(
-    hand: HandModel, tokens: Mapping[int, int], reach: int
-) -> tuple[Cache, np.ndarray, dict[int, np.ndarray]]:
-    """Tokens {position: token id}, and no others, through all layers.
-
-    The cache, and of the last token the hidden state after the last layer and {layer: query [H, d]}.
-    """
-    hidden, last = {p: hand.embed(token) for p, token in tokens.items()}, max(tokens)
-    cache: Cache = {}
-    queries = {}
-    for layer in range(1, hand.num_layers + 1):
-        queries[layer] = hand.query(layer, hidden[last], last, reach)
-        kv, hidden, _ = run_layer(hand, layer, hidden, reach)
-        cache[layer] = _by_head(kv, [hidden] * hand.num_kv_heads)
-    return cache, hidden[last], queries
 
 
 def run_token(
@@ -255,11 +233,32 @@ def generate(hand: HandModel, cache: Cache, newest: np.ndarray, start: int, step
         newest, _ = run_token(hand, cache, out.token_ids[-1], start + len(out.token_ids) - 1)
 
 
-def finish_alone(hand: HandModel, tokens: Mapping[int, int], reach: int, steps: int, out: FieldOutput) -> FieldOutput:
-    """Prefill with tokens {position: token id} alone, then decoding from position `reach`."""
-    cache, newest, _ = run_alone(hand, tokens, reach)
-    out.passes.append([len(tokens)] * hand.num_layers)
-    generate(hand, cache, newest, reach, steps, out)
+AfterLayer = Callable[[int, Attention], tuple[Iterable[int], Sequence[Collection[int]] | None]]
+
+
+def run(
+    hand: HandModel,
+    tokens: Mapping[int, int],
+    reach: int,
+    steps: int,
+    out: FieldOutput,
+    after_layer: AfterLayer = lambda layer, attention: (attention, None),
+) -> FieldOutput:
+    """Prefill of tokens {position: token id}, perhaps with cuts between layers, then decoding from position `reach`.
+
+    `after_layer` gets a layer and its attention, and returns the positions that enter the next layer and those that
+    the layer's cache holds, for each KV head (None: all that entered).
+    """
+    cache, last = {}, max(tokens)
+    hidden = {p: hand.embed(token) for p, token in tokens.items()}
+    out.passes.append([])
+    for layer in range(1, hand.num_layers + 1):
+        out.passes[-1].append(len(hidden))
+        kv, hidden, attention = run_layer(hand, layer, hidden, reach)
+        kept, held = after_layer(layer, attention)
+        cache[layer] = _by_head(kv, [kv] * hand.num_kv_heads if held is None else held)
+        hidden = {p: hidden[p] for p in kept}
+    generate(hand, cache, hidden[last], reach, steps, out)
     return out
 
 
@@ -270,7 +269,7 @@ def on_the_rest(model: Model, ids: Ids, kept: Ids, steps: int, renumber: bool) -
     """A first turn of the kept tokens (sorted positions) alone: random drop, prompt compression, and the baseline."""
     out = FieldOutput(selected={0: list(kept)})
     tokens = {new if renumber else p: ids[p] for new, p in enumerate(kept)}
-    return finish_alone(HandModel(model), tokens, len(kept) if renumber else len(ids), steps, out)
+    return run(HandModel(model), tokens, len(kept) if renumber else len(ids), steps, out)
 
 
 def gemfilter(
@@ -295,7 +294,7 @@ def gemfilter(
         kept = out.best(out.scores[layer], count, forced)
         out.passes.append([n] * layer + [0] * (hand.num_layers - layer))
     out.selected[layer] = kept
-    finish_alone(hand, {new: ids[p] for new, p in enumerate(kept)}, len(kept), steps, out)
+    run(hand, {new: ids[p] for new, p in enumerate(kept)}, len(kept), steps, out)
     out.caches = {number: [[kept[new] for new in held] for held in heads] for number, heads in out.caches.items()}
     return out
 
@@ -309,7 +308,9 @@ def look_ahead(
     the queries: the last prompt token's and the look-ahead's.
     """
     n, tokens = len(ids), []
-    cache, newest, queries = run_alone(hand, dict(enumerate(ids)), n)
+    cache: Cache = {layer: [{} for _ in range(hand.num_kv_heads)] for layer in range(1, hand.num_layers + 1)}
+    for p, token in enumerate(ids):  # one by one is all at once: attention is causal
+        newest, queries = run_token(hand, cache, token, p, n)
     steps = [queries]
     while len(steps) < num_queries and (token := int(np.argmax(hand.logits(newest)))) not in eos_token_ids:
         tokens.append(token)
@@ -355,9 +356,9 @@ def specprefill(
     chunks = [range(start, min(start + chunk, n)) for start in range(0, n, chunk)]
     means = {c: sum(out.scores[0][p] for p in members) / len(members) for c, members in enumerate(chunks)}
     forced = {0, max(0, n - chunk) // chunk, len(chunks) - 1} if sound else set()
-    best = out.best(means, share_of(keep, len(chunks), ceil), forced)
+    best = out.best(means, keep_count(keep, len(chunks)), forced)
     out.selected[0] = [p for c in best for p in chunks[c]]
-    return finish_alone(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
+    return run(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
 
 
 def oracle(
@@ -377,7 +378,7 @@ def oracle(
     answer = steps if answer is None else answer
     out.scores[0], out.lookahead = look_ahead(hand, ids, answer + 1, eos_token_ids, pool)
     out.selected[0] = out.best(out.scores[0], tokens_kept(keep, n), {n - 1})
-    return finish_alone(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
+    return run(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
 
 
 # --- Cuts between layers ---
@@ -408,31 +409,6 @@ def snapkv(
     return [out.best(scores, budget, recent) for scores in by_head]
 
 
-def layerwise(
-    hand: HandModel,
-    ids: Ids,
-    steps: int,
-    out: FieldOutput,
-    after_layer: Callable[[int, Attention], tuple[Iterable[int], Sequence[Collection[int]] | None]],
-) -> FieldOutput:
-    """Prefill with cuts between layers, at the prompt's positions, and decoding.
-
-    `after_layer` gets a layer and its attention, and returns the positions that enter the next layer and those that
-    the layer's cache holds, for each KV head (None: all that entered).
-    """
-    n, cache = len(ids), {}
-    hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
-    out.passes.append([])
-    for layer in range(1, hand.num_layers + 1):
-        out.passes[0].append(len(hidden))
-        kv, hidden, attention = run_layer(hand, layer, hidden, n)
-        kept, held = after_layer(layer, attention)
-        cache[layer] = _by_head(kv, [kv] * hand.num_kv_heads if held is None else held)
-        hidden = {p: hidden[p] for p in kept}
-    generate(hand, cache, hidden[n - 1], n, steps, out)
-    return out
-
-
 def static_pruning(model: Model, ids: Ids, layer: int, keep: float, steps: int = 4) -> FieldOutput:
     """Pruning once, after `layer`, by the importance averaged over layers 1 to `layer`; the pruned leave all layers."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
@@ -447,7 +423,7 @@ def static_pruning(model: Model, ids: Ids, layer: int, keep: float, steps: int =
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
         return kept if number == layer else attention, [kept] * hand.num_kv_heads
 
-    return layerwise(hand, ids, steps, out, after_layer)
+    return run(hand, dict(enumerate(ids)), n, steps, out, after_layer)
 
 
 def fastkv(
@@ -472,10 +448,10 @@ def fastkv(
         if number != layer:
             return attention, held
         out.scores[layer] = total(by_head)
-        out.selected[layer] = out.best(out.scores[layer], share_of(keep, n, floor), sorted(attention)[-window:])
+        out.selected[layer] = out.best(out.scores[layer], keep_count(keep, n, floor), sorted(attention)[-window:])
         return out.selected[layer], held
 
-    return layerwise(hand, ids, steps, out, after_layer)
+    return run(hand, dict(enumerate(ids)), n, steps, out, after_layer)
 
 
 def z_normalised(row: Scores) -> Scores:
@@ -499,7 +475,7 @@ def claa(
 ) -> FieldOutput:
     """CLAA: FastKV's cut by the maximum of z-scored scores over the last layers and heads. `retain`: see 24."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
-    count, rows = share_of(keep, n, floor), {}  # {layer: for each KV head, z-scores}
+    count, rows = keep_count(keep, n, floor), {}  # {layer: for each KV head, z-scores}
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]] | None]:
         if number > layer:
@@ -514,7 +490,7 @@ def claa(
         out.selected[layer] = out.best(out.scores[layer], count, sorted(attention)[-window:])
         return out.selected[layer], held
 
-    return layerwise(hand, ids, steps, out, after_layer)
+    return run(hand, dict(enumerate(ids)), n, steps, out, after_layer)
 
 
 def rank_variance(ranked: Sequence[Ids], count: int) -> float:
@@ -557,7 +533,7 @@ def asl(
         out.selected[number] = out.best(scores, count + window, sorted(attention)[-window:])
         return out.selected[number], held
 
-    return layerwise(hand, ids, steps, out, after_layer)
+    return run(hand, dict(enumerate(ids)), n, steps, out, after_layer)
 
 
 def pyramidinfer(
@@ -565,7 +541,7 @@ def pyramidinfer(
 ) -> FieldOutput:
     """PyramidInfer: after every layer a share of the older tokens stays, by the attention of the recent tokens."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
-    num_recent = max(1, share_of(recent, n, floor))
+    num_recent = max(1, keep_count(recent, n, floor))
     weights = dict(zip(range(n - num_recent, n), np.linspace(1, weight, num_recent).tolist(), strict=True))
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], None]:
@@ -581,7 +557,7 @@ def pyramidinfer(
         out.scores[number], out.selected[number] = score, sorted({*stay, *weights})
         return out.selected[number], None
 
-    return layerwise(hand, ids, steps, out, after_layer)
+    return run(hand, dict(enumerate(ids)), n, steps, out, after_layer)
 
 
 def uniprefill(
@@ -621,4 +597,4 @@ def uniprefill(
         out.selected[number] = sorted(stay)
         return out.selected[number], None
 
-    return layerwise(hand, ids, steps, out, after_layer)
+    return run(hand, dict(enumerate(ids)), len(ids), steps, out, after_layer)

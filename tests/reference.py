@@ -28,7 +28,7 @@ gives one set of logits. Step 0 of a turn takes in the turn's tokens, later step
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -36,12 +36,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 Pair = tuple[np.ndarray, np.ndarray]  # key and value of a token, [G, d], or of one KV head, [d]
-KNOWN_TYPES = (*ARCHITECTURES, "phi3", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3")
 
 
 # --- The model, by hand ---
@@ -121,20 +119,15 @@ def rope_frequencies(rope: Mapping[str, Any], width: int, max_positions: int, re
 class HandModel:
     """The weights of a model in float64 numpy, and one token's way through a layer.
 
-    model: a Hugging Face causal language model of one of `KNOWN_TYPES`. Its weights are copied; the model is
-        neither run nor changed.
-    Raises ValueError for a feature that is not written out here.
+    model: a Hugging Face causal language model of a type in `VARIANTS`. Its weights are copied; the model is neither
+        run nor changed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         self.kind: str = config.model_type
-        if self.kind not in KNOWN_TYPES:
-            raise ValueError(f"model type {self.kind!r} is not one of {KNOWN_TYPES}")
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
-        if activation not in ("silu", "gelu_pytorch_tanh"):
-            raise ValueError(f"activation {activation!r} is not 'silu' or 'gelu_pytorch_tanh'")
-        self.activation = _silu if activation == "silu" else _gelu_tanh
+        self.activation = {"silu": _silu, "gelu_pytorch_tanh": _gelu_tanh}[activation]
         self.is_gemma = self.kind in ("gemma2", "gemma3_text")
 
         self.num_layers: int = config.num_hidden_layers
@@ -150,8 +143,6 @@ class HandModel:
         # a layer's window: a token sees itself and `window` - 1 positions before it
         window = config.sliding_window if hasattr(config, "sliding_window") else None
         kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * self.num_layers
-        if set(kinds) - {"full_attention", "sliding_attention"}:
-            raise ValueError(f"the reference knows no layers of types {set(kinds)}")
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
         # RoPE by layer; None if a layer has no RoPE (SmolLM3 marks layers with RoPE by 1)
@@ -320,9 +311,9 @@ def forward_reference(model: PreTrainedModel, input_ids: Sequence[int]) -> np.nd
 # --- The method ---
 
 
-def keep_count(ratio: float, n: int) -> int:
+def keep_count(ratio: float, n: int, rounded: Callable[[Fraction], int] = ceil) -> int:
     """ceil(ratio * n), with the ratio taken as the decimal number it was written as (0.55 of 20 is 11, not 12)."""
-    return ceil(Fraction(str(ratio)) * n)
+    return rounded(Fraction(str(ratio)) * n)
 
 
 @dataclass
@@ -509,36 +500,6 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Float64RMSNorm(nn.Module):
-    """transformers' RMSNorm without its rounding to float32 in between (see `random_model`)."""
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
-
-
-class Float64RotaryEmbedding(nn.Module):
-    """transformers' default rotary embedding with its angles in float64: cos and sin, each [b, n, d]."""
-
-    inv_freq: torch.Tensor  # [d/2]
-
-    def __init__(self, theta: float, head_dim: int) -> None:
-        super().__init__()
-        inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-
-    @torch.no_grad()
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].to(torch.float64) * self.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-
 def random_model(
     architecture: str,
     seed: int,
@@ -549,48 +510,42 @@ def random_model(
 ) -> PreTrainedModel:
     """A small random float64 model whose attention is far from uniform, so that selections are decisive.
 
-    Every parameter is random, norm weights and biases included; the global random state is left alone. transformers
-    rounds to float32 inside RMSNorm and the rotary embedding even in a float64 model, so that its logits are good to
-    1e-6 only; unless `float64_throughout` is False, these two modules are therefore replaced by float64 ones. Eager
-    attention rounds its softmax as well: use SDPA, or `casts_in_float64`, for comparisons to 1e-9.
+    transformers rounds to float32 inside RMSNorm and the rotary embedding even in a float64 model, so that its logits
+    are good to 1e-6 only; unless `float64_throughout` is False, these modules therefore run in `casts_in_float64`.
+    Eager attention rounds its softmax as well: use SDPA, or `casts_in_float64`, for comparisons to 1e-9.
     """
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture {architecture!r} is not one of {ARCHITECTURES}")
     fields = SMALL | {"hidden_size": 48, "head_dim": 12, "num_hidden_layers": num_layers}
     if architecture in ("mistral", "qwen2", "qwen3"):
         fields["sliding_window"] = None
     if architecture == "qwen3":
         fields["head_dim"] = 16  # not hidden_size / num_attention_heads, as in the released checkpoints
-    config = AutoConfig.for_model(architecture, **(fields | overrides))
-
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float64
-        ).eval()
-    _randomise(model, seed)
-    if float64_throughout:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child).__name__.endswith("RMSNorm") and not isinstance(child, Float64RMSNorm):
-                    setattr(parent, name, Float64RMSNorm(child.weight, child.variance_epsilon))
-        head_dim = model.model.layers[0].self_attn.head_dim
-        model.model.rotary_emb = Float64RotaryEmbedding(config.rope_parameters["rope_theta"], head_dim)
+    model = _random(architecture, fields | overrides, seed, attn_implementation, torch.float64)
+    for module in model.modules() if float64_throughout else ():
+        kind = type(module)
+        if kind.__name__.endswith(("RMSNorm", "RotaryEmbedding")):
+            module.__class__ = type(kind.__name__, (kind,), {"forward": casts_in_float64()(kind.forward)})
     return model
 
 
-def _randomise(model: PreTrainedModel, seed: int) -> None:
-    """Every parameter random, as `random_model` describes; without gradients."""
-    counted_from_1 = model.config.model_type in ("gemma2", "gemma3_text")
+def _random(
+    model_type: str, fields: Mapping[str, Any], seed: int, attn_implementation: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Every parameter random, norm weights and biases included; the global random state is left alone."""
+    config = AutoConfig.for_model(model_type, **fields)
+    exact = casts_in_float64() if dtype == torch.float64 else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=[]), exact:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if "norm" in name:
-            parameter.copy_((0.0 if counted_from_1 else 1.0) + 0.3 * noise)
+            parameter.copy_((0.0 if model_type in ("gemma2", "gemma3_text") else 1.0) + 0.3 * noise)
         elif "embed_tokens" in name:
             parameter.copy_(noise)
         else:
             parameter.copy_(0.25 * noise)
+    return model
 
 
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -677,12 +632,7 @@ def random_variant(
     In float64, to be run within `casts_in_float64`, in which its constants are made too.
     """
     model_type, own = VARIANTS[name]
-    config = AutoConfig.for_model(model_type, **(SMALL | own | overrides))
-    exact = casts_in_float64() if dtype == torch.float64 else contextlib.nullcontext()
-    with torch.random.fork_rng(devices=[]), exact:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()
-    _randomise(model, seed)
-    return model
+    return _random(model_type, SMALL | own | overrides, seed, attn_implementation, dtype)
 
 
 def attention_of(variant: str) -> str:

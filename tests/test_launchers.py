@@ -134,14 +134,6 @@ def test_launcher_that_is_not_installed_is_refused(launcher: str, monkeypatch) -
     assert any(requirement.startswith(f"{package}==") for requirement in extras[extra])
 
 
-def test_launcher_without_a_sweep_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr("eval.run.config.version", lambda _: "1.0")
-    with pytest.raises(UserError, match="give -m too"):
-        check_arguments(["hydra/launcher=ray"])
-    for fine in (["-m", "hydra/launcher=ray"], ["--cfg", "job", "hydra/launcher=ray"], ["hydra/launcher=basic"], []):
-        check_arguments(fine)
-
-
 def processes_with(marker: str) -> list[str]:
     """Ids of other processes with the text in their command line or environment."""
     found = []

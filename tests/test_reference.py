@@ -16,7 +16,6 @@ from tests.reference import (
     LazyTurns,
     ReferenceOutput,
     casts_in_float64,
-    forward_reference,
     keep_count,
     lazy_reference,
     random_model,
@@ -36,41 +35,6 @@ def forward(model: PreTrainedModel, token_ids: list[int]) -> np.ndarray:
         return model(torch.tensor([token_ids])).logits[0].numpy()
 
 
-def greedy_loop(model: PreTrainedModel, prompt: list[int], steps: int) -> tuple[list[int], list[np.ndarray]]:
-    """Plain greedy decoding, with the whole text run again at every step."""
-    text, logits = list(prompt), []
-    for _ in range(steps):
-        logits.append(forward(model, text)[-1])
-        text.append(int(logits[-1].argmax()))
-    return text[len(prompt) :], logits
-
-
-def test_random_model_parameters_are_random_and_seeded():
-    for architecture in ARCHITECTURES:
-        torch.manual_seed(0)
-        before = torch.random.get_rng_state()
-        first, again, other = (random_model(architecture, seed=seed) for seed in (5, 5, 6))
-        assert torch.equal(before, torch.random.get_rng_state())
-        assert not first.training
-        for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
-            assert a.dtype == torch.float64, name
-            assert a.std() > 0.01, name
-            assert torch.equal(a, b), name
-            assert not torch.equal(a, c), name
-
-
-@pytest.mark.parametrize(
-    ("architecture", "overrides"),
-    [
-        ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 10000.0, "factor": 2.0}}),
-        ("llama", {"hidden_act": "gelu"}),
-    ],
-)
-def test_reference_refuses_unknown_features(architecture: str, overrides: dict):
-    with pytest.raises(ValueError, match=r"reference knows|activation"):
-        forward_reference(random_model(architecture, seed=0, **overrides), [1, 2])
-
-
 def test_casts_in_float64_are_restored():
     names = torch.float32, torch.float, torch.Tensor.float
     with casts_in_float64():
@@ -79,24 +43,6 @@ def test_casts_in_float64_are_restored():
         math.fsum([1 / 0])
     assert names == (torch.float32, torch.float, torch.Tensor.float)
     assert torch.ones(1).float().dtype == torch.float32 != torch.float64
-
-
-@pytest.mark.parametrize("schedule", [{}, {1: 1, 2: 1.0, 3: 1.0, 4: 1.0}])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_lazy_reference_without_pruning_is_greedy_decoding(architecture: str, schedule: dict[int, float]):
-    model = random_model(architecture, seed=4)
-    for length in (1, 2, 15):
-        prompt = prompt_of(length, seed=length)
-        expected_tokens, expected_logits = greedy_loop(model, prompt, 5)
-        for prune_generated in (False, True):
-            out = lazy_reference(model, prompt, schedule, 5, prune_generated=prune_generated)
-            assert out.token_ids == expected_tokens
-            np.testing.assert_allclose(out.logits, expected_logits, rtol=0, atol=TOLERANCE)
-            assert out.selected == [{layer: list(range(length + step)) for layer in schedule} for step in range(5)]
-            assert out.revived == [{layer: [] for layer in schedule}] * 5
-            assert (out.computed == length).all()
-            assert out.computed.shape == (5, 4)
-            assert all(not held for held in out.aux.values())
 
 
 def test_lazy_reference_stops_after_an_end_token():
@@ -127,8 +73,9 @@ def uniform_attention_model(num_layers: int) -> PreTrainedModel:
     return model
 
 
-def test_ties_revival_and_aux_cache_by_counting():
-    out = lazy_reference(uniform_attention_model(4), prompt_of(10), {1: 0.7, 3: 0.7}, 3)
+def test_two_turns_with_ties_by_counting():
+    session = LazyTurns(uniform_attention_model(4), {1: 0.7, 3: 0.7})
+    out = session.answer(prompt_of(10), 3)
     # Prefill: 7 of 10 stay, the last one (9) among them; then ceil(4.9) = 5 of the 7.
     assert out.selected[0] == {1: [0, 1, 2, 3, 4, 5, 9], 3: [0, 1, 2, 3, 9]}
     assert out.revived[0] == {1: [], 3: []}
@@ -142,6 +89,23 @@ def test_ties_revival_and_aux_cache_by_counting():
     assert out.computed.tolist() == [[10, 7, 7, 5], [10, 8, 8, 6], [10, 8, 8, 6]]
     assert {p for layer, p in out.compute_counts if layer == 4} == {0, 1, 2, 3, 4, 9, 10, 11}
     assert out.margin == float("inf")
+    # The second turn: 10 and 11 were generated and run, 12 is pending, 13 to 16 are its own.
+    second = session.answer(prompt_of(4), 2)
+    # Step 0: 14 prompt tokens, ceil(9.8) = 10 of them: 16 and nine others. 7 and 8 come back, 13 to 15 wait. Then 7 of
+    # these 10; 5 comes back; 7 and 8 wait again. Token 9 is stored everywhere and not attended to.
+    # Step 1: 10 of the 14 without the newest, 17: 0 to 9, so 16 is left out. Then 7 of these 10: 6 comes back.
+    generated = [10, 11, 12]
+    assert second.selected == [
+        {1: [*range(9), *generated, 16], 3: [*range(6), *generated, 16]},
+        {1: [*range(10), *generated, 17], 3: [*range(7), *generated, 17]},
+    ]
+    assert second.revived == [{1: [7, 8], 3: [5]}, {1: [], 3: [6]}]
+    assert second.computed.tolist() == [[14, 11, 11, 8], [14, 11, 11, 9]]
+    assert second.aux == {1: {13, 14, 15}, 3: {7, 8}}
+    # Stored: 18 tokens, 15, 15 and 13, with the generated ones; 2 KV heads of width 12, 8 bytes a number.
+    assert second.kv_bytes == (18 + 15 + 15 + 13) * 2 * 2 * 12 * 8
+    assert second.aux_bytes == 5 * 48 * 8
+    assert set(session.counts.values()) == {1}
 
 
 def test_generated_tokens_are_candidates_with_prune_generated():
@@ -172,29 +136,6 @@ def answers(session: LazyTurns | ContinuedTurns, turns: list[list[int]] = TURNS)
     return [session.answer(turn, STEPS) for turn in turns]
 
 
-def test_two_turns_by_counting():
-    """All scores are tied, so that the lower positions win."""
-    session = LazyTurns(uniform_attention_model(4), {1: 0.7, 3: 0.7})
-    first = session.answer(prompt_of(10), 3)  # positions 10 and 11 are generated and run, 12 is pending
-    assert first.aux == {1: {7, 8}, 3: {5, 6}}
-    second = session.answer(prompt_of(4), 2)  # 13 to 16
-    # Step 0: 14 prompt tokens, ceil(9.8) = 10 of them: 16 and nine others. 7 and 8 come back, 13 to 15 wait. Then 7 of
-    # these 10; 5 comes back; 7 and 8 wait again. Token 9 is stored everywhere and not attended to.
-    # Step 1: 10 of the 14 without the newest, 17: 0 to 9, so 16 is left out. Then 7 of these 10: 6 comes back.
-    generated = [10, 11, 12]
-    assert second.selected == [
-        {1: [*range(9), *generated, 16], 3: [*range(6), *generated, 16]},
-        {1: [*range(10), *generated, 17], 3: [*range(7), *generated, 17]},
-    ]
-    assert second.revived == [{1: [7, 8], 3: [5]}, {1: [], 3: [6]}]
-    assert second.computed.tolist() == [[14, 11, 11, 8], [14, 11, 11, 9]]
-    assert second.aux == {1: {13, 14, 15}, 3: {7, 8}}
-    # Stored: 18 tokens, 15, 15 and 13, with the generated ones; 2 KV heads of width 12, 8 bytes a number.
-    assert second.kv_bytes == (18 + 15 + 15 + 13) * 2 * 2 * 12 * 8
-    assert second.aux_bytes == 5 * 48 * 8
-    assert set(session.counts.values()) == {1}
-
-
 def test_generated_tokens_of_all_turns_are_candidates_with_prune_generated():
     session = LazyTurns(uniform_attention_model(2), {1: 0.5}, prune_generated=True)
     session.answer(prompt_of(6), 3)  # 6 and 7 are run, 8 is pending
@@ -221,14 +162,17 @@ def continuation(model: PreTrainedModel, turns: list[list[int]]) -> list[tuple[l
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_keeping_everything_equals_transformers_continuation(variant: str):
-    model = model_of(variant, 1)
-    outputs = answers(LazyTurns(model, {1: 1.0, 3: 1.0}))
-    for out, (tokens, logits) in zip(outputs, continuation(model, TURNS), strict=True):
-        assert out.token_ids == tokens
-        np.testing.assert_allclose(out.logits, logits, rtol=0, atol=TOLERANCE)
-        assert out.aux_bytes == 0
-        assert (out.computed == out.computed[0, 0]).all()
-    assert outputs[-1].computed[-1].tolist() == [sum(map(len, TURNS))] * 4
+    model, turns = model_of(variant, 1), [prompt_of(1, 5), *TURNS]
+    expected = continuation(model, turns)
+    for schedule, prune_generated in (({}, False), ({1: 1.0, 3: 1.0}, False), ({1: 1, 2: 1.0, 3: 1.0, 4: 1.0}, True)):
+        outputs = answers(LazyTurns(model, schedule, prune_generated), turns)
+        for out, (tokens, logits) in zip(outputs, expected, strict=True):
+            assert out.token_ids == tokens
+            np.testing.assert_allclose(out.logits, logits, rtol=0, atol=TOLERANCE)
+            assert out.aux_bytes == 0
+            assert (out.computed == out.computed[0, 0]).all()
+            assert out.revived == [{layer: [] for layer in schedule}] * STEPS
+        assert outputs[-1].computed[-1].tolist() == [sum(map(len, turns))] * 4
 
 
 Run = Callable[[PreTrainedModel, Sequence[int]], FieldOutput]

@@ -129,16 +129,6 @@ def test_traces_are_made_once_beside_the_records(caplog: pytest.LogCaptureFixtur
     assert len(list(Path("run/traces").iterdir())) == 4
 
 
-def test_random_subset_is_drawn_by_the_seed_and_can_be_widened() -> None:
-    run = run_of("dataset=[lookup,shots]", "limit=3", "subset=random")
-    wider = run.changed(limit=20)
-    drawn, more, others = ({case.key for case in one.cases} for one in (run, wider, run.changed(seed=1)))
-    assert len(drawn) == 6
-    assert drawn < more
-    assert drawn != others
-    assert run.identity == wider.identity
-
-
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [("model=ti", "model=tiny"), ("model=tiny method.sch", "method.schedule="), ("dataset=hotp", "dataset=hotpotqa")],

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.benchmarks.datasets import register_configs
+from eval.benchmarks.datasets import CHOICES, register_configs
 from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
@@ -207,13 +207,15 @@ def run_config(arguments: Sequence[str]) -> RunConfig:
 
 def one_line(error: Exception) -> UserError:
     """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        group, name = re.findall(r"^((?:hydra/)?\w+)/(.*)", str(error.missing_cfg_file))[0]
+    missing = re.match(r"((?:hydra/)?\w+)/(.*)", str(getattr(error, "missing_cfg_file", "")))
+    group, name = missing.groups() if missing is not None else ("", "")
+    options = getattr(error, "options", None) or (CHOICES if group == "dataset" else ())  # Hydra has none of a list
+    if options:
         if group == "model" and "/" in name:
             return UserError(f"model={name}: expected a preset's name, or model=custom model.name={name}")
-        near = difflib.get_close_matches(name, error.options, 1)
+        near = difflib.get_close_matches(name, options, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        return UserError(f"{group}={name}: {hint}expected one of {', '.join(error.options)}")
+        return UserError(f"{group}={name}: {hint}expected one of {', '.join(options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
     message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))
@@ -223,9 +225,11 @@ def one_line(error: Exception) -> UserError:
         message += " (lazyllm-bench methods lists the settings of each method)"
     elif unknown is not None:
         keys = [part for key, _, _ in documented(RunConfig()) for part in (key, key.partition(".")[0])]
-        near = difflib.get_close_matches(unknown[1], dict.fromkeys(keys), 1)
+        near = difflib.get_close_matches(unknown[1], {"method", "dataset", "experiment", *keys}, 1)
         message += f" ({f'did you mean {near[0]}? ' if near else ''}--help lists all keys)"
-    if isinstance(error, OverrideParseException):
+    if "missing EQUAL" in message:
+        message += " (expected KEY=VALUE, such as limit=3)"
+    elif isinstance(error, OverrideParseException):
         message += (
             " (a value with special signs takes quotes, for the shell too: KEY='\"VALUE\"'; a mapping's key none)"
         )
@@ -277,9 +281,9 @@ def to_run_config(config: DictConfig) -> RunConfig:
     require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
     require(plain.out != "", "out", plain.out, "a folder, or null")
     methods = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["method", "compare"]))  # interpolations unresolved
-    for key in ("speedup", "draft"):
+    for key, of_one in (("speedup", "method.schedule=2x or method.keep=2x"), ("draft", "method.draft=NAME")):
         value, reference = getattr(plain, key), f"${{{key}}}"
-        expected = f"experiment=field with it, or a method with {reference}: none here has it"
+        expected = f"experiment=field with it, or an arm with {reference} (of one method: {of_one})"
         require(value is None or reference in methods, key, value, expected)
     require(plain.speedup is None or is_preset(plain.speedup), "speedup", plain.speedup, "a number and x, such as 2x")
     return plain

@@ -234,7 +234,7 @@ class Run:
             else:
                 arms.append(arm)
         if not {arm.label for arm in arms} - ({self.baseline} if len(self.asked) > 1 else set()):
-            raise UserError("no method reaches its speedup on this model: give a lower one")
+            raise UserError("no method reaches its speedup on this model: give another")
         return tuple(arms)
 
     @cached_property

@@ -21,7 +21,7 @@ def links(text: str) -> list[tuple[str, str]]:
 
 
 def gather(into: Path) -> list[Path]:
-    """Copy the pages and all that they link to. Raises FileNotFoundError, naming the page, for a link to nothing."""
+    """Copy the pages and all that they link to. Raises FileNotFoundError for a link to nothing."""
     shutil.rmtree(into, ignore_errors=True)
     waiting, done = [*pages(), ROOT / "docs" / "site.css"], list[Path]()
     while waiting:
@@ -38,15 +38,9 @@ def gather(into: Path) -> list[Path]:
         else:
             shutil.copyfile(source, target)
         if source.suffix == ".md":
-            waiting += [_target(source, link) for link, _ in links(source.read_text(encoding="utf-8"))]
+            linked = [(source.parent / link).resolve() for link, _ in links(source.read_text(encoding="utf-8"))]
+            waiting += [path / "README.md" if (path / "README.md").exists() else path for path in linked]
     return done
-
-
-def _target(page: Path, link: str) -> Path:
-    path = (page.parent / link).resolve()
-    if not path.exists():
-        raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {link}, which does not exist")
-    return path / "README.md" if (path / "README.md").exists() else path
 
 
 def _listing(folder: Path) -> str:

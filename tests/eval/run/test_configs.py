@@ -195,6 +195,8 @@ def test_published_experiments_have_their_arms() -> None:
     [
         # unknown keys and choices, with the nearest known one; more of them in tests/eval/test_cli.py
         (["++limits=1"], "Key 'limits' not in 'RunConfig' (did you mean limit? --help lists all keys)"),
+        (["methd=lazy"], "Key 'methd' not in 'RunConfig' (did you mean method?"),
+        (["datset=lookup"], "Key 'datset' not in 'RunConfig' (did you mean dataset?"),
         (["~limt"], "Could not delete from config. 'limt' does not exist"),
         (["model.nam=tiny"], "Key 'nam' not in 'ModelConfig' (did you mean model.name?"),
         (["timing.warmup=0"], "Key 'timing' not in 'RunConfig' (did you mean warmup?"),
@@ -202,7 +204,9 @@ def test_published_experiments_have_their_arms() -> None:
         (["+method.kep=0.5"], "method 'lazy' has no setting 'kep'"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
         (["--limit", "4"], "--limit: expected KEY=VALUE"),
-        (["limit"], "Error parsing override 'limit': missing EQUAL"),
+        (["limit"], "Error parsing override 'limit': missing EQUAL at '<EOF>' (expected KEY=VALUE, such as limit=3)"),
+        (["dataset=[lookup,shotz]"], "dataset=shotz: did you mean shots? expected one of"),
+        (["draft=coder", "method=specprefill"], "(of one method: method.draft=NAME)"),
         (["dataset=[1]"], "dataset=[1]: "),
         # values
         (["warmup=many"], "warmup=many: Value 'many' of type 'str' could not be converted to Integer"),
@@ -244,7 +248,7 @@ def test_published_experiments_have_their_arms() -> None:
         (["dataset=[qasper,lookup]"], "share no table"),
         (["shard=2"], "shard=2: expected the i-th of n shards, written i/n"),
         # known keys that would have no effect
-        (["speedup=3x"], "speedup=3x: expected experiment=field with it, or a method with ${speedup}"),
+        (["speedup=3x"], "speedup=3x: expected experiment=field with it, or an arm with ${speedup} (of one method: me"),
         (["dataset=hops", "ruler.length=99"], "ruler.length=99: expected dataset=ruler with it: hops is of embedded"),
         (["dataset.trec=false"], "Could not override 'dataset.trec'"),
         (["experiment=field", "method=my/mine.py"], "'+compare.mine={name: my/mine.py}' adds an arm"),

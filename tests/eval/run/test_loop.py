@@ -169,7 +169,7 @@ def test_arm_out_of_reach_is_left_out_with_a_line(tmp_path: Path, caplog) -> Non
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0 on 8 layers" in caplog.text
     assert "left out: specprefill" in caplog.text
     assert "name a draft" in caplog.text
-    with pytest.raises(UserError, match="no method reaches its speedup on this model: give a lower one"):
+    with pytest.raises(UserError, match="no method reaches its speedup on this model: give another"):
         _ = run.changed(compare={"fastkv": asked["fastkv"]}).arms
     with pytest.raises(UserError, match="takes no preset as layer=2x"):  # a mistake is one still
         _ = run.changed(compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}}).arms

@@ -308,7 +308,7 @@ def test_duration(seconds: float, text: str) -> None:
     ("arguments", "named"),
     [
         ([*PRUNING, "dataset=lookup", "method.layer=99"], "only 8 layers"),
-        (["model=tiny", "dataset=lookup", "method=fastkv", "method.keep=2x"], "give a lower one"),
+        (["model=tiny", "dataset=lookup", "method=fastkv", "method.keep=2x"], "give another"),
         (["model=llama2", "dataset=lookup"], "lazyllm-bench fetch"),
     ],
     ids=["as the run", "out of reach", "not fetched"],
