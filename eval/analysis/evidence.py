@@ -62,9 +62,8 @@ def evidence(results: Results) -> Table:
 
 def _largest_loss(shares: pd.Series) -> str:
     """shares: in per cent, for each layer; before layer 1 it is 100."""
-    losses = [before - share for before, share in zip([100.0, *shares], shares, strict=False)]
-    lost = max(losses)
-    return "none" if lost == 0 else f"{-lost:.1f} after layer {losses.index(lost)}"
+    gains = np.diff([100.0, *shares])
+    return "none" if gains.min() == 0 else f"{gains.min():.1f} after layer {gains.argmin()}"
 
 
 _LINES: dict[str, Any] = {"right": "-", "wrong": (0, (3, 2))}

@@ -72,16 +72,16 @@ def ttft_share(results: Results) -> Table:
         answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),
         ttft_steps=frame["ttft_s"] / frame["step_s"],
     )
-    sums = ({}, {"prompt_tokens": "all"}, {"answer_tokens": "all"}, {"prompt_tokens": "all", "answer_tokens": "all"})
-    grouped = pd.concat([frame.assign(**one) for one in sums]).groupby([*SETTING, *sums[-1]], sort=False)
+    lengths = ["prompt_tokens", "answer_tokens"]
+    grouped = columns.with_sums(frame, *lengths).groupby([*SETTING, *lengths], sort=False)
     counted = {"generations": ("id", "size"), "ttft_s": ("ttft_s", "sum"), "total_s": ("total_s", "sum")}
     shares: Any = columns.in_order(grouped.agg(**counted, ttft_steps=("ttft_steps", "mean")).reset_index())
     shares["share"] = 100 * shares["ttft_s"] / shares["total_s"]
     headings = {("all", "all"): "all"}
     headings |= {(name, "all"): f"prompt {name}" for name in ranges_in(shares["prompt_tokens"])}
     headings |= {("all", name): f"answer {name}" for name in ranges_in(shares["answer_tokens"], _ANSWER_ENDS)}
-    whole = shares[(shares["prompt_tokens"] == "all") & (shares["answer_tokens"] == "all")]
-    by_part = shares.pivot(index=SETTING, columns=[*sums[-1]], values="share").reindex(columns=[*headings])
+    whole = shares[shares[lengths].eq("all").all(axis=1)]
+    by_part = shares.pivot(index=SETTING, columns=lengths, values="share").reindex(columns=[*headings])
     whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]

@@ -24,7 +24,7 @@ _COLUMNS = (
     EXAMPLES,
     Column("score", "score", 2),
     Column("score_difference", "score - baseline", 2, missing="unpaired", sign="+"),
-    Column("kl", "KL, nats", 4, missing="unpaired"),
+    Column("kl", "KL, nats", 4),
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("speedup_so_far", "speedup so far", 2),
     Column("tokens_computed", "computed", 1, interval=False),

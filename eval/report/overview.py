@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, is_diagnostic, marked
+from eval.analysis.columns import BASELINE, in_order, is_diagnostic
 from eval.analysis.run_table import SHOWN
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells
 from eval.benchmarks.datasets import DATASETS
@@ -140,11 +140,11 @@ def results_table(results: Results) -> Table:
     table: Any = results.by_task
     datasets = table.groupby(["model", "suite", "level", "name"])["datasets"].transform("max")
     table = table[(table["level"] == "dataset") | (datasets > 1)]
-    table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
+    table = in_order(table).sort_values("level", key=lambda levels: levels != "all", kind="stable")
     names = table["name"].where(table["level"] != "all", "mean over tasks")
     if table["suite"].nunique() > 1:
         names = names.where(table["level"] == "dataset", names + ", " + table["suite"])
-    table = table.assign(row=names, setting=list(map(marked, table["label"], table["method"])))
+    table = table.assign(row=names, setting=table["label"])
     caption = "Scores 0 to 100, and speedups over the baseline of the same visits."
     notes = f"Intervals need {FEWEST} examples of each dataset; the seeds of a setting count as one example."
     keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting")]

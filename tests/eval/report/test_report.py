@@ -283,6 +283,9 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     assert names == [
         ("mean over tasks", 68.75), ("hotpotqa", 75), ("musique", 0), ("multi_doc_qa", 37.5), ("trec", 100)
     ]  # fmt: skip
+    store(tmp_path / "a first run", {"name": "random_drop", "keep": 0.5}, visits[:1])  # whose baseline does not count
+    settings = overview.results_table(Results(find_runs([tmp_path]))).cells["setting"]
+    assert list(dict.fromkeys(settings)) == ["baseline", "random_drop, keep=0.5", "lazy, schedule={2: 0.5}"]
 
 
 def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0.5) -> list[Visit]:
