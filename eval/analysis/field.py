@@ -156,12 +156,12 @@ def plot_comparison(results: Results, table: Table) -> MplFigure:
     Small marks are tasks; the large one, with its intervals, is the mean over tasks. results: of one run. table: its
     `run_table`. A method's first arm that is not an ablation gets the method's style, the others paler ones.
     """
-    figure = style.new_figure(7.2, 4.4)
+    (run,) = results.runs
+    arms = {name: run.arms[label] for name, (label, *_) in arm_groups(run).items()}
+    figure = style.new_figure(7.2, max(4.4, 0.7 + 0.17 * len(arms)))  # with room for the legend
     axes = figure.subplots()
     frame: Any = table.frame[table.frame["kind"].isin(["task", "all"])]
     whole = frame["name"].iloc[-1]  # the mean over tasks, or the only task
-    (run,) = results.runs
-    arms = {name: run.arms[label] for name, (label, *_) in arm_groups(run).items()}
     styles = style.styles_of(arm.method for arm in arms.values())
     ordinary = [name for name, arm in arms.items() if not is_ablation(arm.settings)]
     for name, arm in arms.items():
