@@ -169,7 +169,7 @@ def test_comparison_draws_tasks_and_a_mean_with_intervals() -> None:
 
 
 def test_comparison_gives_an_arm_its_methods_style() -> None:
-    """The first arm of a method has its style; a second one and an ablation have unique styles; many names have room."""
+    """The first arm of a method has its style; a second one and an ablation have their own. Many names have room."""
     arms: dict[str, dict[str, Any]] = {
         "no revival": {"name": "lazy", "revive": False}, "gentle": {"name": "lazy"},
         "harsh": {"name": "lazy", "schedule": "4x"}, "other": {"name": "static_pruning"},
