@@ -100,11 +100,8 @@ def plot(frame: Any) -> MplFigure:
         part.supxlabel("layer", fontsize=9)
         part.supylabel("computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
-        looks: list[dict[str, Any]] = [
-            styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()
-        ]
-        handles = [Line2D([], [], **look) for look in looks]
+        looks = [styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()]
         for kind, line in _LINES.items():
-            handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
-        part.legend(handles=handles, loc="outside right center")
+            looks.append({"color": style.GREY, "linestyle": line, "label": f"{kind} answers"})
+        part.legend(handles=[Line2D([], [], **look) for look in looks], loc="outside right center")
     return figure

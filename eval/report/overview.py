@@ -15,7 +15,6 @@ from eval.store.results import Results, as_text
 from eval.store.runs import StoredRun, counted
 
 KEPT = 0.99  # of the baseline's score
-_FEW = 6  # arms that are named
 ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
 # values that are elsewhere on the page
@@ -101,7 +100,7 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
     rows = [
         {
             "model": run.model,
-            "arms": _first_arms(list(run.arms)),
+            "arms": _shortened(list(run.arms)),
             "examples": len(run.keys),
             "datasets": len(run.datasets),
             "unfinished": run.unfinished,
@@ -113,10 +112,6 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
     ]
     caption = "A fingerprint is a hash of everything that can change a number: runs that share one can share visits."
     return _plain("runs", "Runs", pd.DataFrame(rows), caption)
-
-
-def _first_arms(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= _FEW else f"{len(names)}: {', '.join(names[:_FEW])}, ..."
 
 
 def _plain(name: str, title: str, values: pd.DataFrame, caption: str = "") -> Table:
@@ -204,8 +199,11 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _names(runs: Sequence[StoredRun]) -> str:
-    names = [run.folder.name for run in runs]
-    return ", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])} and {len(names) - 4} more"
+    return _shortened([run.folder.name for run in runs])
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more"
 
 
 def _listed(names: Iterable[str]) -> str:

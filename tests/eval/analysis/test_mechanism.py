@@ -15,20 +15,11 @@ from eval.analysis import mechanism
 from eval.analysis.mechanism import State, counts_per_layer, data, mechanism_frame, plot, token_states
 from eval.store.results import Results
 from eval.store.visit import Trace, compact_counts
-from lazyllm.methods import Lazy, Method
+from lazyllm.methods import Lazy
 from tests.eval.analysis.made import ARM, drawn, small_trace, stored, texts, with_traces
 from tests.reference import lazy_reference, random_model
 
 LAYERS = 5
-
-
-def traced(method: Method, prompt: list[int], steps: int, seed: int = 0) -> Trace:
-    model = random_model("llama", seed, num_layers=LAYERS)
-    out = lazyllm.generate(model, prompt, method, steps, eos_token_ids=())
-    starts, computed = compact_counts(out.computed)
-    texts = [f"t{number}" for number in range(len(prompt))]
-    importance = [[1 / len(prompt)] * len(prompt)] * LAYERS
-    return Trace("lookup", "a", ARM, texts, ["g"] * len(out.token_ids), importance, out.selected, starts, computed)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -37,7 +28,10 @@ def test_revived_tokens_are_those_that_the_reference_takes_from_its_aux_cache(se
     prompt = rng.choices(range(97), k=21)
     schedule = {1: 0.6, 3: 0.5}
     expected = lazy_reference(random_model("llama", seed, num_layers=LAYERS), prompt, schedule, 6)
-    states = token_states(traced(Lazy(schedule), prompt, 6, seed))
+    out = lazyllm.generate(random_model("llama", seed, num_layers=LAYERS), prompt, Lazy(schedule), 6, eos_token_ids=())
+    unimportant = [[0.0] * len(prompt)] * LAYERS
+    words, counts = (["word"] * len(prompt), ["word"] * len(out.token_ids)), compact_counts(out.computed)
+    states = token_states(Trace("lookup", "a", ARM, *words, unimportant, out.selected, *counts))
     for step, revived in enumerate(expected.revived):
         for layer in range(1, LAYERS + 1):
             passed = [cut for cut in schedule if cut < layer and step > 0]
