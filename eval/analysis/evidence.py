@@ -100,7 +100,7 @@ def plot(frame: Any) -> MplFigure:
         part.supxlabel("layer", fontsize=9)
         part.supylabel("computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
-        looks = [styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()]
+        looks: Any = [styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()]
         for kind, line in _LINES.items():
             looks.append({"color": style.GREY, "linestyle": line, "label": f"{kind} answers"})
         part.legend(handles=[Line2D([], [], **look) for look in looks], loc="outside right center")

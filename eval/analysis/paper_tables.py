@@ -91,7 +91,7 @@ def _with_published(results: Results, name: str, values: Sequence[Column]) -> Ta
         row["parameters"] = next(filter(None, map(parameters.get, places)), None)
         rows.append(row | {"status": _status(row, len(names), sum(sizes.get(name, 0) for name in names))})
     columns = [*_KEYS, *forms(*(value.name for value in values))]
-    frame = pd.DataFrame(rows, columns=columns).merge(published, "left", ["paper_model", "task", "method"])
+    frame: Any = pd.DataFrame(rows, columns=columns).merge(published, "left", ["paper_model", "task", "method"])
     has_no_score = frame["model"].isin(random_models(results))
     for value in both:
         is_whole = frame["status"].eq("measured") & ~(has_no_score & (value.name == "score"))

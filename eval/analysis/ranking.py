@@ -115,7 +115,7 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     keys = [*SECTION, "method", "task", "prompt_tokens"]
     parts = columns.with_sums(frame, "task", "prompt_tokens").groupby(keys, sort=False)
     rows = [dict(zip(keys, key, strict=True)) | _least_share(part, within) for key, part in parts]
-    table = pd.DataFrame(rows, columns=[*keys, "examples", "settings", "setting", *_SHARES])
+    table: Any = pd.DataFrame(rows, columns=[*keys, "examples", "settings", "setting", *_SHARES])
     place = pd.Series({name: number for number, name in enumerate((*TASKS, *columns.range_names(), "all"))})
     table = table[table["prompt_tokens"].isin(place.index)]  # unknown lengths count in the sums only
     table = table.sort_values(keys[-2:], key=lambda names: names.map(place), kind="stable")
