@@ -32,9 +32,6 @@ def test_markdown() -> None:
         "50 % of a_b.\n"
     )
     assert EMPTY.to_markdown() == "# None\n\nNo run for this table.\n\nNothing.\n"
-
-
-def test_markdown_keeps_any_text_in_its_cell() -> None:
     assert markdown_lines(["a"], [["x|<b>\ny <= 1"]], 1)[2] == r"| x\|&lt;b> y <= 1 |"
 
 
