@@ -23,12 +23,12 @@ _SPEEDUP = re.compile(r"(\d+(\.\d+)?)x")
 
 
 def in_order(frame: Any) -> Any:
-    """Settings sorted by model, suite, method and label; labels mark diagnostics."""
-    names = sorted(frame["method"].unique(), key=place_of)
-    order = frame["method"].map({name: number for number, name in enumerate(names)})
+    """Settings sorted by model, suite, method and label, the method's plain one first; labels mark diagnostics."""
+    order = sorted(frame["method"].unique(), key=place_of).index
     labels = pd.Series(list(map(marked, frame["label"], frame["method"])), frame.index, dtype=object)
-    ordered = frame.assign(order=order, label=labels).sort_values([*SECTION, "order", "label"], kind="stable")
-    return ordered.drop(columns="order")
+    ordered = frame.assign(order=frame["method"].map(order), is_named=frame["label"] != frame["method"], label=labels)
+    ordered = ordered.sort_values([*SECTION, "order", "is_named", "label"], kind="stable")
+    return ordered.drop(columns=["order", "is_named"])
 
 
 def overall(results: Results) -> Any:
@@ -45,6 +45,13 @@ def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
         for values, part in rows.groupby(keys, sort=False)
         for row in rows_of(part, among)
     ]
+
+
+def with_sums(rows: Any, *names: str) -> Any:
+    """The rows, and for sums over each choice of these columns the same rows with `all` there."""
+    for name in names:
+        rows = pd.concat([rows, rows.assign(**{name: "all"})])
+    return rows
 
 
 def prompt_lengths(rows: Any) -> Any:

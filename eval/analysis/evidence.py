@@ -62,9 +62,8 @@ def evidence(results: Results) -> Table:
 
 def _largest_loss(shares: pd.Series) -> str:
     """shares: in per cent, for each layer; before layer 1 it is 100."""
-    losses = [before - share for before, share in zip([100.0, *shares], shares, strict=False)]
-    lost = max(losses)
-    return "none" if lost == 0 else f"{-lost:.1f} after layer {losses.index(lost)}"
+    gains = np.diff([100.0, *shares])
+    return "none" if gains.min() == 0 else f"{gains.min():.1f} after layer {gains.argmin()}"
 
 
 _LINES: dict[str, Any] = {"right": "-", "wrong": (0, (3, 2))}
@@ -101,11 +100,8 @@ def plot(frame: Any) -> MplFigure:
         part.supxlabel("layer", fontsize=9)
         part.supylabel("computed in prefill, %", fontsize=9)
         labels = section.drop_duplicates("method").set_index("method")["label"]
-        looks: list[dict[str, Any]] = [
-            styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()
-        ]
-        handles = [Line2D([], [], **look) for look in looks]
+        looks: Any = [styles[name] | {"label": style.shown_label(label, name)} for name, label in labels.items()]
         for kind, line in _LINES.items():
-            handles.append(Line2D([], [], color=style.GREY, linestyle=line, label=f"{kind} answers"))
-        part.legend(handles=handles, loc="outside right center")
+            looks.append({"color": style.GREY, "linestyle": line, "label": f"{kind} answers"})
+        part.legend(handles=[Line2D([], [], **look) for look in looks], loc="outside right center")
     return figure

@@ -72,16 +72,16 @@ def ttft_share(results: Results) -> Table:
         answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),
         ttft_steps=frame["ttft_s"] / frame["step_s"],
     )
-    sums = ({}, {"prompt_tokens": "all"}, {"answer_tokens": "all"}, {"prompt_tokens": "all", "answer_tokens": "all"})
-    grouped = pd.concat([frame.assign(**one) for one in sums]).groupby([*SETTING, *sums[-1]], sort=False)
+    lengths = ["prompt_tokens", "answer_tokens"]
+    grouped = columns.with_sums(frame, *lengths).groupby([*SETTING, *lengths], sort=False)
     counted = {"generations": ("id", "size"), "ttft_s": ("ttft_s", "sum"), "total_s": ("total_s", "sum")}
     shares: Any = columns.in_order(grouped.agg(**counted, ttft_steps=("ttft_steps", "mean")).reset_index())
     shares["share"] = 100 * shares["ttft_s"] / shares["total_s"]
     headings = {("all", "all"): "all"}
     headings |= {(name, "all"): f"prompt {name}" for name in ranges_in(shares["prompt_tokens"])}
     headings |= {("all", name): f"answer {name}" for name in ranges_in(shares["answer_tokens"], _ANSWER_ENDS)}
-    whole = shares[(shares["prompt_tokens"] == "all") & (shares["answer_tokens"] == "all")]
-    by_part = shares.pivot(index=SETTING, columns=[*sums[-1]], values="share").reindex(columns=[*headings])
+    whole = shares[shares[lengths].eq("all").all(axis=1)]
+    by_part = shares.pivot(index=SETTING, columns=lengths, values="share").reindex(columns=[*headings])
     whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
@@ -156,12 +156,12 @@ def plot_comparison(results: Results, table: Table) -> MplFigure:
     Small marks are tasks; the large one, with its intervals, is the mean over tasks. results: of one run. table: its
     `run_table`. A method's first arm that is not an ablation gets the method's style, the others paler ones.
     """
-    figure = style.new_figure(7.2, 4.4)
+    (run,) = results.runs
+    arms = {name: run.arms[label] for name, (label, *_) in arm_groups(run).items()}
+    figure = style.new_figure(7.2, max(4.4, 0.7 + 0.17 * len(arms)))  # with room for the legend
     axes = figure.subplots()
     frame: Any = table.frame[table.frame["kind"].isin(["task", "all"])]
     whole = frame["name"].iloc[-1]  # the mean over tasks, or the only task
-    (run,) = results.runs
-    arms = {name: run.arms[label] for name, (label, *_) in arm_groups(run).items()}
     styles = style.styles_of(arm.method for arm in arms.values())
     ordinary = [name for name, arm in arms.items() if not is_ablation(arm.settings)]
     for name, arm in arms.items():

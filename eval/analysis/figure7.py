@@ -76,9 +76,7 @@ def _curves(answers: Sequence[tuple[int, Measurement]]) -> pd.DataFrame:
         groups = np.searchsorted(own_starts, starts, side="right") - 1
         rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]  # an ended example keeps its last value
         shares[:, :, number] = 100 * rows[:, groups].T / n
-    names = []
-    for start, end in pairwise(starts):
-        names.append(f"layers {start}\u2013{end - 1}" if end > start + 1 else f"layer {start}")
+    names = [f"layers {a}\u2013{b - 1}" if b > a + 1 else f"layer {a}" for a, b in pairwise(starts)]
     names.append(f"layers {starts[-1]} and up" if names else "all layers")  # answers lack the number of layers
     group, step = np.indices(shares.shape[:2]).reshape(2, -1)
     return pd.DataFrame(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from enum import IntEnum
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -56,13 +55,6 @@ def token_states(trace: Trace) -> np.ndarray:
     for step, of_step in enumerate(states):
         of_step[:, n + step :] = State.FUTURE
     return states
-
-
-def layer_groups(trace: Trace) -> list[range]:
-    """The layers (from 1) between two pruning layers, first group first."""
-    layers = len(trace.importance)
-    cuts = sorted(layer for layer in trace.selected[0] if 0 < layer < layers)
-    return [range(start + 1, end + 1) for start, end in pairwise([0, *cuts, layers])]
 
 
 def counts_per_layer(trace: Trace) -> np.ndarray:
@@ -131,7 +123,6 @@ def _cells_of(trace: Trace, panels: str, positions: np.ndarray, steps: int) -> p
     """The rows of the first steps of one of the two models."""
     states, counts = token_states(trace)[:steps], counts_per_layer(trace)
     texts, n = [*trace.tokens, *trace.generated], len(trace.tokens)
-    group_of = {layer: number for number, group in enumerate(layer_groups(trace), start=1) for layer in group}
     step, layer, column = np.nonzero(states[:, :, positions] != State.FUTURE)
     position = positions[column]
     return pd.DataFrame(
@@ -142,7 +133,7 @@ def _cells_of(trace: Trace, panels: str, positions: np.ndarray, steps: int) -> p
             "panels": panels,
             "step": step,
             "layer": layer + 1,
-            "group": [group_of[number] for number in (layer + 1).tolist()],
+            "group": 1 + np.searchsorted(sorted(trace.selected[0]), layer + 1),  # between two pruning layers
             "position": position,
             "kind": np.where(position < n, "prompt", "generated"),
             "text": [texts[place] for place in position],

@@ -68,20 +68,20 @@ def is_table1_preset(settings: dict[str, Any]) -> bool:
 
 
 def _with_published(results: Results, name: str, values: Sequence[Column]) -> Table:
-    methods = list(_METHOD_NAMES)
     parameters = {
         (run.model, arm.method, canonical_json(arm.settings), dataset): canonical_json(settings_in(resolved))
         for run in results.runs
         for arm in run.arms.values()
         for dataset, resolved in (run.identity["arms"][arm.name].get("parameters") or {}).items()
     }
-    dummies = random_models(results)
     sizes = {name: size for run in results.runs for name, size in run.about.get("examples", {}).items()}
-    rows = []
+    both = [value for value in values if value.name in _PAPER]
+    published: Any = pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
+    published = published[[value.name for value in both]].dropna(how="all").add_prefix("paper_").reset_index()
     means: Any = results.by_task
-    of_paper = {method for _, _, method, value in paper_values() if value == values[0].name}
     is_shown = (means["label"] == BASELINE) | means["settings"].map(json.loads).map(is_table1_preset)
-    means = means[(means["level"] == "task") & means["method"].isin(of_paper) & is_shown.astype(bool)]
+    means = means[(means["level"] == "task") & means["method"].isin(published["method"]) & is_shown.astype(bool)]
+    rows = []
     for row in means.to_dict("records"):
         names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (row["task"], row["suite"])]
         if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
@@ -89,24 +89,23 @@ def _with_published(results: Results, name: str, values: Sequence[Column]) -> Ta
         # a task has one target, so all its datasets have the same parameters
         places = ((row["model"], row["method"], row["settings"], name) for name in names)
         row["parameters"] = next(filter(None, map(parameters.get, places)), None)
-        row["status"] = _status(row, len(names), sum(sizes.get(name, 0) for name in names))
-        for value in (value.name for value in values if value.name in _PAPER):
-            paper = paper_values().get((row["paper_model"], row["task"], row["method"], value), np.nan)
-            is_whole = row["status"] == "measured" and not (row["model"] in dummies and value == "score")
-            row |= {f"paper_{value}": paper, f"{value}_difference": row[value] - paper if is_whole else np.nan}
-        rows.append(row)
-    models = [*PAPER_MODELS, None]  # the paper's models first, tasks and methods as in the paper
-    rows.sort(
-        key=lambda row: (
-            models.index(row["paper_model"]), row["model"], row["suite"], TASKS.index(row["task"]),
-            methods.index(row["method"]),
-        )
-    )  # fmt: skip
-    columns = list(_KEYS)
-    for value in values:
-        columns += forms(value.name)
-        columns += [f"paper_{value.name}", f"{value.name}_difference"] if value.name in _PAPER else []
-    frame = pd.DataFrame(rows, columns=columns)
+        rows.append(row | {"status": _status(row, len(names), sum(sizes.get(name, 0) for name in names))})
+    columns = [*_KEYS, *forms(*(value.name for value in values))]
+    frame: Any = pd.DataFrame(rows, columns=columns).merge(published, "left", ["paper_model", "task", "method"])
+    has_no_score = frame["model"].isin(random_models(results))
+    for value in both:
+        is_whole = frame["status"].eq("measured") & ~(has_no_score & (value.name == "score"))
+        difference = frame[value.name] - frame[f"paper_{value.name}"]
+        frame[f"{value.name}_difference"] = difference.where(is_whole)
+        place = columns.index(f"{value.name}_high") + 1
+        columns[place:place] = [f"paper_{value.name}", f"{value.name}_difference"]
+    # the paper's models first, tasks and methods as in the paper
+    order = {name: number for number, name in enumerate((*TASKS, *_METHOD_NAMES))}
+    frame = frame.sort_values(
+        ["paper_model", *SECTION, "task", "method"],
+        key=lambda names: names.map(order) if names.name in ("task", "method") else names,
+        ignore_index=True,
+    )[columns]
     failed = sum(
         arm.method == BASELINE or is_table1_preset(arm.settings)
         for run in results.runs

@@ -110,18 +110,16 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     frame = frame.assign(
         share=100 * frame["prefill_flops"] / baseline["prefill_flops"],
         full_score=baseline["score"],
-        length=range_of(frame["prompt_tokens"]),
+        prompt_tokens=range_of(frame["prompt_tokens"]),
     ).dropna(subset=["share", "full_score"])
-    rows = []
-    for (model, suite, method), group in frame.groupby([*SECTION, "method"], sort=False):
-        for task in [*(task for task in TASKS if task in set(group["task"])), "all"]:
-            of_task = group if task == "all" else group[group["task"] == task]
-            for length in [*ranges_in(of_task["length"]), "all"]:
-                part = of_task if length == "all" else of_task[of_task["length"] == length]
-                key = {"model": model, "suite": suite, "method": method, "label": method, "task": task}
-                rows.append(key | {"prompt_tokens": length} | _least_share(part, within))
-    names = [*SECTION, "method", "label", "task", "prompt_tokens", "examples", "settings", "setting", *_SHARES]
-    table = in_order(pd.DataFrame(rows, columns=names)).drop(columns="label")
+    keys = [*SECTION, "method", "task", "prompt_tokens"]
+    parts = columns.with_sums(frame, "task", "prompt_tokens").groupby(keys, sort=False)
+    rows = [dict(zip(keys, key, strict=True)) | _least_share(part, within) for key, part in parts]
+    table: Any = pd.DataFrame(rows, columns=[*keys, "examples", "settings", "setting", *_SHARES])
+    place = pd.Series({name: number for number, name in enumerate((*TASKS, *columns.range_names(), "all"))})
+    table = table[table["prompt_tokens"].isin(place.index)]  # unknown lengths count in the sums only
+    table = table.sort_values(keys[-2:], key=lambda names: names.map(place), kind="stable")
+    table = in_order(table.assign(label=table["method"])).drop(columns="label")
     return worded("effective_keep", table, _cells(table, results), keys=3, within=within, kept=100 - within)
 
 
@@ -144,12 +142,10 @@ def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:
 
 def _cells(table: Any, results: Results) -> pd.DataFrame:
     """A line for each method and task, with a column for each range of lengths."""
-    lengths = [*ranges_in(table["prompt_tokens"]), *(["all"] if len(table) else [])]
-    lines = []
-    for _, group in table.groupby([*SECTION, "method", "task"], sort=False):
-        rows = {row["prompt_tokens"]: row for row in group.to_dict("records")}
-        lines.append(rows["all"] | {name: _SHARE.text(row) for name, row in rows.items()})
-    shown = pd.DataFrame(lines, columns=[*table, *lengths])
+    key = [*SECTION, "method", "task"]
+    texts = table.assign(text=list(map(_SHARE.text, table.to_dict("records"))))
+    by_length = texts.pivot(index=key, columns="prompt_tokens", values="text")
+    shown = table[table["prompt_tokens"] == "all"].join(by_length, on=key)
     keys = [MODEL, Column("method", "method"), Column("task", "task"), EXAMPLES, Column("settings", "settings")]
-    headings = [Column(name, name if name == "all" else f"{name} tokens") for name in lengths]
-    return cells(shown, [*keys, *headings], results)
+    headings = [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
+    return cells(shown, [*keys, *headings, *([Column("all", "all")] if len(shown) else [])], results)

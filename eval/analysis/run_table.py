@@ -229,7 +229,8 @@ class Comparison:
             ttft += " ({1:.2f} to {2:.2f})".format(*self.ttft)
         split = f"{counted(self.better, 'example')} better and {self.worse} worse (p = {self.p:.2g})"
         parts = [f"{score}, {split}", ttft]
-        parts += [f"{self.changed} of {self.answers} answers differ"] if self.changed is not None else []
+        if self.changed is not None:
+            parts.append(f"{self.changed} of {counted(self.answers, 'answer')} differ{'s' * (self.changed == 1)}")
         return "; ".join(parts)
 
 

@@ -1,5 +1,6 @@
 """Servers: percentiles of TTFT and of the time per later token under each load."""
 
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -26,11 +27,8 @@ def serving(results: Results) -> Table:
     loads = {str(run.folder): load for run in results.runs if (load := _load_of(run)) is not None}
     rows: Any = results.counting
     rows = in_order(rows.assign(load=rows["folder"].map(loads)).dropna(subset="load"))
-    found = []
-    for key, group in rows.groupby(_KEYS, sort=False):
-        row = dict(zip(_KEYS, key, strict=True)) | {"requests": len(group)}
-        found.append(row | {name: group[clock].quantile(n / 100) for name, (clock, n) in _QUANTILES.items()})
-    table = pd.DataFrame(found, columns=[*_KEYS, "requests", *_QUANTILES])
+    quantiles = {name: (clock, partial(pd.Series.quantile, q=n / 100)) for name, (clock, n) in _QUANTILES.items()}
+    table = rows.groupby(_KEYS, sort=False).agg(requests=("id", "size"), **quantiles).reset_index()
     return worded("serving", table, cells(table, _COLUMNS, results), keys=3)
 
 

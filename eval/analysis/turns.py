@@ -1,6 +1,7 @@
 """Later questions on the same context: quality, time saved, and the turn from which a method no longer pays off."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pandas as pd
@@ -24,7 +25,7 @@ _COLUMNS = (
     EXAMPLES,
     Column("score", "score", 2),
     Column("score_difference", "score - baseline", 2, missing="unpaired", sign="+"),
-    Column("kl", "KL, nats", 4, missing="unpaired"),
+    Column("kl", "KL, nats", 4),
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("speedup_so_far", "speedup so far", 2),
     Column("tokens_computed", "computed", 1, interval=False),
@@ -110,16 +111,13 @@ def plot(frame: Any) -> MplFigure:
 
 
 def _draw_panel(axes: Any, rows: Any, value: str, styles: Any) -> None:
-    counts: dict[str, int] = {}
-    curves = {str(label): curve for label, curve in rows.groupby("label", sort=False)}
-    for label in sorted(curves, key=len):  # a method's simplest setting gets the method's own style
-        curve = curves[label]
-        method = curve["method"].iloc[0]
-        number = counts[method] = counts.get(method, -1) + 1
-        look = styles[method] | {
-            "label": style.shown_label(label.replace(", turns=recompute", ""), method),
-            "markersize": 4,
-        }
+    curves = sorted(rows.groupby(["label", "method"], sort=False), key=lambda curve: len(curve[0][0]))
+    drawn = Counter[str]()
+    for (label, method), curve in curves:  # a method's simplest setting gets the method's own style
+        number = drawn[method]
+        drawn[method] += 1
+        shown = style.shown_label(label.replace(", turns=recompute", ""), method)
+        look = styles[method] | {"label": shown, "markersize": 4}
         if number:
             look |= {"linestyle": style.LINES[number % len(style.LINES)], "markerfacecolor": "white"}
         style.draw(axes, curve, "turn", value, **look)

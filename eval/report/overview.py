@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, is_diagnostic, marked
+from eval.analysis.columns import BASELINE, in_order, is_diagnostic
 from eval.analysis.run_table import SHOWN
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells
 from eval.benchmarks.datasets import DATASETS
@@ -15,7 +15,6 @@ from eval.store.results import Results, as_text
 from eval.store.runs import StoredRun, counted
 
 KEPT = 0.99  # of the baseline's score
-_FEW = 6  # arms that are named
 ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
 # values that are elsewhere on the page
@@ -101,7 +100,7 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
     rows = [
         {
             "model": run.model,
-            "arms": _first_arms(list(run.arms)),
+            "arms": _shortened(list(run.arms)),
             "examples": len(run.keys),
             "datasets": len(run.datasets),
             "unfinished": run.unfinished,
@@ -113,10 +112,6 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
     ]
     caption = "A fingerprint is a hash of everything that can change a number: runs that share one can share visits."
     return _plain("runs", "Runs", pd.DataFrame(rows), caption)
-
-
-def _first_arms(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= _FEW else f"{len(names)}: {', '.join(names[:_FEW])}, ..."
 
 
 def _plain(name: str, title: str, values: pd.DataFrame, caption: str = "") -> Table:
@@ -140,11 +135,11 @@ def results_table(results: Results) -> Table:
     table: Any = results.by_task
     datasets = table.groupby(["model", "suite", "level", "name"])["datasets"].transform("max")
     table = table[(table["level"] == "dataset") | (datasets > 1)]
-    table = table.sort_values("level", key=lambda levels: levels != "all", kind="stable")
+    table = in_order(table).sort_values("level", key=lambda levels: levels != "all", kind="stable")
     names = table["name"].where(table["level"] != "all", "mean over tasks")
     if table["suite"].nunique() > 1:
         names = names.where(table["level"] == "dataset", names + ", " + table["suite"])
-    table = table.assign(row=names, setting=list(map(marked, table["label"], table["method"])))
+    table = table.assign(row=names, setting=table["label"])
     caption = "Scores 0 to 100, and speedups over the baseline of the same visits."
     notes = f"Intervals need {FEWEST} examples of each dataset; the seeds of a setting count as one example."
     keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting")]
@@ -204,8 +199,11 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _names(runs: Sequence[StoredRun]) -> str:
-    names = [run.folder.name for run in runs]
-    return ", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])} and {len(names) - 4} more"
+    return _shortened([run.folder.name for run in runs])
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5} more"
 
 
 def _listed(names: Iterable[str]) -> str:

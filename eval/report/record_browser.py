@@ -1,6 +1,6 @@
 """Every example's answers, as data for the page's script."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,20 +12,16 @@ from eval.store.runs import StoredArm, StoredRun
 from eval.store.visit import Measurement, Trace, Visit, read_trace
 
 
-class Strings(dict[str, int]):
-    """Numbers of texts, so that prompts, gold answers and baselines of many arms are embedded once."""
-
-    def number(self, text: str) -> int:
-        return self.setdefault(text, len(self))
-
-
 def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
     """The script's data: arms, strings, and one entry an arm's answer to a turn, beside the baseline's of the same
     visit; its texts are indices of strings. The baseline has entries of its own only if it is a run's only arm.
 
     most: only the first N examples of each run and dataset; None for all. Scores are 0 to 100, times in seconds.
     """
-    strings, arms, answers = Strings(), list[dict[str, Any]](), list[dict[str, Any]]()
+    # {text: its number}: prompts, gold answers and baselines of many arms are embedded once
+    strings = defaultdict[str, int]()
+    strings.default_factory = strings.__len__
+    arms, answers = list[dict[str, Any]](), list[dict[str, Any]]()
     for run in runs:
         baseline = run.identity["baseline"]
         shown = [arm for arm in run.arms.values() if not arm.is_baseline or len(run.arms) == 1]
@@ -48,7 +44,7 @@ def embed_arm(run: StoredRun, arm: StoredArm) -> dict[str, Any]:
 
 
 def _embed(
-    arm: int, visit: Visit, own: Sequence[Measurement], beside: Sequence[Measurement] | None, strings: Strings
+    arm: int, visit: Visit, own: Sequence[Measurement], beside: Sequence[Measurement] | None, strings: dict[str, int]
 ) -> list[dict[str, Any]]:
     """An entry for each turn of an arm's answers."""
     theirs: Sequence[Measurement | None] = beside or [None] * len(own)
@@ -56,11 +52,11 @@ def _embed(
         {
             "run": arm,
             "dataset": visit.dataset,
-            "id": strings.number(f"{visit.id}, turn {number}" if len(own) > 1 else visit.id),
+            "id": strings[f"{visit.id}, turn {number}" if len(own) > 1 else visit.id],
             "tokens": turn.tokens,
             "uncut": turn.tokens_before_truncation,
-            "end": strings.number(turn.end),
-            "gold": [strings.number(answer) for answer in turn.answers],
+            "end": strings[turn.end],
+            "gold": [strings[answer] for answer in turn.answers],
             "method": _measured(answer, strings),
             "baseline": None if reference is None else _measured(reference, strings),
         }
@@ -68,10 +64,10 @@ def _embed(
     ]
 
 
-def _measured(measured: Measurement, strings: Strings) -> dict[str, Any]:
+def _measured(measured: Measurement, strings: dict[str, int]) -> dict[str, Any]:
     ids = measured.token_ids  # None of a server's answer, which may tell their number
     return {
-        "text": strings.number(measured.text),
+        "text": strings[measured.text],
         "tokens": measured.request and measured.request.completion_tokens if ids is None else len(ids),
         "score": _short(100 * measured.score),
         "ttft": _short(measured.ttft_s),

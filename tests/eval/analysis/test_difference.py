@@ -6,6 +6,7 @@ import pytest
 from scipy.stats import binomtest
 
 from eval.analysis.run_table import Comparison, binomial, comparisons, gate_failures, run_table
+from eval.analysis.screen import summary
 from eval.run.job import parse_gate
 from eval.store.results import Results
 from lazyllm.errors import UserError
@@ -40,6 +41,7 @@ def test_comparison_counts_pairs_and_has_their_interval() -> None:
     found = compared([0.5, 0.75, 0.25, 0.25, 0.5], same_answer=0)
     assert (found.name, found.examples, found.better, found.worse, found.p) == (ARM, 5, 1, 2, 1.0)
     assert (found.changed, found.answers) == (5, 5)
+    assert replace(found, changed=1).text.endswith("; 1 of 5 answers differs")
     score, low, high = found.score
     assert score == pytest.approx(-5)
     assert low < -5 < high
@@ -67,6 +69,7 @@ def test_table_shows_the_comparison_and_that_by_chance() -> None:
     assert "again beside the baseline: score +0.00" in caption
     assert "TTFT speedup 1.00 (1.00 to 1.00)" in caption
     assert [one.is_aa_test for one in comparisons(Results([run]))] == [False, True]
+    assert summary(Results([run]))["label"].tolist()[:2] == ["baseline", "again"]
     assert gate_failures(comparisons(Results([run])), {"ttft": 1.5}) == []  # chance need not pass
     assert "nan" not in run_table(results([0.75]), "").caption  # one example has no interval
 

@@ -1,3 +1,4 @@
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -168,11 +169,12 @@ def test_comparison_draws_tasks_and_a_mean_with_intervals() -> None:
 
 
 def test_comparison_gives_an_arm_its_methods_style() -> None:
-    """The first arm of a method has its style; a second one and an ablation have unique styles."""
-    arms = {
+    """The first arm of a method has its style; a second one and an ablation have their own. Many names have room."""
+    arms: dict[str, dict[str, Any]] = {
         "no revival": {"name": "lazy", "revive": False}, "gentle": {"name": "lazy"},
         "harsh": {"name": "lazy", "schedule": "4x"}, "other": {"name": "static_pruning"},
     }  # fmt: skip
+    arms |= {f"one of many {number}": {"name": "fastkv", "keep": number} for number in range(40)}
     visits = [
         replace(visit, answers=visit.answers | dict.fromkeys(arms, visit.answers[ARM])) for visit in over(("trec",))
     ]
@@ -181,10 +183,12 @@ def test_comparison_gives_an_arm_its_methods_style() -> None:
     run.identity["baseline"] = None
     table = run_table(Results([run]), "")
     table.frame["ttft_speedup"] = 2.0
-    containers = plot_comparison(Results([run]), table).axes[0].containers
-    means = [container for container in containers if isinstance(container, ErrorbarContainer)]
+    picture = plot_comparison(Results([run]), table)
+    with warnings.catch_warnings(action="error"):
+        picture.draw_without_rendering()
+    means = [container for container in picture.axes[0].containers if isinstance(container, ErrorbarContainer)]
     looks = {mean.get_label(): (mean.lines[0].get_color(), mean.lines[0].get_marker()) for mean in means}
     for name in ("gentle", "other"):
         kind = METHODS[arms[name]["name"]]
         assert looks[name] == (kind.colour, kind.marker)
-    assert len(set(looks.values())) == 4
+    assert len({looks[name] for name in list(arms)[:4]}) == 4

@@ -12,23 +12,14 @@ from matplotlib.patches import PathPatch
 
 import lazyllm
 from eval.analysis import mechanism
-from eval.analysis.mechanism import State, counts_per_layer, data, layer_groups, mechanism_frame, plot, token_states
+from eval.analysis.mechanism import State, counts_per_layer, data, mechanism_frame, plot, token_states
 from eval.store.results import Results
 from eval.store.visit import Trace, compact_counts
-from lazyllm.methods import Baseline, Lazy, Method, RandomDrop
+from lazyllm.methods import Lazy
 from tests.eval.analysis.made import ARM, drawn, small_trace, stored, texts, with_traces
 from tests.reference import lazy_reference, random_model
 
 LAYERS = 5
-
-
-def traced(method: Method, prompt: list[int], steps: int, seed: int = 0) -> Trace:
-    model = random_model("llama", seed, num_layers=LAYERS)
-    out = lazyllm.generate(model, prompt, method, steps, eos_token_ids=())
-    starts, computed = compact_counts(out.computed)
-    texts = [f"t{number}" for number in range(len(prompt))]
-    importance = [[1 / len(prompt)] * len(prompt)] * LAYERS
-    return Trace("lookup", "a", ARM, texts, ["g"] * len(out.token_ids), importance, out.selected, starts, computed)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -37,7 +28,10 @@ def test_revived_tokens_are_those_that_the_reference_takes_from_its_aux_cache(se
     prompt = rng.choices(range(97), k=21)
     schedule = {1: 0.6, 3: 0.5}
     expected = lazy_reference(random_model("llama", seed, num_layers=LAYERS), prompt, schedule, 6)
-    states = token_states(traced(Lazy(schedule), prompt, 6, seed))
+    out = lazyllm.generate(random_model("llama", seed, num_layers=LAYERS), prompt, Lazy(schedule), 6, eos_token_ids=())
+    unimportant = [[0.0] * len(prompt)] * LAYERS
+    words, counts = (["word"] * len(prompt), ["word"] * len(out.token_ids)), compact_counts(out.computed)
+    states = token_states(Trace("lookup", "a", ARM, *words, unimportant, out.selected, *counts))
     for step, revived in enumerate(expected.revived):
         for layer in range(1, LAYERS + 1):
             passed = [cut for cut in schedule if cut < layer and step > 0]
@@ -56,7 +50,6 @@ def test_token_states_by_hand() -> None:
         [[c, c, c, n, f], [r, p, s, n, f]],
         [[c, c, c, c, n], [c, p, s, c, n]],
     ]
-    assert layer_groups(trace) == [range(1, 2), range(2, 3)]
     assert counts_per_layer(trace).tolist() == [[3, 1], [3, 2], [3, 2]]
     differs = r"row a: .* 2 prompt tokens computed in layer 2 by step 1, its counters say 3"
     with pytest.raises(ValueError, match=differs):
@@ -72,19 +65,6 @@ def test_token_states_of_a_method_that_selects_in_prefill_only() -> None:
         [[c, p, c, n, f], [c, p, c, n, f]],
         [[c, p, c, c, n], [c, p, c, c, n]],
     ]
-
-
-@pytest.mark.parametrize(
-    ("method", "groups"),
-    [
-        (Lazy({1: 0.6, 3: 0.5}), [range(1, 2), range(2, 4), range(4, 6)]),
-        (Lazy(dict.fromkeys(range(1, 6), 0.8)), [range(layer, layer + 1) for layer in range(1, 6)]),
-        (RandomDrop(0.5), [range(1, 6)]),
-        (Baseline(), [range(1, 6)]),
-    ],
-)
-def test_layer_groups_lie_between_pruning_layers(method: Method, groups: list[range]) -> None:
-    assert layer_groups(traced(method, [1, 2, 3], 1)) == groups
 
 
 def long_trace() -> Trace:

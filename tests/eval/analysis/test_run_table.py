@@ -124,13 +124,9 @@ def test_failures_are_counted_and_score_zero_in_a_column_of_their_own() -> None:
     assert f"\n{ARM}: 1 answer failed, left out here; counted as 0, the score is {as_zero}." in one_task.caption
 
 
-def test_failure_that_a_later_visit_mends_is_none() -> None:
-    visits = [failed("trec", "x", ARM), *VISITS, example("trec", "x", score=0.0)]
-    assert rows_of(run_table(Results([stored(visits)]), ""))["few_shot"]["failed"] == 0
-
-
-def test_run_table_leaves_out_failures_of_examples_that_are_not_planned(tmp_path: Path) -> None:
-    run = stored([*VISITS, failed("trec", "b", ARM), failed("trec", "c", ARM)], folder=tmp_path)
+def test_failures_that_a_later_visit_mends_or_that_are_not_planned_are_none(tmp_path: Path) -> None:
+    visits = [failed("trec", "a", ARM), *VISITS, failed("trec", "b", ARM), failed("trec", "c", ARM)]
+    run = stored(visits, folder=tmp_path)
     (tmp_path / "examples.json").write_text(json.dumps({"trec": ["a", "b"]}))
     assert rows_of(run_table(Results([run]), ""))["few_shot"]["failed"] == 1
 

@@ -70,6 +70,7 @@ def test_turns_by_hand() -> None:
 
 def test_turns_table_has_runs_with_several_questions() -> None:
     cells = turns(Results(runs())).cells
+    assert set(cells[cells["method"] == "baseline"]["KL, nats"]) == {"-"}  # it was run, and has no KL from itself
     cells = cells[cells["method"].str.startswith("static")]
     assert cells[["turn", "n", "score", "speedup so far", "revived"]].to_numpy().tolist()[:2] == [
         ["1", "3", "87.50", "2.00", "0.0"], ["2", "3", "62.50", "0.80", "1.0"]

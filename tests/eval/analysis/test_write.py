@@ -67,13 +67,6 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
         assert len(rows) == len(made[name].frame)
 
 
-def test_paper_names_what_it_makes(runs: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    subjects = {"claims": ALL_TABLES["claims"], "some": SOME}
-    with caplog.at_level("INFO", logger="eval.analysis.write"):
-        write_paper(runs, tmp_path, subjects)
-    assert caplog.messages == ["1 of 2: table claims", "2 of 2: figure some"]
-
-
 def test_paper_removes_what_an_earlier_call_wrote_and_has_no_run_now(runs: Results, tmp_path: Path) -> None:
     table = {"turns": Subject(lambda results: TABLES["field"](runs)), "some": SOME}
     write_paper(runs, tmp_path, table)
@@ -81,8 +74,12 @@ def test_paper_removes_what_an_earlier_call_wrote_and_has_no_run_now(runs: Resul
     assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {"README.md", "provenance.json"}
 
 
-def test_paper_writes_only_the_formats_asked_for(runs: Results, tmp_path: Path) -> None:
-    paths = write_paper(runs, tmp_path, ALL_TABLES | {"some": SOME}, ["md", "png"])
+def test_paper_writes_only_the_formats_asked_for_and_names_what_it_makes(
+    runs: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="eval.analysis.write"):
+        paths = write_paper(runs, tmp_path, {"table1": ALL_TABLES["table1"], "some": SOME}, ["md", "png"])
+    assert caplog.messages == ["1 of 2: table table1", "2 of 2: figure some"]
     assert {path.suffix for path in paths} == {".md", ".png", ".json"}
     assert set(re.findall(r"\]\(([^)]+)\)", paths[0].read_text())) == {
         str(path.relative_to(tmp_path)) for path in paths[1:]

@@ -271,10 +271,11 @@ def test_trace_shows_the_tokens_of_each_step(page: webdriver.Chrome) -> None:
         assert tokens(page, f".s{shade}") == [position for position, own in enumerate(shades) if own == shade]
 
 
-@pytest.mark.parametrize("width", [380, 420])
-def test_narrow_screen_shows_whole_figures_without_sideways_scrolling(page: webdriver.Chrome, width: int) -> None:
+@pytest.mark.parametrize(("media", "width"), [("screen", 380), ("screen", 420), ("print", 720)])
+def test_narrow_screen_and_paper_show_whole_figures_and_tables(page: webdriver.Chrome, media: str, width: int) -> None:
     size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media})
     try:
         assert page.execute_script("return document.documentElement.scrollWidth") <= width
         figure = page.execute_script(
@@ -284,3 +285,4 @@ def test_narrow_screen_shows_whole_figures_without_sideways_scrolling(page: webd
         assert 0 <= figure[0] < figure[1] <= width
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -223,6 +223,9 @@ def test_every_turn_of_an_example_is_embedded(tmp_path: Path) -> None:
         names = ["row-0", "row-1, turn 1", "row-1, turn 2", "row-1, turn 3", "row-2"]
         assert [embedded["strings"][shown["id"]] for shown in embedded["records"]] == names[: rows + 2]
         assert [shown["method"]["score"] for shown in embedded["records"]][1:4] == [25, 50, 75]
+    runs = find_runs([write_run(tmp_path / "b", [with_turns()], provenance={"started": "now"})])
+    assert dict(overview.summary(runs))["Examples"] == "1, in 1 visit"
+    assert overview.runs_table(runs).cells["examples"].tolist() == ["1"]
 
 
 def test_warnings_name_their_runs(tmp_path: Path) -> None:
@@ -283,6 +286,9 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     assert names == [
         ("mean over tasks", 68.75), ("hotpotqa", 75), ("musique", 0), ("multi_doc_qa", 37.5), ("trec", 100)
     ]  # fmt: skip
+    store(tmp_path / "a first run", {"name": "random_drop", "keep": 0.5}, visits[:1])  # whose baseline does not count
+    settings = overview.results_table(Results(find_runs([tmp_path]))).cells["setting"]
+    assert list(dict.fromkeys(settings)) == ["baseline", "random_drop, keep=0.5", "lazy, schedule={2: 0.5}"]
 
 
 def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0.5) -> list[Visit]:
@@ -390,7 +396,7 @@ def make_runs(folder: Path) -> list[StoredRun]:
     return find_runs([folder])
 
 
-def test_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path: Path) -> None:
     page = render(Results(make_runs(tmp_path)), SUBJECTS)
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
     assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
@@ -398,10 +404,6 @@ def test_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
     escaped = {"x"}  # of the hostile text, which is text
     assert {reference for reference in references if not reference.startswith(("#", "data:"))} <= escaped
     assert "default-src 'none'" in page
-
-
-def test_page_escapes_hostile_text(tmp_path: Path) -> None:
-    page = render(Results(make_runs(tmp_path)), SUBJECTS)
     assert page.count("</script>") == page.count("<script") == 3  # two with data and one with code
     assert "<img" not in page
     assert "<!--<script" not in page
@@ -429,9 +431,3 @@ def test_report_refuses_bad_arguments_and_traces(tmp_path: Path) -> None:
         command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")], {})
     assert not (tmp_path / "page.html").exists()
     assert cli.main(["report", str(tmp_path), "--examples", "0"]) == 2
-
-
-def test_overview_counts_examples_not_turns(tmp_path: Path) -> None:
-    runs = find_runs([write_run(tmp_path, [with_turns()], provenance={"started": "now"})])
-    assert dict(overview.summary(runs))["Examples"] == "1, in 1 visit"
-    assert overview.runs_table(runs).cells["examples"].tolist() == ["1"]
