@@ -67,7 +67,7 @@ def test_parse() -> None:
     for text in ("papr", "2:", ":0.5", "2:half", "2:0.5+2:0.7", "{}", "2=0.5:"):
         with pytest.raises(ValueError, match=r"schedule .*: expected 'paper', 'none', or a keep ratio"):
             Schedule.parse(text, 8)
-    for bad, message in (({"half%": 0.5}, "like 50%"), ({"1/0%": 0.5}, "like 50%"), ({"1%": 0.5}, "count from 1")):
+    for bad, message in (({"half%": 0.5}, "like 50%"), ({"1/0%": 0.5}, "like 50%"), ({"101%": 0.5}, "like 50%"), ({"1%": 0.5}, "count from 1")):
         with pytest.raises(ValueError, match=message):
             Schedule.parse(bad, 32)
     with pytest.raises(ValueError, match="are the same of 8 layers"):
