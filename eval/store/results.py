@@ -138,11 +138,10 @@ class Results:
 
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
     """All runs with visits in the folders and below, by name. where, newest: as in `chosen`. Raises UserError."""
-    named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
-    runs = [run for run in named if len(run.rows)]
-    if not runs:
+    read = [replace(run, given=run.visits) for run in chosen(stored_runs(folders), where, newest)]
+    if not (runs := [run for run in read if run.answered]):
         raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
-    return runs
+    return with_variants(runs)
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import torch
 from eval.run import measure
 from eval.run.loop import measure as measure_run
 from eval.run.settings import ModelConfig
-from eval.run.work import Model, rows_of_answers
+from eval.run.work import Model, fitting_batch
 from eval.store.folder import read_visits
 from eval.store.visit import Visit
 from lazyllm.errors import UserError
@@ -174,18 +174,18 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
     model = Model.of(spec)
     weights, row = model.weights, sum(model.memory(Baseline(), 3500, 500).values()) - model.weights
     for gigabytes in (16, 24, 40, 80):
-        rows = rows_of_answers(None, spec, methods, 3500, 500, gigabytes * 1e9)
+        rows = fitting_batch(None, spec, methods, 3500, 500, gigabytes * 1e9)
         assert 1 <= rows <= 8
         assert rows == 1 or weights + rows * 3500 * 32 * model.kv_bytes < gigabytes * 1e9
         assert rows == 8 or weights + (rows + 1) * row > 0.8 * gigabytes * 1e9
-    assert rows_of_answers(None, spec, methods, 3500, 500, None) == 1
-    assert rows_of_answers(16, spec, methods, 3500, 500, None) == 16
+    assert fitting_batch(None, spec, methods, 3500, 500, None) == 1
+    assert fitting_batch(16, spec, methods, 3500, 500, None) == 16
 
 
 def test_a_method_that_cannot_be_batched_is_refused_before_anything_runs() -> None:
-    assert rows_of_answers(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
+    assert fitting_batch(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
     with pytest.raises(UserError, match=r"batch_size=1"):
-        rows_of_answers(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)
+        fitting_batch(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)
 
 
 @pytest.mark.parametrize("experiment", ["table2", "figure7"])

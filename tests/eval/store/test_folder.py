@@ -372,13 +372,6 @@ class Jobs(RuleBasedStateMachine):
         if share == 1:
             self.visits.append(one)
 
-    @rule(part=st.sampled_from(PARTS))
-    def a_second_process_is_refused(self, part: str) -> None:
-        self.store(part)
-        for other in (part, ""):
-            with pytest.raises(UserError, match="another process"):
-                open_store(self.folder, IDENTITY, {}, other).__enter__()
-
     @invariant()
     def readers_see_all_that_was_written_and_nothing_else(self) -> None:
         if hasattr(self, "folder"):
