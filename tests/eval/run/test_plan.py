@@ -298,13 +298,6 @@ def test_published_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.1, "< 1 s"), (8.2, "8 s"), (720, "12 min"), (12_240, "3.4 h"), (5e6, "1,388.9 h")]
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ([*PRUNING, "dataset=lookup", "method.layer=99"], "only 8 layers"),
@@ -320,6 +313,8 @@ def test_plan_refuses(arguments: list[str], named: str) -> None:
     assert "HF_HUB_OFFLINE" not in str(error.value)  # `plan` sets it itself
 
 
-@pytest.mark.parametrize(("value", "text"), [(33_094.2, "33,094"), (129.23, "129.2"), (0.00264, "0.00264")])
-def test_amounts_have_no_power_of_ten(value: float, text: str) -> None:
-    assert amount(value) == text
+def test_times_and_amounts_have_no_power_of_ten() -> None:
+    times = {0.1: "< 1 s", 8.2: "8 s", 720: "12 min", 12_240: "3.4 h", 5e6: "1,388.9 h"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+    amounts = {33_094.2: "33,094", 129.23: "129.2", 0.00264: "0.00264"}
+    assert {value: amount(value) for value in amounts} == amounts
