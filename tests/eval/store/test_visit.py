@@ -26,7 +26,8 @@ def visits(draw: st.DrawFn) -> Visit:
     turns = draw(st.lists(st.from_type(Turn), min_size=1, max_size=3))
     own = st.lists(st.from_type(Measurement), min_size=len(turns), max_size=len(turns))
     answers = st.dictionaries(st.text(), own, max_size=2)
-    return draw(st.builds(Visit, dataset=st.just("hops"), turns=st.just(turns), answers=answers))
+    known: dict[str, Any] = {"dataset": st.just("hops"), "turns": st.just(turns), "answers": answers}
+    return draw(st.builds(Visit, **known, groups=..., failures=..., attention_kernel=...))
 
 
 @settings(max_examples=settings().max_examples // 4, suppress_health_check=[HealthCheck.too_slow])
