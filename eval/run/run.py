@@ -308,12 +308,6 @@ class Run:
 
         return identity_of(self)
 
-    @property
-    def fingerprint(self) -> str:
-        from eval.store.folder import fingerprint
-
-        return fingerprint(self.identity)
-
     @cached_property
     def about(self) -> dict[str, Any]:
         """Config and provenance, for run.json."""
@@ -345,10 +339,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
+        from eval.store.folder import fingerprint
+
         if self.config.out is not None:
             return Path(self.config.out)
         model = self.config.model.name if self.is_served else Path(self.config.model.name).name
-        parts = (model.replace("/", "-"), self.name, self.data_name, self.fingerprint[:8])
+        parts = (model.replace("/", "-"), self.name, self.data_name, fingerprint(self.identity)[:8])
         return RUNS / "-".join(parts)
 
     def changed(self, **settings: Any) -> Run:

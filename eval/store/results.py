@@ -158,7 +158,7 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """
     compared = _compared_values(runs)
     seen = defaultdict[tuple[str, str], list[str]](list)
-    for run, own in sorted(zip(runs, compared, strict=True), key=_began):
+    for run, own in sorted(zip(runs, compared, strict=True), key=lambda pair: pair[0].started):
         for key, value in own.items():
             seen[run.model, key].append(value)
     usual = {key: max(reversed(values), key=values.count) for key, values in seen.items()}
@@ -225,10 +225,6 @@ def as_text(values: dict[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(values)}
 
 
-def _began(pair: tuple[StoredRun, Any]) -> str:
-    return pair[0].started
-
-
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select the stored runs of a command."""
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
@@ -253,6 +249,6 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
             raise UserError(f"--where {condition}: no such run; {key} is one of {choices}")
     if newest:
         pairs = list(zip(left, _compared_values(left), strict=True))
-        latest = {run.model: values for run, values in sorted(pairs, key=_began)}
+        latest = {run.model: values for run, values in sorted(pairs, key=lambda pair: pair[0].started)}
         left = [run for run, own in pairs if own.items() <= (own | latest[run.model]).items()]
     return left
