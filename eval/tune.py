@@ -324,7 +324,7 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     drawn = dict(zip(scores.columns, drawn_means(scores).T, strict=True))
     score, schedule = with_ends(drawn["tuned"]), schedule_of(order[0])
     about = {"model": Path(config.model.name).name, "datasets": sorted(space.lengths), "target_speedup": space.target}
-    about["test_score"] = [round(value, 2) for value in score]
+    about["test_score"] = [None if pd.isna(value) else round(value, 2) for value in score]
     write_whole(folder / FILE, as_yaml(folder.name, schedule, space.model_config.num_hidden_layers, about))
     print(f"tuned {schedule}: ideal speedup {space.speedup(order[0]):.2f}, score on test {score[0]:.2f}", end="")
     if "paper" in drawn:

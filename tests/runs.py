@@ -2,13 +2,16 @@
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
+from eval.run.measure import Bench
 from eval.run.run import Run
 from eval.run.settings import ModelConfig, RunConfig
 
@@ -48,6 +51,16 @@ def case_of(dataset: str, tokenizer: Any, max_new_tokens: int) -> Case:
     loaded = load_rows(DATASETS[dataset])
     prompt = build_prompt(loaded.examples[0], loaded.dataset, tokenizer)
     return Case(DATASETS[dataset], loaded.examples[0], prompt, max_new_tokens, (2,))
+
+
+def bench_of(
+    model: Any, tokenizer: Any, arms: Any, baseline: str | None = "baseline", chat: Any = None, **settings: Any
+) -> Bench:
+    """A bench for arms made by hand. settings: `fidelity`, `evidence`, `batch_size` of the run."""
+    config = SimpleNamespace(**{"fidelity": None, "evidence": True, "batch_size": 1} | settings)
+    run: Any = SimpleNamespace(tokenizer=tokenizer, arms=arms, baseline=baseline, chat=chat or ChatFormat())
+    run.config, run.batch_size = config, config.batch_size
+    return Bench(run, model)
 
 
 def arm(label: str, **settings: Any) -> Arm:

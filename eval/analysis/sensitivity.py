@@ -70,12 +70,12 @@ def _slopes(frame: Any) -> pd.Series:
 
 def data(results: Results) -> pd.DataFrame:
     """Means over tasks of LazyLLM with one pruning layer and default settings: model, suite, layer, keep (0 to 1),
-    examples, and score, score_difference, relative_score, ttft_speedup, kl, with `_low` and `_high`.
+    examples, and score, reference_score, score_difference, relative_score, ttft_speedup, kl, with `_low` and `_high`.
     """
     table: Any = style.as_published(results.usual.by_task)
     table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
     table = table[_has_one_layer(table)].astype({"layers": int}).rename(columns={"layers": "layer"})
-    values = forms("score", "score_difference", "relative_score", "ttft_speedup", "kl")
+    values = forms("score", "reference_score", "score_difference", "relative_score", "ttft_speedup", "kl")
     table = table.sort_values([*SECTION, "keep", "layer"])
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
@@ -91,7 +91,7 @@ def plot(frame: Any) -> MplFigure:
     for part, rows in sections:
         panels = part.subplots(1, 1 + has_kl, squeeze=False)[0]
         _draw_curves(panels[0], rows, "score", "score (0 to 100)")
-        panels[0].axhline((rows["score"] - rows["score_difference"]).mean(), label="baseline", **style.REFERENCE)
+        panels[0].axhline(rows["reference_score"].mean(), label="baseline", **style.REFERENCE)
         low, high = rows["examples"].min(), rows["examples"].max()
         panels[0].set_title(f"{low if low == high else f'{low} to {high}'} examples")
         for axes in panels[1:]:

@@ -84,10 +84,10 @@ def _finding(rows: Sequence[dict[Any, Any]]) -> str:
 
 
 def _described(row: dict[Any, Any]) -> str:
-    speedup, score, theirs = row["ttft_speedup"], row["score"], row["score"] - row["score_difference"]
+    speedup, theirs = row["ttft_speedup"], row["reference_score"]
     return (
-        f"{row['label']} gives the first token {speedup:.2f} times as fast as the baseline, scoring {score:.2f} "
-        f"against {theirs:.2f} ({counted(row['examples'], 'example')})."
+        f"{row['label']} gives the first token {speedup:.2f} times as fast as the baseline, scoring "
+        f"{theirs + row['score_difference']:.2f} against {theirs:.2f} ({counted(row['examples'], 'example')})."
     )
 
 

@@ -183,6 +183,8 @@ def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) ->
 def load_model(run: Run) -> PreTrainedModel:
     """The run's model, ready to be measured. Raises as `lazyllm.load_model`."""
     log.info("loading %s", run.spec.name)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     model = load_weights(run.spec)
     if run.spec.device_map is not None:
         log.info("layers run on %s", ", ".join(map(str, devices_of(model))))
@@ -224,14 +226,14 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: C
     devices = () if run.is_served else devices_in_use(run.spec)
     holder = f"process {os.getpid()} for {run.folder}"
     with device_lock.held(devices, holder), _noted(store, devices, len(todo)), released(devices):
-        subject = Servers(run) if run.is_served else _bench(run, load)
+        subject = Servers(run) if run.is_served else Bench(run, load())
         if todo:
             _measure(subject, todo, run.config.warmup, store, trackers)
         for case, labels in untraced.items():
             assert isinstance(subject, Bench)  # traces of servers are refused
             arms = [arm for arm in run.arms if arm.label in labels & store.answered(case.key)]
             try:
-                for trace in traces(subject.model, subject.tokenizer, case, arms) if arms else ():
+                for trace in traces(subject.model, run.tokenizer, case, arms) if arms else ():
                     write_whole(_trace_file(store, case, trace.arm), trace.to_json())
             except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
                 log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
@@ -251,13 +253,6 @@ def _untraced(run: Run, store: RunStore) -> dict[Case, set[str]]:
 
 def _trace_file(store: RunStore, case: Case, label: str) -> Path:
     return store.folder / "traces" / Trace.file_name(*case.key, label)
-
-
-def _bench(run: Run, load: Callable[[], PreTrainedModel]) -> Bench:
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    forced, evidence = run.config.fidelity is not None, run.config.evidence
-    return Bench(load(), run.tokenizer, run.chat, run.arms, run.baseline, forced, evidence, run.batch_size)
 
 
 def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import score_example, second_score
@@ -22,6 +22,7 @@ from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.evidence import of_evidence
 from eval.run.fidelity import forced_logits, of_forced, of_generations
+from eval.run.run import Run
 from eval.store.visit import PROMPT_END, Failure, Measurement, Turn, Visit, compact_counts
 from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch
@@ -103,22 +104,14 @@ class _Answers:
 
 @dataclass
 class Bench:
-    """A model in this process, to measure arms on.
+    """A model in this process, to measure the arms of a run on.
 
-    arms: in the order of tables. baseline: the label of the arm to compare with; None for none. forced: also feed the
-    baseline's and gold answers to all arms. evidence: record the evidence that each layer computes. batch_size: answers
-    that decode together, after their first tokens. attention_kernel: as of `Visit`; known after `warm_up`.
-    parks: whether other arms' models move to the host while an arm is measured, as memory does not hold all.
+    attention_kernel: as of `Visit`; known after `warm_up`. parks: whether other arms' models move to the host while an
+    arm is measured, as memory does not hold all.
     """
 
+    run: Run
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    chat: ChatFormat
-    arms: Sequence[Arm]
-    baseline: str | None
-    forced: bool = False
-    evidence: bool = True
-    batch_size: int = 1
     attention_kernel: str | None = None
     parks: bool = False
 
@@ -130,8 +123,8 @@ class Bench:
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
             options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
-            run = partial(generate, self.model, case.prompt.as_input(), **options)
-            calls = [partial(run, arm.method(case.dataset.name)) for arm in self.arms] * runs
+            answer = partial(generate, self.model, case.prompt.as_input(), **options)
+            calls = [partial(answer, arm.method(case.dataset.name)) for arm in self.run.arms] * runs
             try:
                 if calls:  # of a prefill alone, as decoding runs other kernels
                     self.attention_kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
@@ -153,14 +146,14 @@ class Bench:
         Examples of several turns are measured one by one, whatever `batch_size` is. With a larger one, the longest
         prompts come first.
         """
-        together = [one for one in todo if self.batch_size > 1 and not one.case.prompt.turns]
+        together = [one for one in todo if self.run.batch_size > 1 and not one.case.prompt.turns]
         for one in todo:
             if one not in together:
                 yield self._visit(one, {arm.label: self._answers_or_failure(one.case, arm) for arm in one.arms})
         together.sort(key=lambda one: -len(one.case.prompt.token_ids))
         outcomes = defaultdict[Todo, dict[str, _Answers | Failure]](dict)
         waiting = deque((one, arm) for one in together for arm in one.arms)
-        for done, arm, outcome in self._decode(waiting, self.batch_size):
+        for done, arm, outcome in self._decode(waiting, self.run.batch_size):
             outcomes[done][arm.label] = outcome
             if len(outcomes[done]) == len(done.arms):
                 yield self._visit(done, outcomes.pop(done))
@@ -262,18 +255,16 @@ class Bench:
 
     def _visit(self, one: Todo, outcomes: Mapping[str, _Answers | Failure]) -> Visit:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
-        failures = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, Failure)}
-        answers = {label: outcome for label, outcome in outcomes.items() if isinstance(outcome, _Answers)}
-        baseline, logits = (
-            answers.get(self.baseline or ""),
-            partial(forced_logits, self.model, one.case.prompt.as_input()),
-        )
+        baseline, measured = outcomes.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
+        logits = partial(forced_logits, self.model, one.case.prompt.as_input())
         of_baseline = cache(partial(logits, Baseline()))
-        measured: dict[str, list[Measurement]] = {}
-        for label, own in answers.items():
+        for label, own in outcomes.items():
+            if isinstance(own, Failure):
+                measured[label] = own
+                continue
             try:
                 turns = [self._measurement(one.case, turn, own) for turn in range(len(own.outs))]
-                if baseline is not None and label != self.baseline:
+                if isinstance(baseline, _Answers) and label != self.run.baseline:
                     turns = [
                         replace(turn, **of_generations(theirs, ours))
                         for turn, theirs, ours in zip(turns, baseline.outs, own.outs, strict=True)
@@ -287,26 +278,26 @@ class Bench:
             except UserError:
                 raise
             except Exception as error:
-                failures[label] = _failure(one.case, error)
-        if failures:
+                measured[label] = _failure(one.case, error)
+        if any(isinstance(outcome, Failure) for outcome in measured.values()):
             free(*devices_of(self.model))
-        return visit_of(one, self.arms, measured, failures, attention_kernel=self.attention_kernel)
+        return visit_of(one, self.run.arms, measured, attention_kernel=self.attention_kernel)
 
     def _answers_to_force(self, case: Case, baseline: _Answers) -> dict[str, tuple[int, ...]]:
-        """The tokens of the baseline's answer and of the gold one; none unless `forced`."""
-        if not self.forced:
+        """The tokens of the baseline's answer and of the gold one; none unless `fidelity=answer`."""
+        if self.run.config.fidelity is None:
             return {}
-        gold = gold_token_ids(self.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
+        gold = gold_token_ids(self.run.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
         return {"answer": tuple(baseline.outs[0].token_ids), "gold": tuple(gold)}
 
     def _measurement(self, case: Case, turn: int, answers: _Answers) -> Measurement:
         out = answers.outs[turn]
-        decoded = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
+        decoded = self.run.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         group_starts, computed = compact_counts(out.computed)
         flops = answers.prefill_flops(self.model.config, turn)
         return Measurement(
-            **scored(case, decoded, self.chat, turn),
+            **scored(case, decoded, self.run.chat, turn),
             token_ids=out.token_ids,
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,
@@ -325,7 +316,7 @@ class Bench:
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(answers.tokens_computed, range(turn + 1))),
             total_s_so_far=None if answers.packed else sum(done.total_s for done in answers.outs[: turn + 1]),
-            **(of_evidence(case.prompt, turn, out, answers.earlier(turn)) if self.evidence else {}),
+            **(of_evidence(case.prompt, turn, out, answers.earlier(turn)) if self.run.config.evidence else {}),
         )
 
 
@@ -336,9 +327,9 @@ def _arms_to_begin(waiting: deque[tuple[Todo, Arm]], inside: Mapping[Request, tu
 
 
 def visit_of(
-    one: Todo, arms: Sequence[Arm], answers: dict[str, list[Measurement]], failures: dict[str, Failure], **others: Any
+    one: Todo, arms: Sequence[Arm], outcomes: Mapping[str, list[Measurement] | Failure], **others: Any
 ) -> Visit:
-    """The visit of a case. arms: the run's, in order. answers, failures: by arm. others: fields of `Visit`."""
+    """The visit of a case. arms: the run's, in order. outcomes: by arm. others: fields of `Visit`."""
     case = one.case
     turns = [
         Turn(
@@ -356,8 +347,8 @@ def visit_of(
         groups=list(case.example.groups),
         turns=turns,
         order=[arm.label for arm in one.arms],
-        answers={arm.label: answers[arm.label] for arm in arms if arm.label in answers},
-        failures=failures,
+        answers={arm.label: own for arm in arms if isinstance(own := outcomes.get(arm.label), list)},
+        failures={label: own for label, own in outcomes.items() if isinstance(own, Failure)},
         **others,
     )
 

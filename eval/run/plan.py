@@ -21,7 +21,7 @@ from pathlib import Path
 from eval.run.arms import Arm
 from eval.run.job import jobs_of
 from eval.run.run import Run, limit_of_prompts
-from eval.run.work import Model, Work, rows_of_answers
+from eval.run.work import Model, Work, fitting_batch
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
@@ -41,7 +41,7 @@ def seconds_on(device: Accelerator, work: Work) -> float:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Group:
     """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers.
 
     is_estimate: whether these are published means, as nothing was there to count.
@@ -64,7 +64,7 @@ class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
     run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without
-    a device. is_estimate: as of `Rows`.
+    a device. is_estimate: as of `Group`.
     """
 
     run: str
@@ -83,15 +83,15 @@ class Cost:
         return sum(self.memory.values())
 
 
-def rows_of(run: Run) -> list[Rows]:
+def groups_of(run: Run) -> list[Group]:
     """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
     if is_estimated(run):
-        return estimated_rows(run)
+        return estimated_groups(run)
     here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
     cases = run.changed(model=here, method={"name": "baseline"}, compare=None, shard=None).cases
     messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
-    return [Rows(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
+    return [Group(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
 
 
 def is_estimated(run: Run) -> bool:
@@ -109,49 +109,49 @@ def is_estimated(run: Run) -> bool:
     return False
 
 
-def estimated_rows(run: Run) -> list[Rows]:
+def estimated_groups(run: Run) -> list[Group]:
     """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
     config, limit = run.config, limit_of_prompts(run, run.shape.max_position_embeddings)
-    rows = list[Rows]()
+    groups = list[Group]()
     for dataset in run.datasets:
         size = run.suite.published[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
         thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
         new_tokens = min(size.max_new_tokens, config.max_new_tokens or size.max_new_tokens) + thinking
         whole = size.examples if config.split is None else -(-size.examples // 2)
-        rows.append(Rows(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole), is_estimate=True))
-    return rows
+        groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole), is_estimate=True))
+    return groups
 
 
-def costs_of(run: Run, rows: Sequence[Rows], device: Accelerator | None) -> list[Cost]:
-    """The cost of each arm of a run. rows: of `rows_of`. Raises UserError, as the run would."""
+def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
+    """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
     model = Model.of(run.spec)
     every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
-    longest, most = max(row.length for row in rows), max(row.new_tokens for row in rows)
+    longest, most = max(group.length for group in groups), max(group.new_tokens for group in groups)
     memory = None if device is None else 1e9 * device.gigabytes
-    together = rows_of_answers(run.config.batch_size, run.spec, every, longest, most, memory)
-    return [_cost(run, arm, rows, model, device, together) for arm in run.arms]
+    batch_size = fitting_batch(run.config.batch_size, run.spec, every, longest, most, memory)
+    return [_cost(run, arm, groups, model, device, batch_size) for arm in run.arms]
 
 
-def _cost(run: Run, arm: Arm, rows: Sequence[Rows], model: Model, device: Accelerator | None, together: int) -> Cost:
+def _cost(run: Run, arm: Arm, groups: Sequence[Group], model: Model, device: Accelerator | None, batch: int) -> Cost:
     from eval.run.measure import WARMUP_TOKENS
 
-    first = rows[0]
-    warm_up = Rows(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
+    first = groups[0]
+    warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
     total, seconds, peaks = Work(0, 0), 0.0, []
-    for row in (*rows, warm_up):
-        method = arm.method(row.dataset)
-        for work in model.conversation(method, row.messages, row.new_tokens, arm.turns, together):
-            total += Work(row.count * work.flops, row.count * work.read)
-            seconds += row.count * seconds_on(device, work) if device is not None else 0
-        peaks.append(model.memory(method, row.length, row.new_tokens, together))
+    for group in (*groups, warm_up):
+        method = arm.method(group.dataset)
+        for work in model.conversation(method, group.messages, group.new_tokens, arm.turns, batch):
+            total += Work(group.count * work.flops, group.count * work.read)
+            seconds += group.count * seconds_on(device, work) if device is not None else 0
+        peaks.append(model.memory(method, group.length, group.new_tokens, batch))
     return Cost(
         run=Path(run.spec.name).name,
         arm=arm.label,
-        examples=sum(row.count for row in rows),
-        prompt_tokens=sum(row.count * sum(row.messages) for row in rows),
-        longest=max(sum(row.messages) for row in rows),
-        answer_tokens=sum(row.count * len(row.messages) * row.new_tokens for row in rows),
+        examples=sum(group.count for group in groups),
+        prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
+        longest=max(sum(group.messages) for group in groups),
+        answer_tokens=sum(group.count * len(group.messages) * group.new_tokens for group in groups),
         work=total,
         memory=max(peaks, key=lambda parts: sum(parts.values())),
         seconds=seconds,
@@ -172,7 +172,7 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
             read_config(replace(run.spec, load_format="dummy") if is_estimated(run) else run.spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
-    return [cost for run in runs for cost in costs_of(run, rows_of(run), device)]
+    return [cost for run in runs for cost in costs_of(run, groups_of(run), device)]
 
 
 def duration(seconds: float) -> str:

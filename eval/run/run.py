@@ -23,7 +23,7 @@ from eval.run.arms import Arm, about_the_method, arms_asked, build_method
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
-from eval.run.work import rows_of_answers
+from eval.run.work import fitting_batch
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
 from lazyllm.models.checkpoint import read_config
@@ -300,7 +300,7 @@ class Run:
         methods = [arm.method(dataset.name) for dataset in self.datasets for arm in self.arms]
         new_tokens = max(data.max_new_tokens for data in self.loaded)
         memory = memory_of(*devices_in_use(self.spec))
-        return rows_of_answers(self.config.batch_size, self.spec, methods, self.max_prompt_tokens, new_tokens, memory)
+        return fitting_batch(self.config.batch_size, self.spec, methods, self.max_prompt_tokens, new_tokens, memory)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -308,12 +308,6 @@ class Run:
         from eval.run.identity import identity_of
 
         return identity_of(self)
-
-    @property
-    def fingerprint(self) -> str:
-        from eval.store.folder import fingerprint
-
-        return fingerprint(self.identity)
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -346,10 +340,12 @@ class Run:
 
     @property
     def folder(self) -> Path:
+        from eval.store.folder import fingerprint
+
         if self.config.out is not None:
             return Path(self.config.out)
         model = self.config.model.name if self.is_served else Path(self.config.model.name).name
-        parts = (model, self.name, self.data_name, self.fingerprint[:8])
+        parts = (model, self.name, self.data_name, fingerprint(self.identity)[:8])
         return RUNS / "-".join(parts).replace("/", "-")
 
     def changed(self, **settings: Any) -> Run:

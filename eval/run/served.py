@@ -151,17 +151,18 @@ class Servers:
         return {"prompt": text}, len(ids)
 
     def _visit(self, one: Todo, given: dict[str, list[Answer] | Failure]) -> Visit:
-        failures = {label: outcome for label, outcome in given.items() if isinstance(outcome, Failure)}
-        answers = {label: outcome for label, outcome in given.items() if not isinstance(outcome, Failure)}
-        baseline, measured = answers.get(self.run.baseline or ""), dict[str, list[Measurement]]()
-        for label, own in answers.items():
-            measured[label] = self._measurements(one.case, own)
-            if baseline is not None and label != self.run.baseline:
+        baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
+        for label, own in given.items():
+            if isinstance(own, Failure):
+                measured[label] = own
+                continue
+            measured[label] = turns = self._measurements(one.case, own)
+            if isinstance(baseline, list) and label != self.run.baseline:
                 measured[label] = [
                     replace(turn, same_answer=int(ours.text == theirs.text))
-                    for turn, ours, theirs in zip(measured[label], own, baseline, strict=True)
+                    for turn, ours, theirs in zip(turns, own, baseline, strict=True)
                 ]
-        return visit_of(one, self.run.arms, measured, failures)
+        return visit_of(one, self.run.arms, measured)
 
     def _measurements(self, case: Case, answers: Sequence[Answer]) -> list[Measurement]:
         chat, measured, so_far = self.run.chat, list[Measurement](), 0.0

@@ -70,7 +70,8 @@ def _status(folder: Path) -> Status:
             findings.append(_state_after(events[-1], file.stem.replace("jobs", "job"), last))
         state = next((state for state in (RUNNING, UNCLEAR, FAILED) if state in dict(findings)), INCOMPLETE)
         if planned is not None and not missing and state != RUNNING:
-            state, findings = DONE, []
+            made = [*folder.glob("summary.md"), *folder.glob("visits*.gz")]  # a campaign's tables lie elsewhere
+            state, findings = DONE, [] if made else [(DONE, "without a table: the same command makes it")]
         elif state == INCOMPLETE:
             lacks = "its number of examples is unknown" if planned is None else f"{counted(missing, 'example')} missing"
             findings.append((INCOMPLETE, f"{lacks}; the same command goes on{_with_shards(folder)}"))

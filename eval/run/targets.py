@@ -43,8 +43,6 @@ def check(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with placeholders for presets and tuned schedules, to check the others. Raises UserError."""
     if is_tuned(settings.get("schedule")):
         settings = settings | {"schedule": "none"}
-    if not uses_preset(settings):
-        return settings
     name = settings.get("name", "")
     kind, checked = by_name(name), dict(settings)
     for key, value in settings.items():

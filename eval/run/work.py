@@ -14,7 +14,7 @@ from lazyllm.spec import ModelSpec
 
 # Bytes of a number; other dtypes have 2
 _BYTES = {"float64": 8, "float32": 4, "int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
-ROWS = 8  # the most answers that decode together, unless the settings give a number
+LARGEST_BATCH = 8  # the most answers that decode together, unless the settings give a number
 USABLE = 0.9  # share of a device's memory
 
 
@@ -68,17 +68,17 @@ class Model:
         stored = method.stored_after_turns(self.config.num_hidden_layers, n, later)
         return [tokens + generated for tokens in stored]
 
-    def decoding(self, held: Sequence[int], steps: int, rows: int = 1) -> Work:
+    def decoding(self, held: Sequence[int], steps: int, batch_size: int = 1) -> Work:
         """The work of decoding steps that attend to the tokens `held` in each layer, and to those generated since.
 
-        rows: answers that decode together, which read the weights once.
+        batch_size: answers that decode together, which read the weights once.
         """
         shape = LayerShape.of(self.config)
         after = [tokens + steps for tokens in held]
         flops = self._between(held, after, steps)
         linear = len(held) * steps * shape.linear_flops + steps * 2 * shape.width * self.config.vocab_size
         attended = (flops - linear) // shape.pair_flops  # each step reads K and V of every token that it attends to
-        return Work(flops, steps * self.weights // rows + attended * self.kv_bytes)
+        return Work(flops, steps * self.weights // batch_size + attended * self.kv_bytes)
 
     def turn(self, before: Sequence[int], after: Sequence[int]) -> Work:
         """The work of a later turn's prompt, in one pass: tokens held in each layer before and after it."""
@@ -89,13 +89,13 @@ class Model:
         return prefill_flops(self.config, after, logits) - prefill_flops(self.config, before, 0)
 
     def conversation(
-        self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue", rows: int = 1
+        self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue", batch_size: int = 1
     ) -> list[Work]:
         """Prefill, decoding, and the same of each later turn. messages: tokens of each, the prompt first.
 
-        turns: as in `lazyllm.start`. rows: answers that decode together, if there is one turn.
+        turns: as in `lazyllm.start`. batch_size: answers that decode together, if there is one turn.
         """
-        together = rows if len(messages) == 1 else 1
+        together = batch_size if len(messages) == 1 else 1
         n, later, generated = 0, 0, 0
         # a diagnostic lets the full model answer first
         works = self.conversation(Baseline(), messages[:1], new_tokens) if method.diagnostic else list[Work]()
@@ -112,8 +112,8 @@ class Model:
             generated += new_tokens - 1
         return works
 
-    def memory(self, method: Method, n: int, new_tokens: int, rows: int = 1) -> dict[str, int]:
-        """Bytes of each part at the peak of `rows` answers; "working" is one layer of a prefill besides its input."""
+    def memory(self, method: Method, n: int, new_tokens: int, batch_size: int = 1) -> dict[str, int]:
+        """Bytes of each part at a batch's peak; "working" is one layer of a prefill besides its input."""
         shape, layers = LayerShape.of(self.config), self.config.num_hidden_layers
         tokens = method.tokens_per_layer(layers, n)
         if isinstance(method, Select) and (method.diagnostic or method.scoring_flops(self.config, n)):
@@ -123,13 +123,13 @@ class Model:
         return {
             "weights": self.weights,
             "other models": sum(one.weights + n * one.config.num_hidden_layers * one.kv_bytes for one in others),
-            "K and V": rows * (sum(tokens) + layers * new_tokens) * self.kv_bytes,
-            "Aux Cache": rows * method.hidden_stored(layers, n) * shape.width * self.size,
+            "K and V": batch_size * (sum(tokens) + layers * new_tokens) * self.kv_bytes,
+            "Aux Cache": batch_size * method.hidden_stored(layers, n) * shape.width * self.size,
             "working": self.size * max(3 * tokens[0] * (shape.width + shape.mlp_width), scores),
         }
 
 
-def rows_of_answers(
+def fitting_batch(
     asked: int | None, spec: ModelSpec, methods: Collection[Method], n: int, new_tokens: int, memory: float | None
 ) -> int:
     """The number of answers that decode together. Raises UserError if those of a method cannot.
@@ -144,7 +144,7 @@ def rows_of_answers(
         return asked
     if alone or memory is None:
         return 1
-    model, rows = Model.of(spec), ROWS
-    while rows > 1 and any(sum(model.memory(one, n, new_tokens, rows).values()) > USABLE * memory for one in methods):
-        rows -= 1
-    return rows
+    model, size = Model.of(spec), LARGEST_BATCH
+    while size > 1 and any(sum(model.memory(one, n, new_tokens, size).values()) > USABLE * memory for one in methods):
+        size -= 1
+    return size

@@ -30,7 +30,7 @@ _SPEEDUPS = {
 }  # fmt: skip
 VALUES = (
     *MEASURED, "cache_bytes", *_SPEEDUPS,
-    "cache_ratio", "peak_ratio", "score_difference", "relative_score", "answered_score",
+    "cache_ratio", "peak_ratio", "reference_score", "score_difference", "relative_score", "answered_score",
 )  # fmt: skip
 # Means over the answers that have a baseline in their visit: each was measured beside its answer
 _OF_PAIRS = (
@@ -40,7 +40,7 @@ _OF_PAIRS = (
 # Means whose ratio or difference to the baseline's is a value
 _COMPARED = ("score", "cache_bytes", "peak_memory_bytes")
 _OF_BOTH = tuple(f"{side}_{name}" for name in _COMPARED for side in ("own", "reference"))
-_COLUMN = {name: number for number, name in enumerate((*VALUES, *_OF_BOTH))}
+_COLUMN = {name: number for number, name in enumerate(dict.fromkeys((*VALUES, *_OF_BOTH)))}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
 _FORMS = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
 COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "turns", "datasets", "score_seed_std", *_FORMS]
@@ -59,7 +59,8 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     ttft_speedup, generation_speedup: of whole answers, whose lengths may differ. step_speedup: of mean decoding steps.
     ideal_ttft_speedup: the ratio of the prefills' FLOPs.
     cache_ratio, peak_ratio: of the row's cache_bytes and peak_memory_bytes to the baseline's.
-    score_difference: the row's score minus the baseline's. relative_score: 100 * score / the baseline's.
+    reference_score: the baseline's, in the visits that hold both. score_difference: the row's score there minus it.
+    relative_score: 100 * the row's score there / it.
     answered_score: 100 * score / pct_answered of the row: the score without empty answers, which score 0.
 
     What compares with the baseline is made from the answers that have one in the same visit (`beside`). A dataset's

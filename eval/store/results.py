@@ -138,11 +138,10 @@ class Results:
 
 def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
     """All runs with visits in the folders and below, by name. where, newest: as in `chosen`. Raises UserError."""
-    named = with_variants([run for run in chosen(stored_runs(folders), where, newest) if run.may_have_visits])
-    runs = [run for run in named if len(run.rows)]
-    if not runs:
+    read = [replace(run, given=run.visits) for run in chosen(stored_runs(folders), where, newest)]
+    if not (runs := [run for run in read if run.answered]):
         raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
-    return runs
+    return with_variants(runs)
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
@@ -159,7 +158,7 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """
     compared = _compared_values(runs)
     seen = defaultdict[tuple[str, str], list[str]](list)
-    for run, own in sorted(zip(runs, compared, strict=True), key=_began):
+    for run, own in sorted(zip(runs, compared, strict=True), key=lambda pair: pair[0].started):
         for key, value in own.items():
             seen[run.model, key].append(value)
     usual = {key: max(reversed(values), key=values.count) for key, values in seen.items()}
@@ -226,10 +225,6 @@ def as_text(values: dict[str, Any]) -> dict[str, str]:
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(values)}
 
 
-def _began(pair: tuple[StoredRun, Any]) -> str:
-    return pair[0].started
-
-
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select the stored runs of a command."""
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
@@ -254,6 +249,6 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
             raise UserError(f"--where {condition}: no such run; {key} is one of {choices}")
     if newest:
         pairs = list(zip(left, _compared_values(left), strict=True))
-        latest = {run.model: values for run, values in sorted(pairs, key=_began)}
+        latest = {run.model: values for run, values in sorted(pairs, key=lambda pair: pair[0].started)}
         left = [run for run, own in pairs if own.items() <= (own | latest[run.model]).items()]
     return left

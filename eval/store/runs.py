@@ -66,11 +66,6 @@ class StoredRun:
         """Every visit, in order. Raises UserError."""
         return read_visits(self.folder) if self.given is None else list(self.given)
 
-    @property
-    def may_have_visits(self) -> bool:
-        """False only if the run has no visit; none is read."""
-        return self.given is not None or any(file.stat().st_size for file in files_of(self.folder, "visits"))
-
     @cached_property
     def arms(self) -> dict[str, StoredArm]:
         """{label: arm}, in the order of tables."""

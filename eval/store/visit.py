@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -211,7 +212,7 @@ class Visit:
     def from_json(cls, line: str | bytes) -> Visit:
         """The visit of a line. Raises ValueError that names the field for an invalid one."""
         try:
-            visit = _adapter().validate_json(line)
+            visit = _adapter(Visit).validate_json(line)
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}") from error
@@ -227,9 +228,7 @@ class Visit:
         return json.dumps(vars(self), default=vars, ensure_ascii=True, separators=(",", ":"))
 
 
-@cache
-def _adapter() -> TypeAdapter[Visit]:
-    return TypeAdapter(Visit)
+_adapter: Any = cache(TypeAdapter)
 
 
 def compact_counts(computed: np.ndarray) -> tuple[list[int], list[list[int]]]:
@@ -279,6 +278,6 @@ class Trace:
 def read_trace(file: Path) -> Trace:
     """The trace in a file. Raises UserError if it is not a trace."""
     try:
-        return TypeAdapter(Trace).validate_json(file.read_bytes())
+        return _adapter(Trace).validate_json(file.read_bytes())
     except ValueError as error:
         raise UserError(f"{file}: not a trace ({reason_of(error)})") from error

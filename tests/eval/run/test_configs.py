@@ -80,7 +80,6 @@ def test_config_has_the_defaults() -> None:
     assert {dataset.suite for dataset in run.datasets} == {"embedded"}
     assert {dataset.name for dataset in run_of("model=coder").datasets} == {"next_line", "cross_file"}
     assert [dataset.name for dataset in run_of("model=coder", "dataset=lookup").datasets] == ["lookup"]
-    assert run.config.warmup == 5
     for name, limit in (("llama2", 3500), ("xgen", 7500)):
         run = run_of(f"model={name}")
         assert (run.config.model.max_prompt_tokens, run.config.model.chat) == (limit, name)
@@ -120,9 +119,6 @@ def test_embedded_suite_has_its_limit_however_it_is_chosen(chosen: list[str]) ->
     assert run_of(*chosen).limit == 12
     assert {len(examples) for examples in run_of(*chosen).examples.values()} == {12}
     assert run_of(*chosen, "limit=3").limit == 3
-
-
-def test_other_suites_have_theirs_or_none() -> None:
     assert (run_of("model=coder").limit, run_of("dataset=all").limit) == (24, None)
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import lazyllm
-from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
+from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt
 from eval.benchmarks.suite import Example
 from eval.run.evidence import evidence_computed, evidence_positions
-from eval.run.measure import Bench, Todo
+from eval.run.measure import Todo
 from lazyllm import Generation
 from lazyllm.methods import (
     ASL,
@@ -28,7 +28,7 @@ from lazyllm.methods import (
 )
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.reference import random_model
-from tests.runs import arm, case_of
+from tests.runs import arm, bench_of, case_of
 
 MODEL = random_model("llama", seed=1)
 
@@ -115,7 +115,7 @@ def test_visit_has_a_share_for_each_layer() -> None:
     prompt = case.prompt
     arms = (arm("lazy", name="lazy", schedule={2: 0.3, 5: 0.3}),)
     todo = [Todo(case, arms)]
-    (visit,) = Bench(model, tokenizer, ChatFormat(), arms, None).measure(todo)
+    (visit,) = bench_of(model, tokenizer, arms, None).measure(todo)
     (found,) = visit.answers["lazy"]
     (needle,) = [prompt.text[start:end] for start, end in prompt.evidence]
     assert found.evidence_tokens == len(tokenizer.encode(f" {needle}", add_special_tokens=False))
@@ -125,6 +125,6 @@ def test_visit_has_a_share_for_each_layer() -> None:
     assert found.evidence_prefill[:2] == [1, 1]
     assert 1 > found.evidence_prefill[2] >= found.evidence_prefill[5]
     assert found.evidence_prefill[7] == found.evidence_recall
-    (visit,) = Bench(model, tokenizer, ChatFormat(), arms, None, evidence=False).measure(todo)
+    (visit,) = bench_of(model, tokenizer, arms, None, evidence=False).measure(todo)
     (silent,) = visit.answers["lazy"]
     assert (silent.evidence_tokens, silent.evidence_prefill) == (None, None)

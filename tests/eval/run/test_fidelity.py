@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lazyllm
-from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import gold_token_ids
 from eval.run.cases import Case
 from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
-from eval.run.measure import Bench, Todo
+from eval.run.measure import Todo
 from eval.store.visit import Measurement
 from lazyllm import Prompt
 from lazyllm.methods import Baseline, Lazy, StaticPruning
@@ -28,7 +27,7 @@ from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 from tests.reference import lazy_reference, random_model
-from tests.runs import arm, case_of
+from tests.runs import arm, bench_of, case_of
 
 MODEL, TOKENIZER = tiny()
 RNG = np.random.default_rng(0)
@@ -43,11 +42,11 @@ def compared(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tupl
     return kl.item(), (q - p)[range(len(token_ids)), token_ids].mean().item()
 
 
-def measured(dataset: str, forced: bool = False, **method: Any) -> tuple[Case, Measurement, Measurement]:
+def measured(dataset: str, fidelity: str | None = None, **method: Any) -> tuple[Case, Measurement, Measurement]:
     """A case, and the measurements of a method and of the baseline in a visit of it."""
     case = case_of(dataset, TOKENIZER, 8)
     arms = arm("baseline", name="baseline"), arm("method", **method)
-    bench = Bench(MODEL, TOKENIZER, ChatFormat(), arms, "baseline", forced)
+    bench = bench_of(MODEL, TOKENIZER, arms, fidelity=fidelity)
     (visit,) = bench.measure([Todo(case, arms)])
     return case, visit.answers["method"][0], visit.answers["baseline"][0]
 
@@ -78,7 +77,7 @@ def test_kl_of_a_run_is_that_of_the_models_own_logits() -> None:
     ids=lambda method: method["name"],
 )
 def test_keeping_everything_is_the_baseline(method: dict[str, Any]) -> None:
-    _, found, baseline = measured("lookup", forced=True, **method)
+    _, found, baseline = measured("lookup", fidelity="answer", **method)
     assert {name: getattr(found, name) for name in KEPT_ALL} == KEPT_ALL
     assert found.leading_tokens == len(baseline.token_ids)
     assert [getattr(found, name) for name in FORCED] == [0, 0, 0, 0]
@@ -88,7 +87,7 @@ def test_keeping_everything_is_the_baseline(method: dict[str, Any]) -> None:
 def test_forced_answers_are_those_of_the_case() -> None:
     """The baseline's own answer as generated, and the gold answer after the prompt."""
     method = Lazy({2: 0.1})
-    case, found, baseline = measured("digest", forced=True, name="lazy", schedule={2: 0.1})
+    case, found, baseline = measured("digest", fidelity="answer", name="lazy", schedule={2: 0.1})
     gold = gold_token_ids(TOKENIZER, case.prompt.text, case.example.answers[0])[:8]
     for name, token_ids in (("answer", baseline.token_ids), ("gold", gold)):
         ids = torch.tensor([[*case.prompt.token_ids, *token_ids[:-1]]])

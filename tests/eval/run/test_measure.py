@@ -1,6 +1,5 @@
 """Which measurements are made, in which order, and what a visit holds; with a stub for the generation."""
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from eval.store.visit import Measurement, Visit
 from lazyllm import Generation
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
-from tests.runs import arm
+from tests.runs import arm, bench_of
 
 METHOD = Lazy({1: 0.5})
 ARMS = (arm("baseline", name="baseline"), arm("lazy", name="lazy", schedule={1: 0.5}))
@@ -63,7 +62,7 @@ def calls(monkeypatch) -> list[tuple]:
 def bench(*arms: Arm, baseline: str | None = "baseline", chat: str = "none") -> Bench:
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, config=CONFIG)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
-    return Bench(model, tokenizer, CHAT_FORMATS[chat], arms or ARMS, baseline)  # type: ignore[arg-type]
+    return bench_of(model, tokenizer, arms or ARMS, baseline, CHAT_FORMATS[chat])
 
 
 def case(name: str, text: str = "text") -> Case:
@@ -72,7 +71,7 @@ def case(name: str, text: str = "text") -> Case:
 
 
 def visit(on: Bench, of: Case | None = None, number: int = 0) -> Visit:
-    (made,) = on.measure([Todo(of or case("qasper"), in_turn(on.arms, number))])
+    (made,) = on.measure([Todo(of or case("qasper"), in_turn(on.run.arms, number))])
     return made
 
 
@@ -129,12 +128,6 @@ def test_visit_keeps_the_prompts_end_and_the_gold_answers(calls, text: str, end:
     assert turn.answers == ["Emilia is angry."]
 
 
-def test_without_a_baseline_nothing_is_compared(calls) -> None:
-    found = visit(bench(ARMS[1], baseline=None))
-    assert [call[0] for call in calls] == ["reset", METHOD]
-    assert own(found).same_answer is None
-
-
 def fail(monkeypatch, error: Exception, fails: Callable[[Any], bool]) -> None:
     """From now on, generations of such methods raise the error."""
     original = measure.generate
@@ -148,17 +141,6 @@ def fail(monkeypatch, error: Exception, fails: Callable[[Any], bool]) -> None:
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_arm_that_fails_is_a_failure_of_that_arm(calls, monkeypatch) -> None:
-    fail(monkeypatch, RuntimeError("no kernel\nimage"), lambda method: method == METHOD)
-    found = visit(bench(*ARMS, arm("other", name="lazy", schedule={2: 0.5})))
-    assert list(found.answers) == ["baseline", "other"]
-    [(label, failure)] = found.failures.items()
-    assert label == "lazy"
-    assert re.fullmatch(r"RuntimeError: no kernel image \(test_measure\.py:\d+\)", failure.reason)
-    assert "in failing" in failure.traceback
-    assert own(found, "other").same_answer == 0  # it is compared all the same
 
 
 def test_without_the_baselines_answer_the_others_count_and_are_not_compared(calls, monkeypatch) -> None:

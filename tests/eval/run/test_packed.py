@@ -11,8 +11,8 @@ import torch
 from eval.run import measure
 from eval.run.loop import measure as measure_run
 from eval.run.settings import ModelConfig
-from eval.run.work import Model, rows_of_answers
-from eval.store.folder import read_visits
+from eval.run.work import Model, fitting_batch
+from eval.store.folder import read_about, read_visits
 from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
@@ -55,6 +55,8 @@ def test_batched_visits_are_those_of_single_answers_without_times_of_steps(
     """Also if a batch holds fewer answers than there are arms."""
     single, batched = (visits_of(tmp_path / str(n), n, **changes) for n in (1, size))
     assert batched.keys() == single.keys()
+    about = [read_about(tmp_path / str(n) / "run.json")["identity"] for n in (1, size)]
+    assert about[1] == about[0] | {"batch_size": size}
     for key, visit in batched.items():
         assert untimed(visit) == untimed(single[key])
         assert sorted(visit.order) == sorted(visit.answers)
@@ -101,16 +103,6 @@ def test_batched_shards_with_forced_answers_traces_and_evidence_are_a_single_run
     traces = {name: {file.name for file in (tmp_path / name / "traces").iterdir()} for name in ("single", "batched")}
     assert traces["batched"] == traces["single"]
     assert len(traces["single"]) == 2
-
-
-def test_batched_run_has_no_generation_speedup_and_an_identity_of_its_own(tmp_path: Path) -> None:
-    single, batched = (small_run(tmp_path, batch_size=size) for size in (1, 4))
-    assert batched.identity == single.identity | {"batch_size": 4}
-    table = measure_run(batched, show=False).table
-    assert table is not None
-    lazy: Any = table.frame.query("method == 'lazy'")
-    assert lazy["generation_speedup"].isna().all()
-    assert (lazy["ttft_speedup"] > 0).all()
 
 
 @pytest.mark.slow
@@ -174,18 +166,18 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
     model = Model.of(spec)
     weights, row = model.weights, sum(model.memory(Baseline(), 3500, 500).values()) - model.weights
     for gigabytes in (16, 24, 40, 80):
-        rows = rows_of_answers(None, spec, methods, 3500, 500, gigabytes * 1e9)
+        rows = fitting_batch(None, spec, methods, 3500, 500, gigabytes * 1e9)
         assert 1 <= rows <= 8
         assert rows == 1 or weights + rows * 3500 * 32 * model.kv_bytes < gigabytes * 1e9
         assert rows == 8 or weights + (rows + 1) * row > 0.8 * gigabytes * 1e9
-    assert rows_of_answers(None, spec, methods, 3500, 500, None) == 1
-    assert rows_of_answers(16, spec, methods, 3500, 500, None) == 16
+    assert fitting_batch(None, spec, methods, 3500, 500, None) == 1
+    assert fitting_batch(16, spec, methods, 3500, 500, None) == 16
 
 
 def test_a_method_that_cannot_be_batched_is_refused_before_anything_runs() -> None:
-    assert rows_of_answers(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
+    assert fitting_batch(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
     with pytest.raises(UserError, match=r"batch_size=1"):
-        rows_of_answers(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)
+        fitting_batch(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)
 
 
 @pytest.mark.parametrize("experiment", ["table2", "figure7"])

@@ -12,7 +12,7 @@ import yaml
 import lazyllm
 from eval.benchmarks.longbench import PUBLISHED
 from eval.run.loop import measure
-from eval.run.plan import RATE, amount, as_text, costs, costs_of, duration, main, rows_of, seconds_on
+from eval.run.plan import RATE, amount, as_text, costs, costs_of, duration, groups_of, main, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
 from lazyllm.engine.flops import LayerShape
@@ -103,9 +103,9 @@ def named(text: str) -> Method:
     return lazyllm.methods.make(name, {key: yaml.safe_load(value) for key, value in pairs})
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
 @pytest.mark.parametrize("name", HELD)
-def test_decoding_by_hand(name: str, rows: int) -> None:
+def test_decoding_by_hand(name: str, batch_size: int) -> None:
     model = Model.of(LLAMA2)
     linear, logits = 2 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 2 * 4096 * 32000
     flops = read = 0
@@ -113,8 +113,8 @@ def test_decoding_by_hand(name: str, rows: int) -> None:
         attended = sum(layers * (held + generated) for layers, held in HELD[name])
         flops += 32 * linear + logits + attended * 4 * 4096
         read += attended * 2 * 2 * 4096
-    read += 2 * (2 * 6_738_415_616) // rows
-    assert model.conversation(named(name), [3000], 3, rows=rows)[-1] == Work(flops, read)
+    read += 2 * (2 * 6_738_415_616) // batch_size
+    assert model.conversation(named(name), [3000], 3, batch_size=batch_size)[-1] == Work(flops, read)
 
 
 def test_a_diagnostic_answers_with_the_full_model_first() -> None:
@@ -199,7 +199,7 @@ def test_work_of_a_later_turn_is_that_of_the_tokens_it_runs(method: Method, tiny
 
 def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
     run = run_of(*PRUNING, "dataset=lookup", "limit=1")
-    rows = rows_of(run)
+    rows = groups_of(run)
     baseline, pruned = costs_of(run, rows, ACCELERATORS["l4"])
     assert (baseline.arm, pruned.arm) == ("baseline", "static_pruning")
     (alone,) = costs_of(run.changed(baseline=False), rows, ACCELERATORS["l4"])
@@ -254,7 +254,7 @@ def nothing_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_fetched")
 def test_plan_before_anything_was_fetched(arguments: list[str], rows: dict[str, tuple[int, int, int]]) -> None:
     run = run_of("method=lazy", *arguments)
-    estimated = rows_of(run)
+    estimated = groups_of(run)
     assert {row.dataset: (*row.messages, row.new_tokens, row.count) for row in estimated} == rows
     planned = costs(["method=lazy", *arguments], ACCELERATORS["a100"])
     assert [one.arm for one in planned] == ["baseline", "lazy"]
@@ -298,13 +298,6 @@ def test_published_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.1, "< 1 s"), (8.2, "8 s"), (720, "12 min"), (12_240, "3.4 h"), (5e6, "1,388.9 h")]
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ([*PRUNING, "dataset=lookup", "method.layer=99"], "only 8 layers"),
@@ -320,6 +313,8 @@ def test_plan_refuses(arguments: list[str], named: str) -> None:
     assert "HF_HUB_OFFLINE" not in str(error.value)  # `plan` sets it itself
 
 
-@pytest.mark.parametrize(("value", "text"), [(33_094.2, "33,094"), (129.23, "129.2"), (0.00264, "0.00264")])
-def test_amounts_have_no_power_of_ten(value: float, text: str) -> None:
-    assert amount(value) == text
+def test_times_and_amounts_have_no_power_of_ten() -> None:
+    times = {0.1: "< 1 s", 8.2: "8 s", 720: "12 min", 12_240: "3.4 h", 5e6: "1,388.9 h"}
+    assert {seconds: duration(seconds) for seconds in times} == times
+    amounts = {33_094.2: "33,094", 129.23: "129.2", 0.00264: "0.00264"}
+    assert {value: amount(value) for value in amounts} == amounts

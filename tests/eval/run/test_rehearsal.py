@@ -17,7 +17,7 @@ from eval.run.measure import Bench, Todo, in_turn
 from eval.run.run import Run
 from lazyllm.engine import decoder
 from lazyllm.methods.support import other_models
-from tests.runs import arm, small_run
+from tests.runs import arm, bench_of, small_run
 
 
 def arms(**settings: Any) -> list[Arm]:
@@ -90,7 +90,7 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(
 ) -> None:
     """Those of a draft too, and those of each later turn that runs the whole text again."""
     made, compared = plan(turns), arms(turns=later)
-    bench = Bench(model(), made.tokenizer, made.chat, compared, "baseline", batch_size=batch_size)
+    bench = bench_of(model(), made.tokenizer, compared, chat=made.chat, batch_size=batch_size)
     todo = [Todo(case, in_turn(compared, number)) for number, case in enumerate(made.cases)]
     assert not any(visit.failures for visit in bench.measure(todo))
     assert len(recorded.timed) > len(compared)

@@ -45,6 +45,8 @@ def one(folder: Path) -> Status:
 
 def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job(make(tmp_path / "a", 4, 4))
+    assert one(tmp_path).why == "without a table: the same command makes it"  # as after a full disk
+    (tmp_path / "a" / "summary.md").touch()
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "1 run: 1 done" in capsys.readouterr().out
     make(tmp_path / "b", 3, 4, seed=1)

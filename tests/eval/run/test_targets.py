@@ -11,7 +11,7 @@ import yaml
 from eval.benchmarks.datasets import DATASETS
 from eval.run import targets
 from eval.run.arms import build_method
-from eval.run.targets import SHIPPED, as_yaml, at_depth, check, is_tuned, read_tuned, solved, uses_preset
+from eval.run.targets import as_yaml, at_depth, check, is_tuned, read_tuned, solved, uses_preset
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -177,10 +177,3 @@ def test_unusable_tuned_schedules_are_refused(tmp_path: Path, text: str | None, 
         read_tuned(f"tuned/{tmp_path}", 8)
     with pytest.raises(UserError, match=message):  # before a model loads
         _ = small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"}).arms
-
-
-def test_shipped_schedules_say_how_to_use_them() -> None:
-    for file in SHIPPED.glob("*.yaml"):
-        assert file.read_text().startswith(f"# python run.py method.schedule=tuned/{file.stem} ")
-        content = yaml.safe_load(file.read_text())
-        assert read_tuned(f"tuned/{file.stem}", content["layers"]) == content["schedule"]

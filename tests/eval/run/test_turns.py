@@ -1,6 +1,5 @@
 """Rows with later turns, from a config to stored numbers: against the model's own generation, and counts by hand."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +11,7 @@ import lazyllm
 from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.loop import load_model
-from eval.run.measure import Bench, Todo
+from eval.run.measure import Todo
 from eval.run.run import Run
 from eval.run.settings import ModelConfig
 from eval.store.visit import Measurement, Visit
@@ -22,7 +21,7 @@ from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.methods.support.schedule import keep_count
 from lazyllm.models.load import load_end_ids
 from lazyllm.spec import ModelSpec
-from tests.runs import arm, small_run
+from tests.runs import arm, bench_of, small_run
 
 TURNS, LAYERS = 3, 8
 METHOD = StaticPruning(layer=2, keep=0.5)
@@ -30,9 +29,9 @@ END_IDS = load_end_ids(ModelSpec("tiny"))
 
 
 def run_of(**changes: Any) -> Run:
-    model = ModelConfig(name="tiny", dtype="float64", device="cpu")
+    tiny = ModelConfig(name="tiny", dtype="float64", device="cpu")
     method = {"name": "static_pruning", "layer": 2, "keep": 0.5}
-    settings = dict(model=model, method=method, dataset={"lookup": True}, limit=1, max_new_tokens=None, turns=TURNS)
+    settings = dict(model=tiny, method=method, dataset={"lookup": True}, limit=1, max_new_tokens=None, turns=TURNS)
     return small_run(**({"out": None} | settings | changes))
 
 
@@ -42,8 +41,8 @@ def plan() -> Run:
 
 
 @cache
-def bench() -> Bench:
-    return Bench(load_model(run_of()), plan().tokenizer, plan().chat, (), "baseline")
+def model() -> Any:
+    return load_model(run_of())
 
 
 def case() -> Case:
@@ -51,7 +50,7 @@ def case() -> Case:
 
 
 def visit_of(*arms: Arm) -> Visit:
-    (visit,) = replace(bench(), arms=arms).measure([Todo(case(), arms)])
+    (visit,) = bench_of(model(), plan().tokenizer, arms, chat=plan().chat).measure([Todo(case(), arms)])
     assert not visit.failures
     return visit
 
@@ -85,7 +84,7 @@ def test_turns_of_the_baseline_are_the_models_own_generation() -> None:
     answers = token_ids(measured)
     for number in range(TURNS):
         ids = torch.tensor([read(number, answers)])
-        out: Any = bench().model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=END_IDS)  # type: ignore[operator]
+        out: Any = model().generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=END_IDS)  # type: ignore[operator]
         assert answers[number] == out[0, ids.shape[1] :].tolist()
     expected = [case().example.answers, *(turn.answers for turn in case().example.turns)]
     assert [tuple(turn.answers) for turn in visit.turns] == expected
@@ -111,10 +110,10 @@ def test_divergence_and_answers_of_a_turn_again_are_those_of_a_fresh_prompt() ->
     answers = turns_of("recompute").answers
     own, theirs = token_ids(answers["method"]), token_ids(answers["baseline"])
     for number, measured in enumerate(answers["method"]):
-        fresh = lazyllm.generate(bench().model, read(number, own), METHOD, 8, END_IDS)
+        fresh = lazyllm.generate(model(), read(number, own), METHOD, 8, END_IDS)
         assert measured.token_ids == fresh.token_ids
         with torch.inference_mode():
-            logits = bench().model(torch.tensor([read(number, theirs)])).logits[0, -1]
+            logits = model()(torch.tensor([read(number, theirs)])).logits[0, -1]
         p, q = logits.softmax(0), fresh.first_logits.softmax(0)
         assert measured.kl == pytest.approx(float((p * (p.log() - q.log())).sum()), abs=1e-9)
 
@@ -133,8 +132,8 @@ def asked_tokens(measured: list[Measurement]) -> list[int]:
 
 
 def test_counts_by_hand() -> None:
-    shape = LayerShape.of(bench().model.config)
-    vocabulary = 2 * shape.width * bench().model.config.vocab_size
+    shape = LayerShape.of(model().config)
+    vocabulary = 2 * shape.width * model().config.vocab_size
     for label, answers in turns_of().answers.items():
         asked, so_far = asked_tokens(answers), 0.0
         for number, measured in enumerate(answers):
@@ -166,7 +165,7 @@ def test_turn_again_computes_the_whole_text() -> None:
 def test_revived_tokens_are_counted_turn_by_turn() -> None:
     method, seconds = Lazy({2: 0.3}), 0.0
     measured = visit_of(arm("lazy", name="lazy", schedule={2: 0.3})).answers["lazy"]
-    with lazyllm.start(bench().model, case().prompt.as_input(), method) as conversation:
+    with lazyllm.start(model(), case().prompt.as_input(), method) as conversation:
         for number, one in enumerate(measured):
             more = None if number == 0 else read(number, token_ids(measured))[conversation.num_tokens :]
             out = conversation.answer(more, 8, END_IDS)
@@ -181,7 +180,7 @@ def test_revived_tokens_are_counted_turn_by_turn() -> None:
 def test_evidence_of_a_turn_counts_tokens_computed_by_its_first_one() -> None:
     spans, turns = case().prompt.spans, case().prompt.turns
     assert spans is not None
-    out = lazyllm.generate(bench().model, case().prompt.as_input(), METHOD, 8, END_IDS)
+    out = lazyllm.generate(model(), case().prompt.as_input(), METHOD, 8, END_IDS)
     kept = set(out.selected[0][2])
     for turn, measured in zip(turns, turns_of().answers["method"][1:], strict=True):
         [(start, stop)] = turn.evidence

@@ -31,7 +31,7 @@ OF_PAIRS = (  # measured beside the baseline's answer
     "gold_kl", "gold_log_likelihood",
 )  # fmt: skip
 COMPARED = ("score", "kv_bytes", "aux_bytes", "peak_memory_bytes")  # values that stand beside the baseline's
-BESIDE = ("cache_ratio", "peak_ratio", "score_difference", "relative_score")
+BESIDE = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "relative_score")
 PLAIN = (
     "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s", "generated_tokens",
     "pct_answered", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
@@ -178,6 +178,7 @@ def with_ratios(values: dict[str, float]) -> dict[str, float]:
         "cache_bytes": values["kv_bytes"] + values["aux_bytes"],
         "cache_ratio": ratio(own_cache, their_cache),
         "peak_ratio": ratio(values["own peak_memory_bytes"], values["their peak_memory_bytes"]),
+        "reference_score": values["their score"],
         "score_difference": values["own score"] - values["their score"],
         "relative_score": ratio(100 * values["own score"], values["their score"]),
         "answered_score": ratio(100 * values["score"], values["pct_answered"]),

@@ -4,7 +4,7 @@ import gzip
 import json
 import resource
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,45 +49,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def damaged_shard(folder: Path) -> None:
-    (folder / "visits-2-of-2.jsonl").write_text('{"dataset": "hotpotqa"}\n')
-
-
-def no_description(folder: Path) -> None:
-    (folder / "run.json").unlink()
-
-
-def directory_for(name: str) -> Callable[[Path], None]:
-    def make(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).mkdir()
-
-    return make
-
-
-def description(content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "run.json").write_text(content) and None
-
-
 @pytest.mark.parametrize(
-    ("change", "part", "parts_of_message"),
-    [
-        (no_description, "", ["run.json", "out="]),
-        (damaged_shard, "-1-of-2", ["visits-2-of-2.jsonl:1", "without shard="]),
-        (description('{"schema": 2, "identity": {"paired": true}}'), "", ["run.json", "schema 2", "reads 3", "out="]),
-        (description('{"schema": 99, "identity": {}}'), "", ["run.json", "schema 99", "out="]),
-        (directory_for("visits.jsonl"), "", ["visits.jsonl", "out="]),
-        (directory_for("run.json"), "", ["run.json", "out="]),
+    ("file", "content", "part", "parts_of_message"),
+    [  # content: None deletes the file, and a folder takes the place of "folder"
+        ("run.json", None, "", ["run.json", "out="]),
+        ("visits-2-of-2.jsonl", '{"dataset": "hotpotqa"}\n', "-1-of-2", ["visits-2-of-2.jsonl:1", "without shard="]),
+        ("run.json", '{"schema": 2, "identity": {"paired": true}}', "", ["run.json", "schema 2", "reads 3", "out="]),
+        ("run.json", '{"schema": 99, "identity": {}}', "", ["run.json", "schema 99", "out="]),
+        ("visits.jsonl", "folder", "", ["visits.jsonl", "out="]),
+        ("run.json", "folder", "", ["run.json", "out="]),
         *(
-            (description(text), "", ["run.json", "Nothing was changed", "out="])
+            ("run.json", text, "", ["run.json", "Nothing was changed", "out="])
             for text in ("{", "null", '{"schema": 3, "identity": []}', '{"identity": {}}')
         ),
     ],
 )
 def test_store_refuses_other_folders_without_a_change(
-    folder: Path, change: Callable[[Path], None], part: str, parts_of_message: list[str]
+    folder: Path, file: str, content: str | None, part: str, parts_of_message: list[str]
 ) -> None:
-    change(folder)
+    (folder / file).unlink(missing_ok=True)
+    if content == "folder":
+        (folder / file).mkdir()
+    elif content is not None:
+        (folder / file).write_text(content)
     files = {path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".lock")}
     before = {path: path.read_bytes() for path in files}
     with pytest.raises(UserError) as error:
@@ -371,13 +355,6 @@ class Jobs(RuleBasedStateMachine):
             file.write(line[: int(share * len(line))])
         if share == 1:
             self.visits.append(one)
-
-    @rule(part=st.sampled_from(PARTS))
-    def a_second_process_is_refused(self, part: str) -> None:
-        self.store(part)
-        for other in (part, ""):
-            with pytest.raises(UserError, match="another process"):
-                open_store(self.folder, IDENTITY, {}, other).__enter__()
 
     @invariant()
     def readers_see_all_that_was_written_and_nothing_else(self) -> None:

@@ -1,6 +1,5 @@
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from eval.store.folder import fingerprint, read_visits
 from eval.store.results import COLUMNS, Results, chosen, find_runs
 from eval.store.runs import label_of
-from eval.store.visit import Failure
 from lazyllm.errors import UserError
 from tests.eval.store.made import LAZY, PROVENANCE, write_run
 from tests.eval.store.visits import measurement, visit
@@ -140,19 +138,6 @@ def test_each_turn_is_a_row_and_measurements_are_behind_it(tmp_path: Path) -> No
     ]  # fmt: skip
     assert [turn.tokens for turn, _ in results.measurements(lazy)] == [100, 1, 2, 100]
     assert [answer.text for _, answer in results.measurements(results.counting)] == ["base"] * 4 + ["an answer"] * 4
-
-
-def test_an_arms_first_answer_counts(tmp_path: Path) -> None:
-    failed = replace(
-        visit(0), answers={"baseline": [measurement("first")]}, failures={"lazy": Failure(reason="", traceback="")}
-    )
-    write_run(tmp_path, [failed, visit(0, score=1.0), visit(0, score=0.0)])
-    frame = frame_of(tmp_path)
-    assert frame[["arm", "visit", "counts"]].to_numpy().tolist() == [
-        ["baseline", 0, True], ["baseline", 1, False], ["baseline", 2, False], ["lazy", 1, True], ["lazy", 2, False],
-    ]  # fmt: skip
-    (run,) = find_runs([tmp_path])
-    assert run.failed == {}
 
 
 def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path: Path) -> None:

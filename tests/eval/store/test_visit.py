@@ -9,52 +9,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from eval.store.folder import read_visits
-from eval.store.visit import Failure, Measurement, Request, Trace, Visit, compact_counts, read_trace
+from eval.store.visit import Measurement, Trace, Turn, Visit, compact_counts, read_trace
 from lazyllm.errors import UserError
-from tests.eval.store.visits import measurement, turn, visit
+from tests.eval.store.visits import turn, visit
 
-REQUEST = Request(
-    headers_s=0.1, first_event_s=0.2, first_content_s=None, end_s=1.0, tpot_s=None, sent_at=1.7e9,
-    prompt_tokens=3, completion_tokens=None, cached_tokens=0, retries=0,
-)  # fmt: skip
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 
 
-def random_visit(rng: np.random.Generator) -> Visit:
-    """A visit in which everything that may be empty, missing or of another length is."""
-    turns, labels = int(rng.integers(1, 4)), ["baseline", "lazy schedule={2: 0.3}", "ä"][: int(rng.integers(0, 4))]
-
-    def random_measurement() -> Measurement:
-        steps = int(rng.integers(0, 20))
-        return measurement(
-            text="\u00e4\u4e2d\U0001f600\n\x00\u2028",
-            decode_step_s=rng.random(steps).tolist() if steps else None,
-            score=float(rng.random()),
-            token_ids=rng.integers(0, 50_000, steps + 1).tolist(),
-            rouge_l=0.25 if rng.random() < 0.5 else None,
-            computed=rng.integers(0, 9000, (steps + 1, 3)).tolist(),
-            group_starts=[1, 4, 9],
-            peak_memory_bytes=2**40 if rng.random() < 0.5 else None,
-            request=REQUEST if rng.random() < 0.5 else None,
-            kl=float(rng.random()) if rng.random() < 0.5 else None,
-        )
-
-    return Visit(
-        dataset="hops",
-        id=f"row {rng.integers(0, 9)}",
-        groups=["length=1"] * int(rng.integers(0, 2)),
-        turns=[turn(number) for number in range(turns)],
-        order=[*labels, "failed"],
-        answers={label: [random_measurement() for _ in range(turns)] for label in labels},
-        failures={"failed": Failure(reason="no memory", traceback="...\n")} if rng.random() < 0.5 else {},
-        attention_kernel="flash" if rng.random() < 0.5 else None,
-    )
+@st.composite
+def visits(draw: st.DrawFn) -> Visit:
+    """Visits in which everything that may be empty, missing or of another length is."""
+    turns = draw(st.lists(st.from_type(Turn), min_size=1, max_size=3))
+    own = st.lists(st.from_type(Measurement), min_size=len(turns), max_size=len(turns))
+    answers = st.dictionaries(st.text(), own, max_size=2)
+    known: dict[str, Any] = {"dataset": st.just("hops"), "turns": st.just(turns), "answers": answers}
+    return draw(st.builds(Visit, **known, groups=..., failures=..., attention_kernel=...))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_visit_comes_back_from_its_line_to_the_last_bit(seed: int) -> None:
-    made = random_visit(np.random.default_rng(seed))
+@settings(max_examples=settings().max_examples // 4, suppress_health_check=[HealthCheck.too_slow])
+@given(visits())
+def test_visit_comes_back_from_its_line_to_the_last_bit(made: Visit) -> None:
     line = made.to_json()
     assert line.isascii()
     assert "\n" not in line

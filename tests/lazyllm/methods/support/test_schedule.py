@@ -56,9 +56,10 @@ def test_parse() -> None:
     for text in ("papr", "2:", ":0.5", "2:half", "2:0.5+2:0.7", "{}", "2=0.5:"):
         with pytest.raises(ValueError, match=r"schedule .*: expected 'paper', 'none', or a keep ratio"):
             Schedule.parse(text, 8)
-    for bad, message in (({"half%": 0.5}, "like 50%"), ({"1/0%": 0.5}, "like 50%"), ({"1%": 0.5}, "count from 1")):
+    shares = {"half%": "like 50%", "1/0%": "like 50%", "101%": "like 50%", "1%": "count from 1"}
+    for bad, message in shares.items():
         with pytest.raises(ValueError, match=message):
-            Schedule.parse(bad, 32)
+            Schedule.parse({bad: 0.5}, 32)
     with pytest.raises(ValueError, match="are the same of 8 layers"):
         Schedule.parse({"30%": 0.5, 2: 0.7}, 8)
     with pytest.raises(ValueError, match="after layer 9, but the model has only 8 layers"):
