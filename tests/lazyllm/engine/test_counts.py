@@ -138,7 +138,10 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
-    """Each large operation runs as often as in `model(...)`; of small ones two more in prefill, no more in a step."""
+    """Each large operation runs as often as in `model(...)`; of small ones two more in prefill.
+
+    A step runs one less in each layer, as one operation stores K and V.
+    """
     model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_tensor(200)
     with torch.inference_mode():
         with Seen() as their_prefill:
@@ -155,11 +158,11 @@ def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
         for name in ("linear", "scaled_dot_product_attention", "mul", "add", "pow", "mean", "silu"):
             assert abs(ours.names[name] - theirs.names[name]) <= (name == "add")
     assert our_prefill.work <= their_prefill.work + 2  # the slots of the prompt's tokens, written once
-    assert our_step.work <= their_step.work
+    assert our_step.work <= their_step.work - LAYERS
 
 
 def test_operations_of_steps_that_revive_beside_the_models_own_step() -> None:
-    model, prompt, boundaries, steps = small_llama(), prompt_tensor(200), 3, 6
+    model, prompt, boundaries, steps = small_llama(layers=32), prompt_tensor(200), 3, 6
     with torch.inference_mode():
         cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
         with Seen() as theirs:
@@ -168,7 +171,7 @@ def test_operations_of_steps_that_revive_beside_the_models_own_step() -> None:
     assert min(revived) > 20
     steering = 5 + boundaries  # a draw of importance in each step, and its use at each boundary
     for step in steered[1:]:  # the first one makes what later steps use again
-        assert step.work - steering <= 1.18 * theirs.work
+        assert step.work - steering <= 1.05 * theirs.work
 
 
 def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive() -> None:
