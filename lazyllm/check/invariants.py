@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Generation, generate
+from lazyllm.engine.inputs import Boundary, Kept
 from lazyllm.engine.method import Method
 
 _STEPS = 5
@@ -52,10 +54,13 @@ def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int])
 
 
 def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> Generation:
-    """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring."""
+    """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring.
+
+    At a boundary it leaves the positions as they are, and each key head keeps ascending indices.
+    """
     n, layers = len(prompt), model.config.num_hidden_layers
     check_same_as_model(model)  # before counting, as it runs the layers too
-    with _tokens_run(model) as runs:
+    with _tokens_run(model) as runs, _boundaries_checked(method):
         first = generate(model, prompt, method, 1, ())
     prefilled = first.computed[0].mean()
     if not method.diagnostic:  # a diagnostic's selection is not counted
@@ -127,6 +132,27 @@ def _same(what: str, found: object, expected: object) -> None:
 def _holds(condition: bool, message: str) -> None:
     if not condition:  # not `assert`, which `python -O` removes
         raise AssertionError(message)
+
+
+@contextmanager
+def _boundaries_checked(method: Method) -> Iterator[None]:
+    """Check what `Method.prune` gets and returns, but for `Kept.entering`, which every generation checks."""
+    prune = type(method).prune
+
+    def checked(self: Method, at: Boundary, recorded: list[torch.Tensor]) -> Kept:
+        before = at.positions.clone()
+        kept = prune(self, at, recorded)
+        _holds(torch.equal(at.positions, before), f"changed `at.positions` after layer {at.layer}: expected a copy")
+        if kept.stored is not None:
+            stored = f"after layer {at.layer}, `store` gave {list(kept.stored.shape)} {kept.stored.tolist()}"
+            _holds(kept.stored.ndim == 2 and len(kept.stored) == at.kv_heads, f"{stored}: expected [{at.kv_heads}, k]")
+            bounded = torch.nn.functional.pad(kept.stored, (1, 0), value=-1)
+            ascends = bool((bounded.diff() > 0).all()) and bool((kept.stored < at.m).all())
+            _holds(ascends, f"{stored}: expected ascending indices of {at.m} tokens, each once")
+        return kept
+
+    with patch.object(type(method), "prune", checked):
+        yield
 
 
 @contextmanager

@@ -56,6 +56,27 @@ class Remembers(Halves):
 
 
 @dataclass(frozen=True)
+class Stores(Halves):
+    """Each key head keeps these of 30 tokens."""
+
+    indices: tuple[int, ...] = ()
+    heads: int = 2
+    forget = False
+
+    def store(self, at: Boundary, scores: Tensor) -> Tensor:
+        return torch.tensor([self.indices] * self.heads)
+
+
+@dataclass(frozen=True)
+class Moves(Halves):
+    """Changes the positions that it was given."""
+
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
+        at.positions.sub_(1)
+        return recorded[0]
+
+
+@dataclass(frozen=True)
 class NeverAll(Select):
     """Drops the first token whatever its `keep` says."""
 
@@ -102,6 +123,14 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
         invariants.is_the_model(MODEL, invariants.keeping_everything(NeverAll()), PROMPT)
     with pytest.raises(AssertionError, match=r"in a batch|in model\.generate"):
         invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT, max_new_tokens=8)
+    invariants.counts_what_it_computes(MODEL, Stores(indices=(3, 29)), PROMPT)
+    for wrong in (Stores(indices=(5, 3)), Stores(indices=(3, 3)), Stores(indices=(3, 30)), Stores(indices=(-1, 3))):
+        with pytest.raises(AssertionError, match="`store` gave .*: expected ascending indices of 30 tokens, each once"):
+            invariants.counts_what_it_computes(MODEL, wrong, PROMPT)
+    with pytest.raises(AssertionError, match=r"`store` gave \[3, 2\].*: expected \[2, k\]"):
+        invariants.counts_what_it_computes(MODEL, Stores(indices=(3, 29), heads=3), PROMPT)
+    with pytest.raises(AssertionError, match="changed `at.positions`"):
+        invariants.counts_what_it_computes(MODEL, Moves(), PROMPT)
 
 
 @pytest.mark.parametrize(
