@@ -54,10 +54,7 @@ def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int])
 
 
 def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> Generation:
-    """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring.
-
-    At a boundary it leaves the positions as they are, and each key head keeps ascending indices.
-    """
+    """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring."""
     n, layers = len(prompt), model.config.num_hidden_layers
     check_same_as_model(model)  # before counting, as it runs the layers too
     with _tokens_run(model) as runs, _boundaries_checked(method):
@@ -136,19 +133,17 @@ def _holds(condition: bool, message: str) -> None:
 
 @contextmanager
 def _boundaries_checked(method: Method) -> Iterator[None]:
-    """Check what `Method.prune` gets and returns, but for `Kept.entering`, which every generation checks."""
+    """Check that `Method.prune` leaves positions as they are, and `Kept.stored`; generations check `Kept.entering`."""
     prune = type(method).prune
 
     def checked(self: Method, at: Boundary, recorded: list[torch.Tensor]) -> Kept:
-        before = at.positions.clone()
-        kept = prune(self, at, recorded)
+        before, kept = at.positions.clone(), prune(self, at, recorded)
         _holds(torch.equal(at.positions, before), f"changed `at.positions` after layer {at.layer}: expected a copy")
         if kept.stored is not None:
-            stored = f"after layer {at.layer}, `store` gave {list(kept.stored.shape)} {kept.stored.tolist()}"
-            _holds(kept.stored.ndim == 2 and len(kept.stored) == at.kv_heads, f"{stored}: expected [{at.kv_heads}, k]")
-            bounded = torch.nn.functional.pad(kept.stored, (1, 0), value=-1)
-            ascends = bool((bounded.diff() > 0).all()) and bool((kept.stored < at.m).all())
-            _holds(ascends, f"{stored}: expected ascending indices of {at.m} tokens, each once")
+            rows, indices = kept.stored.tolist(), {*range(at.m)}
+            expected = f"ascending indices of {at.m} tokens, each once, for each of {at.kv_heads} key heads"
+            holds = len(rows) == at.kv_heads and all(row == sorted(indices & {*row}) for row in rows)
+            _holds(holds, f"`store` gave {rows} after layer {at.layer}: expected {expected}")
         return kept
 
     with patch.object(type(method), "prune", checked):

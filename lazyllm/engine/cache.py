@@ -56,11 +56,6 @@ class GroupCache:
         return self.is_ascending and self.length == self._text_length
 
     @property
-    def stored_layers(self) -> frozenset[int]:
-        """The layers that stored K and V."""
-        return frozenset(self._stored)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         return sum(stored.nbytes for stored in self._stored.values()) // self._capacity * self.length
@@ -84,10 +79,9 @@ class GroupCache:
         """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
         start = self.length - self.added
         dim = 0 if key.shape == value.shape else 3
-        sizes = [key.shape[dim], value.shape[dim]]
+        sizes, shape = [key.shape[dim], value.shape[dim]], [*key.shape[:2], self._capacity, key.shape[3]]
+        shape[dim] = sum(sizes)
         if layer_idx not in self._stored:
-            shape = [*key.shape[:2], self._capacity, key.shape[3]]
-            shape[dim] = sum(sizes)
             self._stored[layer_idx] = key.new_empty(shape)
         stored = self._stored[layer_idx]
         torch.cat([key, value], dim=dim, out=stored[:, :, start : self.length])

@@ -124,12 +124,10 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
     with pytest.raises(AssertionError, match=r"in a batch|in model\.generate"):
         invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT, max_new_tokens=8)
     invariants.counts_what_it_computes(MODEL, Stores(indices=(3, 29)), PROMPT)
-    for wrong in (Stores(indices=(5, 3)), Stores(indices=(3, 3)), Stores(indices=(3, 30)), Stores(indices=(-1, 3))):
-        with pytest.raises(AssertionError, match="`store` gave .*: expected ascending indices of 30 tokens, each once"):
-            invariants.counts_what_it_computes(MODEL, wrong, PROMPT)
-    with pytest.raises(AssertionError, match=r"`store` gave \[3, 2\].*: expected \[2, k\]"):
-        invariants.counts_what_it_computes(MODEL, Stores(indices=(3, 29), heads=3), PROMPT)
-    with pytest.raises(AssertionError, match="changed `at.positions`"):
+    for indices, heads in (((5, 3), 2), ((3, 3), 2), ((3, 30), 2), ((-1, 3), 2), ((3, 29), 3)):
+        with pytest.raises(AssertionError, match=r"`store` gave .*: expected ascending indices of 30 tokens"):
+            invariants.counts_what_it_computes(MODEL, Stores(indices=indices, heads=heads), PROMPT)
+    with pytest.raises(AssertionError, match=r"changed `at\.positions`"):
         invariants.counts_what_it_computes(MODEL, Moves(), PROMPT)
 
 
