@@ -308,18 +308,14 @@ def plan() -> Iterator[str]:
 
 
 def _waits(model: Any, prompt: Any, method: Any) -> int:
-    """How often the host waits for the device between the prompt's arrival there and the first logits."""
-    with torch.inference_mode(), open_decoder(model) as decoder:
-        method.prepare(model)
-        on_device = prompt.to(decoder.device)
-        for mode in ("default", "warn"):  # the first prefill warms up
-            session = method.start(decoder, Prompt(prompt), 2)
-            torch.cuda.synchronize()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                torch.cuda.set_sync_debug_mode(mode)
-                session.prefill(on_device)
-                torch.cuda.set_sync_debug_mode("default")
+    """How often the host waits between the arrival on the device of a prompt that ran before and the first logits."""
+    with torch.inference_mode(), open_decoder(model) as decoder, warnings.catch_warnings(record=True) as caught:
+        on_device, session = prompt.to(decoder.device), method.start(decoder, Prompt(prompt), 2)
+        torch.cuda.synchronize()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        session.prefill(on_device)
+        torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 

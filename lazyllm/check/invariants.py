@@ -11,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Generation, generate
+from lazyllm.engine.inputs import Boundary, Kept
 from lazyllm.engine.method import Method
 
 _STEPS = 5
@@ -55,7 +57,7 @@ def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequ
     """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring."""
     n, layers = len(prompt), model.config.num_hidden_layers
     check_same_as_model(model)  # before counting, as it runs the layers too
-    with _tokens_run(model) as runs:
+    with _tokens_run(model) as runs, _positions_checked(method):
         first = generate(model, prompt, method, 1, ())
     prefilled = first.computed[0].mean()
     if not method.diagnostic:  # a diagnostic's selection is not counted
@@ -129,6 +131,20 @@ def _same(what: str, found: object, expected: object) -> None:
 def _holds(condition: bool, message: str) -> None:
     if not condition:  # not `assert`, which `python -O` removes
         raise AssertionError(message)
+
+
+@contextmanager
+def _positions_checked(method: Method) -> Iterator[None]:
+    """Check that `Method.prune` leaves the positions it is given as they are."""
+    prune = type(method).prune
+
+    def checked(self: Method, at: Boundary, recorded: list[torch.Tensor]) -> Kept:
+        before, kept = at.positions.clone(), prune(self, at, recorded)
+        _holds(torch.equal(at.positions, before), f"changed `at.positions` after layer {at.layer}: expected a copy")
+        return kept
+
+    with patch.object(type(method), "prune", checked):
+        yield
 
 
 @contextmanager

@@ -38,8 +38,8 @@ def check_structure(model: PreTrainedModel) -> None:
         for keyword in ("position_embeddings", "past_key_values", "attention_mask"):
             if keyword not in accepted:  # **kwargs would swallow it silently
                 raise UserError(f"the layers of {name} take no `{keyword}`, unlike those of transformers 5")
-    if model.training:
-        raise UserError(f"{name} is in training mode (dropout): call model.eval() first")
+    if any(part.training for part in (model, *inner.layers)):
+        raise UserError(f"{name}, or a layer of it, is in training mode (dropout): call model.eval() first")
 
 
 # The tensors that the loop gives the layers, or that they can do without. A model that gives them others does more than

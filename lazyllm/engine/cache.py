@@ -38,8 +38,9 @@ class GroupCache:
         self._capacity = capacity
         self._text_length = 0
         self._positions = [torch.empty(0, dtype=torch.long, device=device)]  # a piece for each run; joined when read
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
+        # of each layer, K and V in one tensor, so that one operation stores both: [2, g, capacity, d], or side by side
+        # [1, g, capacity, sum of their d] if they differ in width
+        self._stored: dict[int, Tensor] = {}
 
     @property
     def positions(self) -> Tensor:
@@ -55,15 +56,9 @@ class GroupCache:
         return self.is_ascending and self.length == self._text_length
 
     @property
-    def stored_layers(self) -> frozenset[int]:
-        """The layers that stored K and V."""
-        return frozenset(self._keys)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
-        buffers = [*self._keys.values(), *self._values.values()]
-        return sum(buffer.nbytes for buffer in buffers) // self._capacity * self.length
+        return sum(stored.nbytes for stored in self._stored.values()) // self._capacity * self.length
 
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
@@ -83,16 +78,17 @@ class GroupCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
         start = self.length - self.added
-        if layer_idx not in self._keys:
-            shape = (*key.shape[:2], self._capacity, key.shape[3])
-            self._keys[layer_idx] = key.new_empty(shape)
-            self._values[layer_idx] = value.new_empty((*shape[:3], value.shape[3]))
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[:, :, start : self.length] = key
-        values[:, :, start : self.length] = value
+        dim = 0 if key.shape == value.shape else 3
+        sizes, shape = [key.shape[dim], value.shape[dim]], [*key.shape[:2], self._capacity, key.shape[3]]
+        shape[dim] = sum(sizes)
+        if layer_idx not in self._stored:
+            self._stored[layer_idx] = key.new_empty(shape)
+        stored = self._stored[layer_idx]
+        torch.cat([key, value], dim=dim, out=stored[:, :, start : self.length])
         if start == 0:
             return key, value  # prefill attends to its own tokens only; this layout is the fastest for the kernels
-        return keys[:, :, : self.length], values[:, :, : self.length]
+        keys, values = stored[:, :, : self.length].split(sizes, dim=dim)
+        return keys, values
 
     def retain(self, slots: Tensor) -> None:
         """Forget all tokens but those in `slots` [k] (ascending), and free their memory.
@@ -104,7 +100,7 @@ class GroupCache:
             here = slots.to(old.device)
             if here.ndim == 1:
                 return old[:, :, here]
-            return old.gather(2, here[None, :, :, None].expand(1, -1, -1, old.shape[3]))
+            return old.gather(2, here[None, :, :, None].expand(old.shape[0], -1, -1, old.shape[3]))
 
         self._positions = [self.positions[slots]]
         self._rebuild(slots.shape[-1] + self._capacity - self.length, kept)
@@ -112,11 +108,10 @@ class GroupCache:
 
     def _rebuild(self, capacity: int, kept: Callable[[Tensor], Tensor]) -> None:
         """Replace K and V by `kept` of them, with room for `capacity` tokens. They are on their layers' devices."""
-        for buffers in (self._keys, self._values):
-            for layer, old in buffers.items():
-                stays = kept(old)
-                buffers[layer] = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
-                buffers[layer][:, :, : stays.shape[2]] = stays
+        for layer, old in self._stored.items():
+            stays = kept(old)
+            self._stored[layer] = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
+            self._stored[layer][:, :, : stays.shape[2]] = stays
         self._capacity = capacity
 
 

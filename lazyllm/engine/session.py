@@ -132,7 +132,7 @@ class Session:
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
         self._lengthen(max(self.max_positions, self.length + token_ids.shape[0] + max_new_tokens - 1))
-        return self.step_on(token_ids)
+        return step_together([self], [token_ids])[0]
 
     def _lengthen(self, max_positions: int) -> None:
         """Let the text grow to `max_positions` tokens."""
@@ -143,20 +143,11 @@ class Session:
 
     def fork(self) -> Self:
         """An independent copy of the state."""
-        other = copy.copy(self)
-        other.caches, other._aux = copy.deepcopy(self.caches), copy.deepcopy(self._aux)
-        other._num_computed, other.computed = [*self._num_computed], [*self.computed]
-        other._num_revived = [*self._num_revived]
-        other._selected = [dict(step) for step in self._selected]
-        return other
+        return copy.deepcopy(self, {id(shared): shared for shared in (self.decoder, self._method)})
 
     def step(self, token_id: int) -> Tensor:
         """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
-        return self.step_on(torch.full((1,), token_id, device=self.decoder.device))
-
-    def step_on(self, token_ids: Tensor) -> Tensor:
-        """`step` with a token [1] on the model's device, unknown to the host; in a `turn`, also the tokens after it."""
-        return step_together([self], [token_ids])[0]
+        return step_together([self], [torch.full((1,), token_id, device=self.decoder.device)])[0]
 
     def begin_step(self, m: int) -> Tensor:
         """Lengthen the text by the m tokens of a decoding step, or of a later turn: their positions [m]."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.inputs import Group, ScoreSpec
-from lazyllm.engine.session import Session
+from lazyllm.engine.session import Session, step_together
 
 
 def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end_ids: Collection[int]) -> Tensor:
@@ -35,7 +35,7 @@ def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end
     for _ in range(queries - 1):
         token = logits.argmax(dim=0, keepdim=True)
         counts = counts * ~ends[token][0]
-        logits = session.step_on(token)
+        logits = step_together([session], [token])[0]
         scores = scores + counts * score_of_query(session.context.take_each(), n, pool)
         count = count + counts
     return scores / count

@@ -54,6 +54,15 @@ def choosing(*indices: int) -> Any:
     return given(Halves, adaptive=True, select=torch.tensor(indices))
 
 
+@dataclass(frozen=True)
+class Moves(Halves):
+    """Changes the positions that it was given."""
+
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
+        at.positions.sub_(1)
+        return recorded[0]
+
+
 def storing(indices: list[list[int]], forget: bool = False) -> Any:
     return given(Halves, forget=forget, store=torch.tensor(indices))
 
@@ -69,6 +78,8 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
         invariants.is_the_model(MODEL, invariants.keeping_everything(given(Halves, kept={2: 29})), PROMPT)
     with pytest.raises(AssertionError, match=r"in a batch|in model\.generate"):
         invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT, max_new_tokens=8)
+    with pytest.raises(AssertionError, match=r"changed `at\.positions`"):
+        invariants.counts_what_it_computes(MODEL, Moves(), PROMPT)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, UniPrefill, make
-from tests.helpers import Waits, prompt_tensor, slow
+from tests.helpers import prompt_tensor, slow
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
 # Settings that drop something, of methods that need them or keep every token of a short prompt
@@ -138,7 +138,7 @@ def test_operations_of_a_step_in_which_nothing_is_revived(kv_heads: int) -> None
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 1])
 def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
-    """Each large operation runs as often as in `model(...)`; of small ones two more in prefill, no more in a step."""
+    """Each large operation runs as often as in `model(...)`; one stores K and V, and in prefill two more find slots."""
     model, prompt = small_llama(kv_heads, dtype=torch.bfloat16), prompt_tensor(200)
     with torch.inference_mode():
         with Seen() as their_prefill:
@@ -155,11 +155,11 @@ def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
         for name in ("linear", "scaled_dot_product_attention", "mul", "add", "pow", "mean", "silu"):
             assert abs(ours.names[name] - theirs.names[name]) <= (name == "add")
     assert our_prefill.work <= their_prefill.work + 2  # the slots of the prompt's tokens, written once
-    assert our_step.work <= their_step.work
+    assert our_step.work <= their_step.work - LAYERS
 
 
 def test_operations_of_steps_that_revive_beside_the_models_own_step() -> None:
-    model, prompt, boundaries, steps = small_llama(), prompt_tensor(200), 3, 6
+    model, prompt, boundaries, steps = small_llama(layers=32), prompt_tensor(200), 3, 6
     with torch.inference_mode():
         cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
         with Seen() as theirs:
@@ -168,7 +168,7 @@ def test_operations_of_steps_that_revive_beside_the_models_own_step() -> None:
     assert min(revived) > 20
     steering = 5 + boundaries  # a draw of importance in each step, and its use at each boundary
     for step in steered[1:]:  # the first one makes what later steps use again
-        assert step.work - steering <= 1.18 * theirs.work
+        assert step.work - steering <= 1.05 * theirs.work
 
 
 def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive() -> None:
@@ -177,38 +177,6 @@ def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive
     assert sum(revived) == 5 * 3  # 3 of 30 tokens were pruned before 5 layers
     assert seen[0].names["nonzero"] == 1
     assert seen[-1].names["nonzero"] == 0
-
-
-@pytest.mark.parametrize(
-    ("method", "boundaries"),
-    [
-        (Baseline(), 0),
-        (Lazy(), 3),
-        (Lazy({2: 0.4, 4: 1.0, 5: 0.9, 10: 0.5}), 2),  # nothing is revived after the last layer
-        (Lazy({3: 0.5, 6: 0.5}, prune_generated=True), 2),
-        (Lazy(revive=False), 0),
-        (CLAA(), 0),
-        (FastKV(), 0),
-        (PyramidInfer(), 0),
-    ],
-    ids=str,
-)
-def test_waits(method: Method, boundaries: int) -> None:
-    model, n, steps = small_llama(dtype=torch.float32), 60, 6
-    lazyllm.generate(model, prompt_tensor(n), method, 1, ())  # checks the model
-    before, after = Waits(), Waits()
-    with before:
-        one = lazyllm.generate(model, prompt_tensor(n), method, 1, ())
-    with after:
-        many = lazyllm.generate(model, prompt_tensor(n), method, steps, ())
-    assert (len(one.token_ids), len(many.token_ids)) == (1, steps)
-    # besides those at boundaries, and of the lists at the end, each token costs one transfer
-    lists = sum(len(step) for step in many.selected[1:])
-    more = Counter(after.found) - Counter(before.found)
-    assert more["tolist"] - lists == steps - 1
-    assert more["nonzero"] - lists <= boundaries * (steps - 1)
-    assert more["nonzero"] > lists or not boundaries  # the counter sees them
-    assert set(more) <= {"tolist", "nonzero"}
 
 
 @pytest.mark.parametrize(

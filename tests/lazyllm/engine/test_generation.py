@@ -87,8 +87,10 @@ def test_generate_and_start_refuse_bad_settings() -> None:
         lazyllm.start(MODEL, PROMPT, Baseline(), turns="never")
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
+    model: Any = random_model("llama", 2, num_layers=2)
+    model.model.layers[1].train()
     with pytest.raises(UserError, match="training mode"):
-        lazyllm.generate(random_model("llama", 2, num_layers=2).train(), PROMPT, Baseline(), 3, ())
+        lazyllm.generate(model, PROMPT, Baseline(), 3, ())
 
 
 def test_second_generation_is_refused_while_one_runs() -> None:
