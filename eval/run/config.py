@@ -128,6 +128,9 @@ def check_arguments(arguments: Sequence[str]) -> None:
         if argument.startswith("-") and argument not in _OPTIONS:
             raise UserError(f"{argument}: expected KEY=VALUE, such as limit=3; --help lists all keys")
         key, _, launcher = argument.partition("=")
+        if key in ("method", "model") and launcher.startswith("["):
+            several = {"method": f"compare={launcher}", "model": f"-m model={launcher.strip('[]')}"}[key]
+            raise UserError(f"{argument}: expected one {key}; {several} takes several")
         if key == "hydra/launcher" and launcher in LAUNCHERS:
             package, extra = LAUNCHERS[launcher]
             try:

@@ -106,7 +106,10 @@ def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[
         os.kill(event["process"], 0)
     except OSError as error:
         if not isinstance(error, PermissionError):  # another user's process lives
-            return FAILED, f"{job} began at {event['time']} and died (killed, or out of memory)"
+            return (
+                FAILED,
+                f"{job} began at {event['time']} and died (killed, out of memory, or Ctrl-C in a long operation)",
+            )
     return RUNNING, ""
 
 

@@ -199,6 +199,8 @@ def test_published_experiments_have_their_arms() -> None:
         (["method.keep=0.5"], "Key 'keep' is not in struct (lazyllm-bench methods lists the settings of each method)"),
         (["+method.kep=0.5"], "method 'lazy' has no setting 'kep'"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
+        (["method=[lazy,fastkv]"], "expected one method; compare=[lazy,fastkv] takes several"),
+        (["model=[tiny,coder]"], "expected one model; -m model=tiny,coder takes several"),
         (["--limit", "4"], "--limit: expected KEY=VALUE"),
         (["limit"], "Error parsing override 'limit': missing EQUAL at '<EOF>' (expected KEY=VALUE, such as limit=3)"),
         (["dataset=[lookup,shotz]"], "dataset=shotz: did you mean shots? expected one of"),

@@ -85,7 +85,11 @@ def test_failed_answers_say_which_arm_and_why(tmp_path: Path) -> None:
     [
         ({"error": "UserError: No space left"}, "failed", f"job ended at {ENDED}: UserError: No space left"),
         ({"error": "KeyboardInterrupt: "}, "incomplete", "stopped; 1 example missing; the same command goes on"),
-        ({"ended": False, "process": 2**22 + 1}, "failed", f"job began at {BEGAN} and died (killed, or out of memory)"),
+        (
+            {"ended": False, "process": 2**22 + 1},
+            "failed",
+            f"job began at {BEGAN} and died (killed, out of memory, or Ctrl-C in a long operation)",
+        ),
         ({"part": "-1-of-2", "host": "node7", "ended": False}, "unclear", f"running or died on node7 since {BEGAN}"),
     ],
     ids=["error", "ctrl-c", "killed", "another machine"],
