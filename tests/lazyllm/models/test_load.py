@@ -333,8 +333,11 @@ def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(folder: P
         changed.pop("lm_head.weight")  # tied
         save_file(changed, folder / "model.safetensors")
         refused(folder, message)
-    vision = {"vision_tower.proj.weight": torch.ones(2), "model.layers.8.mlp.up_proj.weight": torch.ones(2)}
-    save_file(load_file(TINY / "model.safetensors") | vision, folder / "model.safetensors")
+    # a vision tower, a layer that predicts more tokens, and what older Llama 2 checkpoints hold
+    unused = ("vision_tower.proj.weight", "model.layers.8.mlp.up_proj.weight",
+              "model.layers.0.self_attn.rotary_emb.inv_freq")  # fmt: skip
+    weights = load_file(TINY / "model.safetensors") | {name: torch.ones(2) for name in unused}
+    save_file(weights, folder / "model.safetensors")
     assert same_weights(load(folder), tiny)
     (folder / "model.safetensors").unlink()
     refused(folder, "has no weights: expected one of model.safetensors")
