@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ class ASL(Prune):
     forget = False
 
     first: int | None = checked(check_int, None)
-    threshold: float = checked(check_positive, 0.3)
+    threshold: float = checked(check_positive, 0.3, below=math.inf)
     keep: float = checked(check_count_or_ratio, 2048)
     window: int = checked(check_int, 32)
     layers: int | None = checked(check_int, None)

@@ -162,10 +162,10 @@ def check_odd(what: str, value: Any) -> None:
         raise ValueError(f"{what}={value}: give an odd number")
 
 
-def check_positive(what: str, value: Any) -> None:
+def check_positive(what: str, value: Any, below: float = 1e6) -> None:
     """Refuse what is no number above 0. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise ValueError(f"{what}={value!r}: give a number above 0 and below 1e6")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
+        raise ValueError(f"{what}={value!r}: give a number above 0 and below {below:g}")
 
 
 def check_model_name(what: str, value: Any) -> None:
