@@ -127,18 +127,18 @@ def check_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         if argument.startswith("-") and argument not in _OPTIONS:
             raise UserError(f"{argument}: expected KEY=VALUE, such as limit=3; --help lists all keys")
-        key, _, launcher = argument.partition("=")
-        if key in ("method", "model") and launcher.startswith("["):
-            several = {"method": f"compare={launcher}", "model": f"-m model={launcher.strip('[]')}"}[key]
+        key, _, value = argument.partition("=")
+        if key in ("method", "model") and value.startswith("["):
+            several = {"method": f"compare={value}", "model": f"-m model={value.strip('[]')}"}[key]
             raise UserError(f"{argument}: expected one {key}; {several} takes several")
-        if key == "hydra/launcher" and launcher in LAUNCHERS:
-            package, extra = LAUNCHERS[launcher]
+        if key == "hydra/launcher" and value in LAUNCHERS:
+            package, extra = LAUNCHERS[value]
             try:
                 version(package)
             except PackageNotFoundError as error:
                 needs = f"needs the package {package}: pip install --editable '.[{extra}]' in the repository"
                 raise UserError(f"{argument} {needs}") from error
-        if key.startswith(("hydra/", "hydra.")) and launcher != "basic" and not sweep:
+        if key.startswith(("hydra/", "hydra.")) and value != "basic" and not sweep:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
     _check_method_is_read(arguments)
 
