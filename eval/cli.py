@@ -5,11 +5,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 
 from lazyllm.errors import UserError
+from lazyllm.machine import version_of
 
 # Command -> (module whose `main(arguments)` returns the exit code, summary)
 COMMANDS = {
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(usage())
             return 0
         if "--version" in arguments:
-            print(f"lazyllm-bench {version('lazyllm-bench')}")
+            print(f"lazyllm-bench {version_of('lazyllm-bench')}")
             return 0
         if command not in COMMANDS:
             near = difflib.get_close_matches(command, COMMANDS, 1)

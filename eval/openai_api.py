@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -33,6 +32,7 @@ from eval.benchmarks.rows import is_text
 from lazyllm import start
 from lazyllm.engine.generation import Greedy, end_ids_of
 from lazyllm.errors import reason_of
+from lazyllm.machine import version_of
 from lazyllm.methods import Method
 from lazyllm.models.chat_template import render
 
@@ -293,7 +293,7 @@ class Endpoint:
 
 def make_app(endpoint: Endpoint) -> FastAPI:
     """The ASGI app."""
-    app = FastAPI(title="lazyllm-bench serve", version=version("lazyllm-bench"))
+    app = FastAPI(title="lazyllm-bench serve")
 
     @app.post("/v1/completions", response_model=None)
     async def complete(asked: CompletionRequest, request: Request) -> Response:
@@ -303,7 +303,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     async def chat(asked: ChatRequest, request: Request) -> Response:
         return await _respond(endpoint, asked, request)
 
-    about = {"object": "model", "created": 0, "owned_by": "lazyllm-bench", "version": version("lazyllm-bench")}
+    about = {"object": "model", "created": 0, "owned_by": "lazyllm-bench", "version": version_of("lazyllm-bench")}
     entries = {name: {"id": name, **about, "max_model_len": endpoint.positions} for name in endpoint.methods}
 
     @app.get("/health")

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,6 +153,14 @@ def torch_build() -> dict[str, Any]:
     """`__version__`, `cuda` and more of the installed torch, which is not imported; empty if there is none."""
     origin = getattr(find_spec("torch"), "origin", None)
     return runpy.run_path(str(Path(origin).with_name("version.py"))) if origin else {}
+
+
+def version_of(package: str) -> str:
+    """The installed version, or that there is none, as of this package where its checkout alone is there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def git_commit() -> str | None:

@@ -10,7 +10,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,9 +53,20 @@ def card() -> Any:
     spec = importlib.util.spec_from_file_location("virtual_cuda", TOOL)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules["virtual_cuda"] = importlib.util.module_from_spec(spec)
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules["virtual_cuda"] = module
     spec.loader.exec_module(module)
+    module.functions = partial(_with_elements, module, module.functions)
     return module
+
+
+def _with_elements(card: Any, functions: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
+    """The stand-in's `functions`; also, `tensor[3] = 1.0` is a wait, as on an H200, and `tensor[3:4] = 1.0` is none."""
+    if func is torch.Tensor.__setitem__ and isinstance(args[0], card.OnCuda) and isinstance(args[2], float | int):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if len(index) == args[0].ndim and all(isinstance(part, int) for part in index):
+            card.MACHINE.wait("h2d", "a number into one element")
+    return functions(func, args, kwargs)
 
 
 def answers_of(model: Any, method: Method) -> Iterator[Any]:
@@ -77,8 +89,22 @@ def answers_of(model: Any, method: Method) -> Iterator[Any]:
     model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=4, custom_generate=seeded, **options)
 
 
-def parts_of(card: Any, model: Any, method: Method) -> dict[str, Any]:
-    """Before the prefill, in it, and in each step: waits, launches, backends, and the precision of scores."""
+def parts_of(noted: Callable[[str], AbstractContextManager[None]], model: Any, method: Method) -> None:
+    """Run the scoring before the prefill, the prefill, and each step, each within `noted` of its name."""
+    with torch.inference_mode(), open_decoder(model) as decoder:
+        method.prepare(model)
+        on_device = PROMPT.to(decoder.device)
+        with noted("start"):
+            session = method.start(decoder, Prompt(PROMPT), NEW_TOKENS)
+        with noted("prefill"):
+            session.prefill(on_device)
+        for step in range(NEW_TOKENS - 1):
+            with noted(f"step {step + 1}"):
+                session.step(7 + step)
+
+
+def parts_on(card: Any, model: Any, method: Method) -> dict[str, Any]:
+    """Of each part: waits, launches, backends, and the precision of scores."""
     found: dict[str, Any] = {}
     precisions, baddbmm = set[Any](), torch.baddbmm
 
@@ -99,16 +125,7 @@ def parts_of(card: Any, model: Any, method: Method) -> dict[str, Any]:
         launches = sum(machine.launches.values())
         found[part] = {"waits": waits, "launches": launches, "attention": calls, "scores": [*precisions]}
 
-    with torch.inference_mode(), open_decoder(model) as decoder:
-        method.prepare(model)
-        on_device = PROMPT.to(decoder.device)
-        with noted("start"):
-            session = method.start(decoder, Prompt(PROMPT), NEW_TOKENS)
-        with noted("prefill"):
-            session.prefill(on_device)
-        for step in range(NEW_TOKENS - 1):
-            with noted(f"step {step + 1}"):
-                session.step(7 + step)
+    parts_of(noted, model, method)
     return found
 
 
@@ -126,7 +143,7 @@ def run_methods(card: Any, variant: str, dtype: str, names: Iterable[str]) -> di
                     for field in ("token_ids", "selected", "kv_bytes", "aux_bytes"):
                         assert getattr(one, field) == getattr(other, field), f"answer {number}: {field} differs"
                     assert (one.computed == other.computed).all(), f"answer {number}: computed differs"
-                found[what] = parts_of(card, model, method)
+                found[what] = parts_on(card, model, method)
         except Exception as error:
             found[what] = f"{type(error).__name__}: {error}"
     return found
@@ -187,7 +204,20 @@ def mask_in_step() -> Iterator[None]:
         yield
 
 
-MUTATIONS = {"wrong_device": wrong_device, "wait_in_prefill": wait_in_prefill, "mask_in_step": mask_in_step}
+@contextmanager
+def number_in_prefill() -> Iterator[None]:
+    """A number is put in one element of the scores."""
+
+    def split(scores: torch.Tensor, keep: int) -> Any:
+        scores[-1] = float("inf")
+        return split_prompt(scores, keep)
+
+    split_prompt = bases.split_prompt
+    with patch.object(bases, "split_prompt", split), patch.object(lazy_session, "split_prompt", split):
+        yield
+
+
+MUTATIONS = {one.__name__: one for one in (wrong_device, wait_in_prefill, number_in_prefill, mask_in_step)}
 
 
 def main(what: str = "quick") -> None:

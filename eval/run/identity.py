@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.benchmarks.rows import sha256_of
 from eval.run import targets
 from eval.run.arms import Arm, build_method, canonical
-from lazyllm.machine import device_name, git_commit
+from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import by_name, code_of, name_of
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
@@ -45,7 +45,7 @@ _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that can change a number."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
 
 
 @cache
@@ -263,10 +263,3 @@ def weights_sha256(source: str) -> str | None:
 def now() -> str:
     """The time in UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # a checkout
-        return "not installed"

@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import replaced, tf32_products, to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
-from lazyllm.engine.masks import AttentionMask, PositionSortedMask
+from lazyllm.engine.masks import AttentionMask, Chosen, PositionSortedMask
 from lazyllm.engine.sdpa import shares_heads
 from lazyllm.errors import UserError
 
@@ -40,8 +40,8 @@ class AttentionContext:
     positions: [m] of the tokens.
     length: tokens of the whole text; all positions are below it.
     scores: to record; they are moved to the device of `positions`.
-    chosen: [s] bool, which stored tokens the run attends to, up to their own positions; None for all. A layer with a
-        sliding window attends to those in the window.
+    chosen: ([s] bool, which stored tokens the run attends to, up to their own positions; their number); None for all.
+        A layer with a sliding window attends to those in the window.
     ranks: [m] for each token, the number of chosen tokens up to itself. With them, keys are sorted by position; None
         leaves keys as they are stored.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
@@ -56,7 +56,7 @@ class AttentionContext:
         positions: Tensor,
         length: int,
         scores: ScoreSpec = NO_SCORES,
-        chosen: Tensor | None = None,
+        chosen: Chosen | None = None,
         ranks: Sequence[int] | None = None,
         stop_at: int | None = None,
     ) -> None:
@@ -142,6 +142,8 @@ class RecordingAttention:
             raise KeysReached(query, key)
         context.record(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
         mask, in_prefill = context.mask, not context.decodes
+        if mask.slots is not None:
+            key, value = context.cache.take(layer, to_device(mask.slots, key.device), key.shape[3])
         # without a mask, prefill is causal; FlashAttention's also has windows, which count slots: there may be no gaps
         needs_none = (self._is_flash and context.cache.is_contiguous) or (not self._is_eager and mask.window is None)
         if (in_prefill and needs_none) or mask.is_everything:

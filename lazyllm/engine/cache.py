@@ -7,7 +7,7 @@ Notation:
     m  tokens that a step adds               g  key and value heads      d  head width
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,11 @@ class GroupCache:
             return key, value  # prefill attends to its own tokens only; this layout is the fastest for the kernels
         keys, values = stored[:, :, : self.length].split(sizes, dim=dim)
         return keys, values
+
+    def take(self, layer_idx: int, slots: Tensor, key_width: int) -> Sequence[Tensor]:
+        """Copies of K and V [1, g, k, d] of the tokens in `slots` [k]. key_width: the last dimension of K."""
+        taken = self._stored[layer_idx].index_select(2, slots)
+        return taken.split(1) if len(taken) == 2 else taken.split([key_width, taken.shape[3] - key_width], dim=3)
 
     def retain(self, slots: Tensor) -> None:
         """Forget all tokens but those in `slots` [k] (ascending), and free their memory.

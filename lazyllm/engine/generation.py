@@ -448,7 +448,8 @@ class Greedy:
             logits = logits.clone()
             for end_id in self._end_ids:
                 if 0 <= end_id < len(logits):
-                    logits[end_id] = float("-inf")  # one by one, as a list of indices waits for the device
+                    # CUDA would wait for a list of indices, and for a number that is put in one element
+                    logits[end_id : end_id + 1] = float("-inf")
         self._chosen += 1
         highest, token_id = logits.max(dim=0)
         return torch.stack([highest.double(), token_id.double()])

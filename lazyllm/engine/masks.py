@@ -15,27 +15,37 @@ from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import to_device
 
 BLOCK = 2**23  # bytes of one block's mask, with the memory that attention needs for its cells
+# Devices where one query attends to a copy of its tokens instead of to all stored ones with a mask: CUDA's kernel for
+# masks reads all tokens of a head in one block of threads, which takes longer than the copy and FlashAttention together
+COPIES = frozenset({"cuda"})
+
+
+Chosen = tuple[Tensor, int]
 
 
 class AttentionMask:
     """The tokens that layers of one window attend to in a run: those of the step's set, in the window up to the query.
 
     cache: of the group; the queries are in its last slots. positions: [m] of the queries, ascending.
-    chosen: [s] bool, which stored tokens are in the step's set; None for all.
+    chosen: ([s] bool, which stored tokens are in the step's set; their number); None for all.
     window: number of positions that a query attends to, its own included; None for all before it.
     """
 
     order: Tensor | None = None  # the slots of the keys of `blocks`; None for all, as they are stored
 
-    def __init__(self, cache: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None) -> None:
+    def __init__(self, cache: GroupCache, positions: Tensor, chosen: Chosen | None, window: int | None) -> None:
         self._cache = cache
         self._positions = positions
-        self._chosen = chosen
+        self._chosen = None if chosen is None else chosen[0]
         self.window = window
         self._made: tuple[tuple[Any, ...], Tensor | None] = (), None
         self._m = positions.shape[0]
         self._s = cache.length
-        self.is_everything = self._m == 1 and chosen is None and window is None  # one query attends to all tokens
+        self.slots: Tensor | None = None  # [k] ascending, if one query attends to all tokens there, by a copy
+        self.is_everything = self._m == 1 and window is None  # one query attends to all tokens, or to all in `slots`
+        if self.is_everything and chosen is not None:
+            self.is_everything = positions.device.type in COPIES
+            self.slots = torch.nonzero_static(chosen[0], size=chosen[1])[:, 0] if self.is_everything else None
 
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device
@@ -109,11 +119,11 @@ class PositionSortedMask(AttentionMask):
     """
 
     def __init__(
-        self, cache: GroupCache, positions: Tensor, chosen: Tensor | None, window: int | None, ranks: Sequence[int]
+        self, cache: GroupCache, positions: Tensor, chosen: Chosen | None, window: int | None, ranks: Sequence[int]
     ) -> None:
         super().__init__(cache, positions, chosen, window)
         far = torch.iinfo(torch.long).max
-        by_position = cache.positions if chosen is None else torch.where(chosen, cache.positions, far)
+        by_position = cache.positions if chosen is None else torch.where(chosen[0], cache.positions, far)
         self.order = by_position.argsort()[: ranks[-1]]
         self._key_positions = cache.positions[self.order]
         self._ranks = ranks

@@ -22,6 +22,7 @@ from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
+from lazyllm.engine.masks import Chosen
 from lazyllm.errors import UserError
 
 
@@ -208,8 +209,8 @@ class Session:
         """A value for each group -> one for each layer."""
         return [value for group, value in zip(self.groups, values, strict=True) for _ in group.layers]
 
-    def chosen(self, cache: GroupCache) -> Tensor | None:
-        """[s] bool: which stored tokens the step's tokens attend to, up to their own positions; None for all."""
+    def chosen(self, cache: GroupCache) -> Chosen | None:
+        """As of `AttentionContext`: which stored tokens the step's tokens attend to; None for all."""
         return None
 
     def note_selection(self, layer: int, chosen: Tensor) -> None:

@@ -75,5 +75,5 @@ class GemFilter(Select):
         raw = (key[0].to(exact) @ last[:, :, None]).sum(dim=0)[:, 0]  # [n]
         scores = F.avg_pool1d(raw[None], self.pool, stride=1, padding=self.pool // 2)[0].to(decoder.device)
         if self.sound:
-            scores[0] = scores[-self.window :] = float("inf")
+            scores[:1] = scores[-self.window :] = float("inf")
         return rank(scores)[: self.kept(n)].sort().values

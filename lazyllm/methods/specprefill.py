@@ -131,7 +131,7 @@ class SpecPrefill(Select):
         padded = torch.nn.functional.pad(scores, (0, positions.numel() - n)).view(count, self.chunk)
         means = padded.sum(dim=1) / (positions < n).sum(dim=1)
         for forced in self._forced(n):
-            means[forced] = float("inf")
+            means[forced : forced + 1] = float("inf")
         chosen = positions[rank(means)[: self.chunks(n)].sort().values].flatten()
         return chosen if n % self.chunk == 0 else chosen[chosen < n]
 

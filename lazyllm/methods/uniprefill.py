@@ -92,7 +92,7 @@ class UniPrefill(Prune):
         masses = F.pad(scores.double(), (0, -at.m % self.block)).view(-1, self.block).sum(dim=-1)
         order = masses.shape[0] - 1 - rank(masses.flip(0))  # ties: the later block
         before = (masses[order] / masses.sum()).cumsum(dim=0).roll(1)
-        before[0] = 0  # the best block always stays
+        before[:1] = 0  # the best block always stays
         stays = torch.empty_like(before, dtype=torch.bool)
         stays[order] = before <= self.p
         kept = stays.repeat_interleave(self.block)[: at.m]

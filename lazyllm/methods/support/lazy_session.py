@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens
+from lazyllm.engine.masks import Chosen
 from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
@@ -216,10 +217,10 @@ class LazySession(Session):
             importance = torch.where(ranked, importance, self._lowest[:end])
         if self._opens_turn:  # the newest token is a prompt token, which goes on, as in prefill
             importance = importance.clone()
-            importance[-1] = float("inf")
+            importance[-1:] = float("inf")
         return importance
 
-    def chosen(self, cache: GroupCache) -> Tensor | None:
+    def chosen(self, cache: GroupCache) -> Chosen | None:
         if self._in_prefill or cache.length == self._count:
             return None
-        return self._mask[cache.positions]
+        return self._mask[cache.positions], self._count

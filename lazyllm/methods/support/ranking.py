@@ -20,7 +20,7 @@ def split_prompt(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     is always kept, and counts in `keep`.
     """
     forced = scores.clone()
-    forced[-1] = float("inf")
+    forced[-1:] = float("inf")  # one element would be a copy from the host, for which CUDA waits
     order = rank(forced)
     return order[:keep].sort().values, order[keep:].sort().values
 

@@ -1,0 +1,78 @@
+"""All methods on a real GPU, where there is one: answers as on the CPU, waits and attention as on the virtual card."""
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lazyllm.methods import Method
+from tests.lazyllm.methods.method_matrix import LISTED
+from tests.reference import attention_of, random_variant
+from tests.test_virtual_card import LAYERS, documented
+from tests.virtual_card import FEW, METHODS, VARIANTS, answers_of, parts_of
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU of CUDA", allow_module_level=True)
+CUDA: Any = "cuda"
+CASES = [*((VARIANTS[0], name) for name in METHODS), *((variant, name) for variant in VARIANTS[1:] for name in FEW)]
+
+
+def parts_on_gpu(model: Any, method: Method) -> dict[str, Any]:
+    """Of each part: where the host waits or copies, and operators of attention."""
+    found: dict[str, Any] = {}
+
+    @contextmanager
+    def noted(part: str) -> Iterator[None]:
+        torch.cuda.synchronize()
+        with warnings.catch_warnings(record=True) as caught, profile(activities=[ProfilerActivity.CPU]) as recorded:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            yield
+            torch.cuda.set_sync_debug_mode("default")
+        where = [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
+        events = {event.key: event.count for event in recorded.key_averages()}
+        found[part] = {
+            "waits": Counter(where),
+            "attention": {key: number for key, number in events.items() if "scaled_dot_product" in key},
+        }
+
+    parts_of(noted, model, method)
+    return found
+
+
+@pytest.mark.parametrize(("variant", "name"), CASES)
+def test_answers_are_those_of_the_cpu(variant: str, name: str) -> None:
+    on_cpu: Any = random_variant(variant, 3, attention_of(variant), torch.float64, hidden_size=64)
+    on_gpu = copy.deepcopy(on_cpu).to(CUDA)
+    pairs = zip(answers_of(on_gpu, METHODS[name]), answers_of(on_cpu, METHODS[name]), strict=True)
+    for number, (one, other) in enumerate(pairs):
+        error = (one.first_logits.cpu() - other.first_logits).abs().max().item()
+        for field in ("token_ids", "selected", "kv_bytes", "aux_bytes"):
+            assert getattr(one, field) == getattr(other, field), f"answer {number}: {field} differs"
+        assert (one.computed == other.computed).all(), f"answer {number}: computed differs"
+        assert error < 1e-4  # transformers rounds to float32 in places; logits are about 10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("variant", "name"), CASES)
+def test_waits_and_kernels_are_those_of_the_virtual_card(variant: str, name: str, dtype: str) -> None:
+    method = METHODS[name]
+    model = random_variant(variant, 3, attention_of(variant), getattr(torch, dtype), hidden_size=64).to(CUDA)
+    found = parts_on_gpu(model, method)
+    rows, layers, boundaries = documented(), LAYERS, LISTED[name].asks
+    cells = rows.get(name) or rows[name.split(",")[0]]
+    for cell, prefix in zip(cells, ("start", "prefill", "step"), strict=True):
+        number, _, unit = cell.partition(" a ")
+        most = int(number) * {"": 1, "boundary": boundaries, "layer": layers}[unit]
+        counts = [sum(part["waits"].values()) for label, part in found.items() if label.startswith(prefix)]
+        assert max(counts) <= most, found
+    for label, part in found.items():
+        calls = " ".join(part["attention"])
+        assert "math" not in calls, part
+        assert label in ("start", "prefill") or "cudnn" not in calls, part
