@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> None:
         prompt = torch.randint(0, config.vocab_size, (min(1000, *options.tokens),))
         events = attention_events(lambda: in_turns(model, [Baseline()], prompt, 1))
         about["attention_kernel"] = attention_kernel(events)
-        print(f"the baseline's attention kernel, by profiler: {about['attention_kernel']}")
+        print(f"the baseline's attention kernel, by its operators: {about['attention_kernel']}")
         print("", row(HEADINGS), row(f"{'-' * (width - 1)}:" for width in WIDTHS), sep="\n")
         print(*(row(cells_of(case)) for case in cases), sep="\n", end="\n" if cases else "")
         for case in measure(options, model, contenders, tuple(cases)):

@@ -186,7 +186,7 @@ def _caption(results: Results, frame: Any) -> str:
 def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
     """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
     if kernels := ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)):
-        yield f"Attention kernel of the baseline, by profiler: {kernels}."
+        yield f"Attention kernel of the baseline, by its operators: {kernels}."
     timed: Any = [run for run in runs if bool(run.rows["prefill_mfu"].notna().to_numpy().any())]
     for device in dict.fromkeys(run.device for run in timed):
         peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"

@@ -186,7 +186,7 @@ class Visit:
     turns: what is asked, in order.
     order: the labels of the arms in the order in which they were measured.
     answers: {label of an arm: its answer to each turn}. failures: {label of an arm that could not answer: why}.
-    attention_kernel: of the baseline's prefill (of the first arm's without one), by profiler at warm-up.
+    attention_kernel: of the baseline's prefill (of the first arm's without one), by its operators at warm-up.
 
     An example has several visits if an arm failed: a later one holds the baseline again, for the clock, and the arms
     that had no answer. An arm's answer counts in its first visit only; ratios are made within one visit only.

@@ -7,7 +7,7 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -109,6 +109,10 @@ class Decoder:
                 tokens.append(self.embed(*own))
         return tokens
 
+    def backends(self, decodes: bool) -> AbstractContextManager[Any]:
+        """A context for `run`: the backends of attention. decodes: whether tokens attend to those of earlier runs."""
+        return backends(self.model, self.devices, decodes)
+
     def run(self, contexts: Sequence[AttentionContext], tokens: Sequence[Tokens], layers: range) -> list[Tokens]:
         """The tokens of each generation after these layers, which run all of them as one sequence [1, sum of m, w].
 
@@ -123,8 +127,7 @@ class Decoder:
         rope = tuple(map(concat, zip(*(one.rope for one in tokens), strict=True)))
         self.attention.running = [*zip(contexts, sizes, strict=True)]
         device, several, decodes = self.device, len(tokens) > 1 and not self._is_spread, contexts[0].decodes
-        linear = fast_linear(hidden, self.shape.largest_matrix, several) if decodes else nullcontext()
-        with linear, backends(self.model, self.devices, decodes):
+        with fast_linear(hidden, self.shape.largest_matrix, several) if decodes else nullcontext():
             for layer in layers:
                 for context in contexts:
                     context.enter_layer(self._windows[layer])
@@ -253,7 +256,8 @@ def run_layers(
     positions = torch.arange(token_ids.shape[0], device=decoder.device)
     unstored: Any = _Unstored(positions)
     context = AttentionContext(unstored, positions, len(positions), scores, stop_at=stop_at)
-    [tokens] = decoder.run([context], [decoder.embed(token_ids, positions)], range(len(decoder.layers))[:layers])
+    with decoder.backends(decodes=False):
+        [tokens] = decoder.run([context], [decoder.embed(token_ids, positions)], range(len(decoder.layers))[:layers])
     return tokens.hidden, context.take_each() if scores.layers else []
 
 

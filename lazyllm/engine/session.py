@@ -121,7 +121,8 @@ class Session:
         self._selected.append({})
         self.length = length
         self._in_prefill = True
-        logits = _run([self], [tokens])[0]
+        with self.decoder.backends(decodes=False):
+            logits = _run([self], [tokens])[0]
         self._in_prefill = False
         return logits
 
@@ -265,7 +266,9 @@ class Session:
 def step_together(sessions: Sequence[Session], token_ids: Sequence[Tensor]) -> Tensor:
     """Run the tokens [m] of a decoding step, or of a later turn, in each session: the logits [r, v] after them."""
     positions = [session.begin_step(len(own)) for session, own in zip(sessions, token_ids, strict=True)]
-    return _run(sessions, sessions[0].decoder.embed_each(token_ids, positions))
+    decoder = sessions[0].decoder
+    with decoder.backends(decodes=True):
+        return _run(sessions, decoder.embed_each(token_ids, positions))
 
 
 def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:

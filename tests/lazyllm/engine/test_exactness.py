@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lazyllm
+from lazyllm.engine import masks
 from lazyllm.methods import Baseline, Lazy
 from tests.helpers import slow
 from tests.lazyllm.engine.architecture_matrix import assert_same
@@ -22,7 +23,12 @@ def check(model, prompt: list[int], schedule: dict[int, float], steps: int, prun
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("seed", [*range(3), *slow(*range(3, 12))])
-def test_random_shapes_and_schedules(architecture: str, seed: int) -> None:
+@pytest.mark.parametrize("copies", [frozenset(), frozenset({"cpu"})], ids=["masked", "copied"])
+def test_random_shapes_and_schedules(
+    architecture: str, seed: int, copies: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """copies: devices on which one query attends to a copy of its tokens; as on a GPU, here too."""
+    monkeypatch.setattr(masks, "COPIES", copies)
     rng = random.Random(f"{architecture} {seed}")
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)

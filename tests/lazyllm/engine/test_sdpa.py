@@ -58,7 +58,11 @@ def test_auto_is_cudnn_on_hopper_only(card: Any, capability: Any, cudnn: Any, ex
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "math"])
-def test_decoding_never_runs_on_cudnn_and_the_process_is_as_it_was(backend: str) -> None:
+def test_decoding_never_runs_on_cudnn_and_the_process_is_as_it_was(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: list[torch.device] = []
+    monkeypatch.setattr(sdpa, "_settle_order", settled.append)  # it runs on the GPU: tests/test_cuda.py
     before = order_of_backends()
     firsts = []
     for decodes in (False, True):
@@ -69,6 +73,7 @@ def test_decoding_never_runs_on_cudnn_and_the_process_is_as_it_was(backend: str)
         assert (SDPBackend.CUDNN_ATTENTION in order) == (backend == "cudnn" and not decodes)
     assert firsts[0] == getattr(SDPBackend, "MATH" if backend == "math" else f"{backend.upper()}_ATTENTION")
     assert order_of_backends() == before
+    assert settled == [GPU, GPU]
 
 
 def test_without_a_gpu_nothing_changes() -> None:
