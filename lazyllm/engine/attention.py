@@ -339,6 +339,8 @@ def attend_to_chosen(
         if mask is not None:
             logits = logits + mask
         out = logits.softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype) @ value
+    if m == 1:
+        return out.reshape(1, 1, heads, value.shape[-1])
     # [1, g, h/g * m, d] -> [1, g, m, h/g, d] -> [1, m, h, d], in one copy
     by_query = out.view(1, kv_heads, heads // kv_heads, m, value.shape[-1]).transpose(2, 3)
     return by_query.transpose(1, 2).reshape(1, m, heads, value.shape[-1])

@@ -87,13 +87,15 @@ class GroupCache:
         torch.cat([key, value], dim=dim, out=stored[:, :, start : self.length])
         if start == 0:
             return key, value  # prefill attends to its own tokens only; this layout is the fastest for the kernels
-        keys, values = stored[:, :, : self.length].split(sizes, dim=dim)
+        keys, values = stored[:, :, : self.length].split_with_sizes(sizes, dim=dim)
         return keys, values
 
     def take(self, layer_idx: int, slots: Tensor, key_width: int) -> Sequence[Tensor]:
         """Copies of K and V [1, g, k, d] of the tokens in `slots` [k]. key_width: the last dimension of K."""
         taken = self._stored[layer_idx].index_select(2, slots)
-        return taken.split(1) if len(taken) == 2 else taken.split([key_width, taken.shape[3] - key_width], dim=3)
+        if taken.shape[0] == 2:
+            return taken.chunk(2)
+        return taken.split_with_sizes([key_width, taken.shape[3] - key_width], dim=3)
 
     def retain(self, slots: Tensor) -> None:
         """Forget all tokens but those in `slots` [k] (ascending), and free their memory.

@@ -79,7 +79,7 @@ class Decoder:
         self.devices = devices_of(model)
         self.tokens_run = 0.0
         self._inner: Any = model.model
-        self.layers: Any = self._inner.layers
+        self.layers: Any = [*self._inner.layers]  # an index into a ModuleList takes microseconds
         self._surroundings = Surroundings(model)
         self._windows = windows_of(model.config)
         self._rope_of: list[int] = []  # per layer, which pair of `Tokens.rope` is its own; found by `embed`

@@ -14,7 +14,9 @@ from torch import Tensor
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import to_device
 
-BLOCK = 2**23  # bytes of one block's mask, with the memory that attention needs for its cells
+# Bytes of one block's mask, with the memory that attention needs for its cells: on a CPU they fit its caches; elsewhere
+# they fill a GPU, whose kernel for masks gives 64 queries of a head to one block of threads
+BLOCK_ON_CPU, BLOCK = 2**23, 2**27
 # Devices where one query attends to a copy of its tokens instead of to all stored ones with a mask: CUDA's kernel for
 # masks reads all tokens of a head in one block of threads, which takes longer than the copy and FlashAttention together
 COPIES = frozenset({"cuda"})
@@ -55,7 +57,7 @@ class AttentionMask:
         form: turns `visible` into the mask of the attention function. cell: bytes that a (query, key) pair costs.
         """
         farthest = self._s if self.window is None else min(self._s, 2 * self.window)
-        most = max(1, BLOCK // (cell * farthest))
+        most = max(1, (BLOCK_ON_CPU if device.type == "cpu" else BLOCK) // (cell * farthest))
         if self.window is not None:  # larger blocks attend to more keys beyond the window
             most = min(most, max(64, self.window // 4))
         for first in range(0, self._m, most):

@@ -189,7 +189,7 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
     n, block, row = 401, 2**14, 4 * max(64, WIDTH, VOCAB)  # bytes of a token's widest row
     model = small_llama(kv_heads, layers=6, dtype=torch.float32, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
-    monkeypatch.setattr(masks, "BLOCK", block)
+    monkeypatch.setattr(masks, "BLOCK_ON_CPU", block)
     with Seen() as seen:
         in_blocks = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
     assert in_blocks.computed.tolist() == whole.computed.tolist()
@@ -235,7 +235,7 @@ def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
 @pytest.mark.parametrize("name", METHODS)
 def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model, n, m, block = small_llama(dtype=torch.float32), 1000, 350, 2**17
-    monkeypatch.setattr(masks, "BLOCK", block // 2)
+    monkeypatch.setattr(masks, "BLOCK_ON_CPU", block // 2)
     monkeypatch.setattr(attention, "BLOCK_ON_CPU", block // 8)  # cells
     whole = lazyllm.generate(model, prompt_tensor(n), Baseline(), 3, ()).kv_bytes
     with lazyllm.start(model, prompt_tensor(n), make(name, DROPPING.get(name, {}))) as session:
@@ -260,7 +260,7 @@ def test_blocks_change_no_result(
     model = small_llama(kv_heads, layers=6, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
     for block in (1, 4000, 30000):  # a query alone, some, many
-        monkeypatch.setattr(masks, "BLOCK", block)
+        monkeypatch.setattr(masks, "BLOCK_ON_CPU", block)
         found = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
         assert (found.token_ids, found.selected) == (whole.token_ids, whole.selected)
         tolerance = 1e-9 if attention == "sdpa" else 1e-6  # eager's softmax is in float32
