@@ -61,6 +61,7 @@ class Accelerator:
 
 
 LONG, LEAST_MFU = 8000, 40  # tokens; per cent of its peak that a good baseline reaches from there on
+LAYER_START_S = 0.6e-3  # seconds in which a host starts a layer's kernels, measured beside an H200 (results/gpu)
 SLOW_STEP = 3  # times what reading the weights takes: beyond, a decoding step waits for the start of kernels
 FLASH_2 = "FlashAttention 2"  # as `lazyllm.measuring.attention_kernel` names it
 ABOVE_RATED = 1.05  # of the peak: cards boost a little above the clock of their data sheet

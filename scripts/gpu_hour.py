@@ -36,7 +36,7 @@ from lazyllm.engine.generation import generate
 from lazyllm.engine.inputs import Prompt
 from lazyllm.files import write_whole
 from lazyllm.integrations.transformers_generate import using
-from lazyllm.machine import ACCELERATORS, Accelerator, device_name
+from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator, device_name
 from lazyllm.measuring import attention_events
 from lazyllm.methods import METHODS, Baseline, make
 from lazyllm.models.load import as_device, random_weights
@@ -278,7 +278,10 @@ CHECKS: dict[str, Callable[[torch.device], Cases]] = {
 
 
 def seconds_of(part: str, card: Accelerator) -> float:
-    """A part's seconds on a card, at half of its data sheet's rates, as if no method were faster than the baseline."""
+    """A part's seconds on a card, at half of its data sheet's rates, as if no method were faster than the baseline.
+
+    A step takes at least as long as the host needs to start its kernels.
+    """
     options = bench_parser().parse_args(PARTS[part])
     config = AutoConfig.for_model(**fields_of(options.shape))
     layers, total = config.num_hidden_layers, 60.0  # a minute to load and to warm up
@@ -291,7 +294,8 @@ def seconds_of(part: str, card: Accelerator) -> float:
     for tokens in options.tokens:
         for new_tokens in options.new_tokens:
             prefill = prefill_flops(config, [tokens] * layers) / card.flops_per_s
-            total += passes * 2 * (prefill + (new_tokens - 1) * weights / card.bytes_per_s)
+            step = max(2 * weights / card.bytes_per_s, layers * LAYER_START_S)
+            total += passes * (2 * prefill + (new_tokens - 1) * step)
     return total
 
 

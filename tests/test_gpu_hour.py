@@ -119,8 +119,8 @@ def test_plan_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     """llama3.1-8b on 128,000 tokens: the baseline alone, LazyLLM alone, two pairs; 2.03 PFLOP of linear maps each."""
     linear = 128_000 * 32 * 2 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336)
     attention = 32 * 4 * 4096 * 128_000 * 128_001 / 2
-    a_step = 2 * 8.03e9 / 2.04e12
-    expected = 60 + 6 * 2 * ((linear + attention) / 312e12 + a_step)
+    a_step = max(2 * 2 * 8.03e9 / 2.04e12, 32 * 0.6e-3)  # reading the weights, or starting the kernels
+    expected = 60 + 6 * (2 * (linear + attention) / 312e12 + a_step)
     assert gpu_hour.seconds_of("128k", ACCELERATORS["a100"]) == pytest.approx(expected, rel=0.01)
     assert gpu_hour.main(["--plan"]) == 0
     table = capsys.readouterr().out

@@ -8,8 +8,8 @@ The arguments are those of a run or a sweep. Nothing is downloaded and no model 
 counted for each arm, with warm-ups, later turns and other models. Answers have their maximum length; as many decode
 together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Without --gpu, memory is that of a
 run on this machine. Times follow from one rate: half of the FLOP/s and of the bytes per second in the GPU's data
-sheet. Until LongBench and the tokenizer are in the caches (lazyllm-bench fetch), prompts have LongBench's published
-mean lengths, and the plan is an estimate.
+sheet; and a host needs 0.6 ms to start a layer, as measured beside an H200. Until LongBench and the tokenizer are in
+the caches (lazyllm-bench fetch), prompts have LongBench's published mean lengths, and the plan is an estimate.
 """
 
 import os
@@ -23,7 +23,7 @@ from eval.run.job import jobs_of
 from eval.run.run import Run, limit_of_prompts
 from eval.run.work import Model, Work, fitting_batch
 from lazyllm.errors import UserError, parser_of
-from lazyllm.machine import ACCELERATORS, Accelerator
+from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
 from lazyllm.models.tokenizers import has_chat_template
 
@@ -36,8 +36,9 @@ ESTIMATE = (
 
 
 def seconds_on(device: Accelerator, work: Work) -> float:
-    """Seconds at the assumed rate: of the computation or of the reading, whichever takes longer."""
-    return max(work.flops / device.flops_per_s, work.read / device.bytes_per_s) / RATE
+    """Seconds at the assumed rate: of the computation, of the reading, or of the host, whichever takes longest."""
+    on_device = max(work.flops / device.flops_per_s, work.read / device.bytes_per_s) / RATE
+    return max(on_device, work.layer_runs * LAYER_START_S)
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,11 @@ def _cost(run: Run, arm: Arm, groups: Sequence[Group], model: Model, device: Acc
 
     first = groups[0]
     warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
-    total, seconds, peaks = Work(0, 0), 0.0, []
+    total, seconds, peaks = Work(0, 0, 0), 0.0, []
     for group in (*groups, warm_up):
         method = arm.method(group.dataset)
         for work in model.conversation(method, group.messages, group.new_tokens, arm.turns, batch):
-            total += Work(group.count * work.flops, group.count * work.read)
+            total += work * group.count
             seconds += group.count * seconds_on(device, work) if device is not None else 0
         peaks.append(model.memory(method, group.length, group.new_tokens, batch))
     return Cost(
@@ -203,7 +204,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     ]
     largest = max(planned, key=lambda one: one.peak)
     parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
-    total = sum((one.work for one in planned), Work(0, 0))
+    total = sum((one.work for one in planned), Work(0, 0, 0))
     lines = [*markdown_lines([*headings, "time"], rows, 2), ""]
     lines.append(
         f"{counted(len(planned), 'arm')} of {counted(len({one.run for one in planned}), 'model')}: "

@@ -15,18 +15,23 @@ from lazyllm.spec import ModelSpec
 # Bytes of a number; other dtypes have 2
 _BYTES = {"float64": 8, "float32": 4, "int8": 1, "bnb_int8": 1, "int4": 0.5, "bnb_nf4": 0.5}
 LARGEST_BATCH = 8  # the most answers that decode together, unless the settings give a number
+FURTHER = 1 / 8  # of a layer's start on the host, for each further answer of a batch (results/gpu)
 USABLE = 0.9  # share of a device's memory
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs, and bytes of weights, K and V that are read."""
+    """FLOPs, bytes of weights, K and V that are read, and the runs through a layer that the host starts."""
 
     flops: int
     read: int
+    layer_runs: float
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.read + other.read)
+        return Work(self.flops + other.flops, self.read + other.read, self.layer_runs + other.layer_runs)
+
+    def __mul__(self, count: int) -> Work:
+        return Work(self.flops * count, self.read * count, self.layer_runs * count)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Model:
 
     def prefill(self, method: Method, n: int) -> Work:
         """The work on n prompt tokens up to the first new token, that of other models included."""
-        return Work(method.first_token_flops(self.config, n), self.weights)
+        return Work(method.first_token_flops(self.config, n), self.weights, self.config.num_hidden_layers)
 
     def held(self, method: Method, n: int, later: int = 0, generated: int = 0) -> list[int]:
         """The tokens in each layer's K and V: of the prompt's n and of `later` of later prompts those that the method
@@ -78,11 +83,12 @@ class Model:
         flops = self._between(held, after, steps)
         linear = len(held) * steps * shape.linear_flops + steps * 2 * shape.width * self.config.vocab_size
         attended = (flops - linear) // shape.pair_flops  # each step reads K and V of every token that it attends to
-        return Work(flops, steps * self.weights // batch_size + attended * self.kv_bytes)
+        read = steps * self.weights // batch_size + attended * self.kv_bytes
+        return Work(flops, read, steps * len(held) * (1 + FURTHER * (batch_size - 1)) / batch_size)
 
     def turn(self, before: Sequence[int], after: Sequence[int]) -> Work:
         """The work of a later turn's prompt, in one pass: tokens held in each layer before and after it."""
-        return Work(self._between(before, after, 1), self.weights + sum(after) * self.kv_bytes)
+        return Work(self._between(before, after, 1), self.weights + sum(after) * self.kv_bytes, len(after))
 
     def _between(self, before: Sequence[int], after: Sequence[int], logits: int) -> int:
         """FLOPs of the tokens that each layer holds after and not before, each attending to all before it."""

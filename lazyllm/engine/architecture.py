@@ -5,6 +5,8 @@ is refused.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -109,7 +111,7 @@ class Surroundings:
         self._model: Any = model
         self._calls: list[dict[str, Any]] = []
         layers = enumerate(self._model.model.layers)
-        self._stand_ins = nn.ModuleList(_StandIn(index, layer, self._calls) for index, layer in layers)
+        self._stand_ins = [_StandIn(index, layer, self._calls) for index, layer in layers]
 
     def before_layers(
         self, token_ids: Tensor, positions: Tensor, cache: DynamicCache | None = None
@@ -119,7 +121,7 @@ class Surroundings:
         token_ids, positions: [m]. cache: what the masks are made for; without one there may be no masks.
         """
         inner = self._model.model
-        with replaced(inner, "layers", self._stand_ins), replaced(inner, "norm", nn.Identity()):
+        with _in_place_of_modules(inner, layers=self._stand_ins, norm=lambda hidden: hidden):
             hidden = inner.forward(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -134,36 +136,39 @@ class Surroundings:
     def logits(self, normed: Tensor) -> Tensor:
         """[1, m, v] logits of hidden states [1, m, w] after the last norm."""
         # this output type also serves models without experts
-        with replaced(self._model, "model", _Gives(MoeModelOutputWithPast(last_hidden_state=normed))):
+        inner = MoeModelOutputWithPast(last_hidden_state=normed)
+        with _in_place_of_modules(self._model, model=lambda **_: inner):
             return self._model.forward(use_cache=False, return_dict=True).logits
 
 
-class _StandIn(nn.Module):
+@contextmanager
+def _in_place_of_modules(owner: nn.Module, **others: Any) -> Iterator[None]:
+    """Within it, these attributes of `owner` are `others`, which are no modules: calls and indices cost less.
+
+    `nn.Module` looks for a module where an instance has no attribute of that name.
+    """
+    vars(owner).update(others)
+    try:
+        yield
+    finally:
+        for name in others:
+            del vars(owner)[name]
+
+
+class _StandIn:
     """Stands in for a layer: records the arguments of a call, and returns the hidden states as they are."""
 
     def __init__(self, index: int, layer: nn.Module, calls: list[dict[str, Any]]) -> None:
-        super().__init__()
         self._index = index
         self._calls = calls
         self._names = list(inspect.signature(layer.forward).parameters)
-        self.__dict__["_layer"] = layer  # not registered as a submodule
+        self._layer = layer
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that a model reads from its layers, such as their type, are the layer's."""
-        return getattr(self.__dict__["_layer"], name)
+        return getattr(self._layer, name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         call = {"layer": self._index, **dict(zip(self._names, args, strict=False)), **kwargs}
         self._calls.append(call)
         return call["hidden_states"]
-
-
-class _Gives(nn.Module):
-    """Stands in for a module: returns the same value for all arguments."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self._value = value
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self._value

@@ -123,7 +123,8 @@ class RecordingAttention:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention of query [1, h, m, d], after storing key and value [1, g, m, d]: [1, m, h, d], and no weights."""
-        _check_terms(module, kwargs)
+        if not self.running[0][0].decodes:  # a step gives the terms of its prefill
+            _check_terms(module, kwargs)
         if len(self.running) == 1:
             self._context = self.running[0][0]
             return self.of_one(module, query, key, value, kwargs), None
