@@ -293,7 +293,7 @@ class Endpoint:
 
 def make_app(endpoint: Endpoint) -> FastAPI:
     """The ASGI app."""
-    app = FastAPI(title="lazyllm-bench serve")
+    app = FastAPI(title="lazyllm-bench serve", version=version_of("lazyllm-bench"))
 
     @app.post("/v1/completions", response_model=None)
     async def complete(asked: CompletionRequest, request: Request) -> Response:

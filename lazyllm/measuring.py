@@ -65,10 +65,11 @@ _KERNELS = {
     "cudnn": "cuDNN",
     "flash_attn_3": "FlashAttention 3",
     "flash_attention_for_cpu": "SDPA's flash for CPUs",
-    "product_flash_attention": FLASH_2,  # PyTorch's own is that release
-    "_flash_attn_forward": FLASH_2,
+    "product_flash_attention": FLASH_2,  # as PyTorch's own is on NVIDIA's cards
+    "flash_attn": FLASH_2,
     "efficient_attention": "memory-efficient",
     "attention_math": "SDPA without a fused kernel",
+    "softmax": "eager",
 }
 
 
@@ -88,20 +89,21 @@ class _Operators(TorchDispatchMode):
 
 
 def attention_events(run: Callable[[], object]) -> list[str]:
-    """The operators of a run that name attention.
+    """The operators of a run that name attention, or softmax, which eager attention calls.
 
     PyTorch's profiler would name a GPU's kernels as well, but once used, even for the CPU alone, it slows the start of
     every later kernel: decoding by a quarter (Llama 2 7B's shape on an H200, torch 2.11; results/gpu).
     """
+    words = ("attention", "attn", "sdpa", "softmax")
     with _Operators() as operators:
         run()
-    return sorted(name for name in operators.names if any(word in name for word in ("attention", "attn", "sdpa")))
+    return sorted(name for name in operators.names if any(word in name for word in words))
 
 
 def attention_kernel(events: Sequence[str]) -> str:
-    """The attention kernel that ran, by `attention_events`."""
-    names = " ".join(events)
-    return next((kernel for part, kernel in _KERNELS.items() if part in names), "eager")
+    """The attention kernel that ran, by `attention_events`: their own names if it is not known here."""
+    names = ", ".join(events)
+    return next((kernel for part, kernel in _KERNELS.items() if part in names), names or "not told by its operators")
 
 
 def reset_peak(*devices: torch.device) -> None:

@@ -35,8 +35,10 @@ def parts_on_gpu(model: Any, method: Method) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught, profile(activities=[ProfilerActivity.CPU]) as recorded:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
-            yield
-            torch.cuda.set_sync_debug_mode("default")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         # transformers' own code of a RoPE that depends on the length reads it from the device
         lines = [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
         events = {event.key: event.count for event in recorded.key_averages()}

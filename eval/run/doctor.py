@@ -4,7 +4,7 @@
     lazyllm-bench doctor model=llama2,xgen                 # for these models: presets, folders or hub ids
     lazyllm-bench doctor --url http://127.0.0.1:8000/v1    # what a server is and can do
 
-Nothing is downloaded, and no network is needed. torch is imported only on a GPU: a profile names its attention kernel.
+Nothing is downloaded, and no network is needed. torch is imported only on a GPU: operators name its attention kernel.
 `missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without it.
 """
 

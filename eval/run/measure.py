@@ -118,8 +118,8 @@ class Bench:
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
         """Run each arm `runs` times on the first prompt, so that the first visit is no slower than the others.
 
-        Before that, a prefill of the first arm is profiled. If memory does not hold the prompt, the shortest one takes
-        its place.
+        Before that, a prefill of the first arm tells its attention kernel. If memory does not hold the prompt, the
+        shortest one takes its place.
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
             options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}

@@ -7,9 +7,9 @@
 The arguments are those of a run or a sweep. Nothing is downloaded and no model runs. Prompts, FLOPs and bytes are
 counted for each arm, with warm-ups, later turns and other models. Answers have their maximum length; as many decode
 together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Without --gpu, memory is that of a
-run on this machine. Times follow from one rate: half of the FLOP/s and of the bytes per second in the GPU's data
-sheet; and a host needs 0.6 ms to start a layer, as measured beside an H200. Until LongBench and the tokenizer are in
-the caches (lazyllm-bench fetch), prompts have LongBench's published mean lengths, and the plan is an estimate.
+run on this machine. Times follow from one rate, half of the FLOP/s and of the bytes per second in the GPU's data sheet,
+or from the 0.6 ms in which a host starts a layer, measured beside an H200. Until LongBench and the tokenizer are in the
+caches (lazyllm-bench fetch), prompts have LongBench's published mean lengths, and the plan is an estimate.
 """
 
 import os
@@ -38,7 +38,7 @@ ESTIMATE = (
 def seconds_on(device: Accelerator, work: Work) -> float:
     """Seconds at the assumed rate: of the computation, of the reading, or of the host, whichever takes longest."""
     on_device = max(work.flops / device.flops_per_s, work.read / device.bytes_per_s) / RATE
-    return max(on_device, work.layer_runs * LAYER_START_S)
+    return max(on_device, work.layer_starts * LAYER_START_S)
 
 
 @dataclass(frozen=True)

@@ -137,15 +137,15 @@ class Surroundings:
         """[1, m, v] logits of hidden states [1, m, w] after the last norm."""
         # this output type also serves models without experts
         inner = MoeModelOutputWithPast(last_hidden_state=normed)
-        with _in_place_of_modules(self._model, model=lambda **_: inner):
+        with _in_place_of_modules(self._model, model=lambda *_, **__: inner):
             return self._model.forward(use_cache=False, return_dict=True).logits
 
 
 @contextmanager
 def _in_place_of_modules(owner: nn.Module, **others: Any) -> Iterator[None]:
-    """Within it, these attributes of `owner` are `others`, which are no modules: calls and indices cost less.
+    """Within it, `others` stand in for submodules of these names: plain objects, faster to call and index than modules.
 
-    `nn.Module` looks for a module where an instance has no attribute of that name.
+    Attributes of the instance hide its submodules.
     """
     vars(owner).update(others)
     try:

@@ -40,8 +40,8 @@ class AttentionContext:
     positions: [m] of the tokens.
     length: tokens of the whole text; all positions are below it.
     scores: to record; they are moved to the device of `positions`.
-    chosen: ([s] bool, which stored tokens the run attends to, up to their own positions; their number); None for all.
-        A layer with a sliding window attends to those in the window.
+    chosen: the stored tokens that the run attends to, up to their own positions; None for all. A layer with a sliding
+        window attends to those in the window.
     ranks: [m] for each token, the number of chosen tokens up to itself. With them, keys are sorted by position; None
         leaves keys as they are stored.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
@@ -101,7 +101,7 @@ class RecordingAttention:
     The model's own attention (SDPA, FlashAttention, eager) does the work, with two exceptions:
     - queries that need a mask run in blocks (`in_blocks`): in prefill those of layers with a window, unless
       FlashAttention can count it in slots, and all of eager attention; in decoding all but a single query that attends
-      to all tokens
+      to all tokens, or to a copy of some (`AttentionMask.slots`)
     - `attend_to_chosen` runs these blocks in decoding, FlashAttention's too, which takes no masks, and all decoding in
       place of SDPA, by the same kernels: they then read K and V once, not once for every query head that shares them
 
@@ -123,7 +123,7 @@ class RecordingAttention:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Attention of query [1, h, m, d], after storing key and value [1, g, m, d]: [1, m, h, d], and no weights."""
-        if not self.running[0][0].decodes:  # a step gives the terms of its prefill
+        if not self.running[0][0].decodes:  # steps pass the same arguments as the prefill, which was checked
             _check_terms(module, kwargs)
         if len(self.running) == 1:
             self._context = self.running[0][0]
@@ -144,7 +144,8 @@ class RecordingAttention:
         context.record(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
         mask, in_prefill = context.mask, not context.decodes
         if mask.slots is not None:
-            key, value = context.cache.take(layer, to_device(mask.slots, key.device), key.shape[3])
+            slots = mask.slots = mask.slots.to(key.device)  # once for all layers there
+            key, value = context.cache.take(layer, slots, key.shape[3])
         # without a mask, prefill is causal; FlashAttention's also has windows, which count slots: there may be no gaps
         needs_none = (self._is_flash and context.cache.is_contiguous) or (not self._is_eager and mask.window is None)
         if (in_prefill and needs_none) or mask.is_everything:

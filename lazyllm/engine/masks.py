@@ -18,18 +18,18 @@ from lazyllm.engine.devices import to_device
 # they fill a GPU, whose kernel for masks gives 64 queries of a head to one block of threads
 BLOCK_ON_CPU, BLOCK = 2**23, 2**27
 # Devices where one query attends to a copy of its tokens instead of to all stored ones with a mask: CUDA's kernel for
-# masks reads all tokens of a head in one block of threads, which takes longer than the copy and FlashAttention together
+# masks reads all tokens of a head in one block of threads. In 16 bits, the copy and FlashAttention take a third of that
 COPIES = frozenset({"cuda"})
 
 
-Chosen = tuple[Tensor, int]
+Chosen = tuple[Tensor, int]  # [s] bool, which stored tokens are in the step's set; their number
 
 
 class AttentionMask:
     """The tokens that layers of one window attend to in a run: those of the step's set, in the window up to the query.
 
     cache: of the group; the queries are in its last slots. positions: [m] of the queries, ascending.
-    chosen: ([s] bool, which stored tokens are in the step's set; their number); None for all.
+    chosen: the stored tokens of the step's set; None for all.
     window: number of positions that a query attends to, its own included; None for all before it.
     """
 
@@ -43,11 +43,11 @@ class AttentionMask:
         self._made: tuple[tuple[Any, ...], Tensor | None] = (), None
         self._m = positions.shape[0]
         self._s = cache.length
-        self.slots: Tensor | None = None  # [k] ascending, if one query attends to all tokens there, by a copy
-        self.is_everything = self._m == 1 and window is None  # one query attends to all tokens, or to all in `slots`
+        # one query attends to all tokens, or to all in `slots` [k], ascending, of which it gets a copy
+        self.is_everything = self._m == 1 and window is None and (chosen is None or positions.device.type in COPIES)
+        self.slots: Tensor | None = None
         if self.is_everything and chosen is not None:
-            self.is_everything = positions.device.type in COPIES
-            self.slots = torch.nonzero_static(chosen[0], size=chosen[1])[:, 0] if self.is_everything else None
+            self.slots = torch.nonzero_static(chosen[0], size=chosen[1])[:, 0]
 
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device

@@ -1,7 +1,7 @@
 """Which of SDPA's backends runs attention on a GPU.
 
 cuDNN is the fastest one for prefill on Hopper, 1.7 to 2.3 times as fast as FlashAttention 2 there, and slower on other
-cards (pull request 48163 of transformers). It builds a plan for every new shape, which takes 33 to 40 ms on an H200. So
+cards (pull request 48163 of transformers). It builds a plan for every new shape, which takes 36 to 41 ms on an H200. So
 it never runs decoding steps, whose shapes are all new, and what is timed runs once before, untimed (`builds_plans`).
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _CUDNN, _MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
@@ -42,6 +41,7 @@ def backend_of(model: Any, device: torch.device) -> str:
 def backends(model: Any, devices: Sequence[torch.device], decodes: bool) -> AbstractContextManager[Any]:
     """A context in which SDPA takes the model's backends, in their order; afterwards all is as it was.
 
+    The order is the process's: a model that runs in another thread at the same time attends by it too.
     devices: that the model computes on; without a GPU among them, nothing changes. decodes: whether decoding steps run.
     """
     gpu = next((device for device in devices if device.type == "cuda"), None)
@@ -54,9 +54,13 @@ def backends(model: Any, devices: Sequence[torch.device], decodes: bool) -> Abst
 
 @cache
 def _settle_order(gpu: torch.device) -> None:
-    """Let torch choose its own order, which it does in a process's first attention; within `backends` it were lost."""
-    some = torch.zeros(1, 1, 1, 8, device=gpu)  # in float32, which cuDNN does not take: no plan is built
-    scaled_dot_product_attention(some, some, some)
+    """Let torch choose its own order, which it does for a process's first attention.
+
+    Inside `backends`, that order would be lost on exit.
+    """
+    some = torch.empty(1, 1, 1, 8, device=gpu)
+    with sdpa_kernel([_MATH]):  # which takes any input, whatever the process has disabled
+        torch.ops.aten._fused_sdp_choice(some, some, some)  # chooses as attention does, and runs nothing
 
 
 def builds_plans(model: Any, devices: Sequence[torch.device]) -> bool:

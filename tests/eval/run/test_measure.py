@@ -188,7 +188,7 @@ def test_answers_get_the_lengths_and_end_tokens_of_their_dataset(calls, name: st
 def test_warm_up_runs_each_arm_as_often_as_asked_and_briefly(calls) -> None:
     bench().warm_up([case("qasper")], 3)
     assert [call[0] for call in calls] == [Baseline(), *[Baseline(), METHOD] * 3]
-    assert [call[2]["max_new_tokens"] for call in calls] == [1, *[WARMUP_TOKENS] * 6]  # the first is profiled
+    assert [call[2]["max_new_tokens"] for call in calls] == [1, *[WARMUP_TOKENS] * 6]  # the first tells the kernel
 
 
 def test_xgen_answers_are_cleaned(calls) -> None:
