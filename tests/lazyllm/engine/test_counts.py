@@ -13,6 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
 from lazyllm.engine import attention, masks
+from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
@@ -197,6 +198,19 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
         assert (in_blocks.computed[1:] - in_blocks.computed[:-1]).max() > 60  # were revived at once
     # the row of one query may cost more than a block
     assert n * row // 4 < seen.largest <= max(n * row, 2 * block) < n * n
+
+
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 2**23 // 256_000), ("cuda", 2**27 // 256_000)])
+def test_blocks_are_larger_on_a_gpu(device: str, rows: int) -> None:
+    """1,000 revived tokens beside 31,000: a query costs 2 bytes for each of 4 heads and 32,000 keys."""
+    n, m = 31_000, 1_000
+    cache = GroupCache(n + m, n + m, torch.device("cpu"))
+    cache.advance(torch.arange(n), n)
+    cache.advance(torch.arange(m), n, is_newest=False)
+    mask = masks.AttentionMask(cache, torch.arange(m), None, None)
+    form: Any = lambda visible: None  # noqa: E731 - no mask, which would have to move to the device
+    blocks = [block.stop - block.start for block, _, _ in mask.blocks(form, 4 * 2, torch.device(device))]
+    assert blocks == [rows] * (m // rows) + [m % rows]
 
 
 class Held(TorchDispatchMode):
