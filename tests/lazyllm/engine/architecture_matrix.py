@@ -66,7 +66,10 @@ def check(cell: Cell) -> None:
         if keeping is not None:
             expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
             found = lazyllm.generate(model, PROMPT, keeping, STEPS, ())
-            assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
+            if rows_round_alike(getattr(torch, cell.dtype)):
+                assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
+            else:
+                torch.testing.assert_close(found.first_logits, expected_logits, rtol=0.01, atol=0.001)
             if cell.dtype in ("float64", "float32") or cell.attention != "sdpa" or grouped_heads_round_as_others():
                 assert found.token_ids == expected_tokens, "tokens with everything kept"
             assert found.pct_prompt_tokens_computed == 100
@@ -90,6 +93,19 @@ def check(cell: Cell) -> None:
             assert ours == theirs
         for ours, theirs in zip(logits, expected.logits, strict=True):
             assert np.abs(ours - theirs).max() < tolerance
+
+
+@lru_cache
+def rows_round_alike(dtype: torch.dtype) -> bool:
+    """Whether one row's product has the same bits on this CPU whatever the stride of its rows.
+
+    transformers takes the last row of many to the head, we run it alone. Processors with instructions for float16 take
+    other kernels for these.
+    """
+    rows = torch.randn(1, 18, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.randn(10_000, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.empty(1, 1, 64, dtype=dtype).copy_(rows[:, -1:])
+    return torch.equal(F.linear(rows[:, -1:], weight), F.linear(alone, weight))
 
 
 @lru_cache
