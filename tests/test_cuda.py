@@ -14,9 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from lazyllm.methods import Method
-from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import attention_of, random_variant
-from tests.test_virtual_card import LAYERS, documented
+from tests.test_virtual_card import waits_and_most
 from tests.virtual_card import FEW, METHODS, VARIANTS, answers_of, parts_of
 
 if not torch.cuda.is_available():
@@ -39,10 +38,10 @@ def parts_on_gpu(model: Any, method: Method) -> dict[str, Any]:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        # transformers' own code of a RoPE that depends on the length reads it from the device
         lines = [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
         events = {event.key: event.count for event in recorded.key_averages()}
         found[part] = {
+            # transformers' own code of a RoPE that depends on the length reads it from the device
             "waits": Counter(line for line in lines if "modeling_rope_utils" not in line),
             "attention": {key: number for key, number in events.items() if "scaled_dot_product" in key},
         }
@@ -70,13 +69,8 @@ def test_waits_and_kernels_are_those_of_the_virtual_card(variant: str, name: str
     method = METHODS[name]
     model = random_variant(variant, 3, attention_of(variant), getattr(torch, dtype), hidden_size=64).to(CUDA)
     found = parts_on_gpu(model, method)
-    rows, layers, boundaries = documented(), LAYERS, LISTED[name].asks
-    cells = rows.get(name) or rows[name.split(",")[0]]
-    for cell, prefix in zip(cells, ("start", "prefill", "step"), strict=True):
-        number, _, unit = cell.partition(" a ")
-        most = int(number) * {"": 1, "boundary": boundaries, "layer": layers}[unit]
-        counts = [sum(part["waits"].values()) for label, part in found.items() if label.startswith(prefix)]
-        assert max(counts) <= most, found
+    for waits, most in waits_and_most(name, found):
+        assert waits <= most, found
     for label, part in found.items():
         calls = " ".join(part["attention"])
         assert "math" not in calls, part

@@ -176,16 +176,21 @@ def wrong_device() -> Iterator[None]:
 
 
 @contextmanager
-def wait_in_prefill() -> Iterator[None]:
-    """A score is read while the prompt's tokens are split."""
+def _before_splits(act: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """`act` gets the scores whenever the prompt's tokens are split."""
 
     def split(scores: torch.Tensor, keep: int) -> Any:
-        assert scores[0].item() >= 0
+        act(scores)
         return split_prompt(scores, keep)
 
     split_prompt = bases.split_prompt
     with patch.object(bases, "split_prompt", split), patch.object(lazy_session, "split_prompt", split):
         yield
+
+
+def wait_in_prefill() -> AbstractContextManager[None]:
+    """A score is read while the prompt's tokens are split."""
+    return _before_splits(lambda scores: scores[0].item())
 
 
 @contextmanager
@@ -204,17 +209,9 @@ def mask_in_step() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def number_in_prefill() -> Iterator[None]:
+def number_in_prefill() -> AbstractContextManager[None]:
     """A number is put in one element of the scores."""
-
-    def split(scores: torch.Tensor, keep: int) -> Any:
-        scores[-1] = float("inf")
-        return split_prompt(scores, keep)
-
-    split_prompt = bases.split_prompt
-    with patch.object(bases, "split_prompt", split), patch.object(lazy_session, "split_prompt", split):
-        yield
+    return _before_splits(lambda scores: scores.__setitem__(-1, float("inf")))
 
 
 MUTATIONS = {one.__name__: one for one in (wrong_device, wait_in_prefill, number_in_prefill, mask_in_step)}
