@@ -7,7 +7,7 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -108,10 +108,6 @@ class Decoder:
             with preserve_rope_state(self.model):  # each starts from the state of the open model
                 tokens.append(self.embed(*own))
         return tokens
-
-    def backends(self, decodes: bool) -> AbstractContextManager[Any]:
-        """A context for `run`: the backends of attention. decodes: whether tokens attend to those of earlier runs."""
-        return backends(self.model, self.devices, decodes)
 
     def run(self, contexts: Sequence[AttentionContext], tokens: Sequence[Tokens], layers: range) -> list[Tokens]:
         """The tokens of each generation after these layers, which run all of them as one sequence [1, sum of m, w].
@@ -256,7 +252,7 @@ def run_layers(
     positions = torch.arange(token_ids.shape[0], device=decoder.device)
     unstored: Any = _Unstored(positions)
     context = AttentionContext(unstored, positions, len(positions), scores, stop_at=stop_at)
-    with decoder.backends(decodes=False):
+    with backends(decoder.model, decoder.devices, decodes=False):
         [tokens] = decoder.run([context], [decoder.embed(token_ids, positions)], range(len(decoder.layers))[:layers])
     return tokens.hidden, context.take_each() if scores.layers else []
 

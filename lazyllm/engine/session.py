@@ -23,6 +23,7 @@ from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
 from lazyllm.engine.masks import Chosen
+from lazyllm.engine.sdpa import backends
 from lazyllm.errors import UserError
 
 
@@ -121,7 +122,7 @@ class Session:
         self._selected.append({})
         self.length = length
         self._in_prefill = True
-        with self.decoder.backends(decodes=False):
+        with backends(self.decoder.model, self.decoder.devices, decodes=False):
             logits = _run([self], [tokens])[0]
         self._in_prefill = False
         return logits
@@ -267,7 +268,7 @@ def step_together(sessions: Sequence[Session], token_ids: Sequence[Tensor]) -> T
     """Run the tokens [m] of a decoding step, or of a later turn, in each session: the logits [r, v] after them."""
     positions = [session.begin_step(len(own)) for session, own in zip(sessions, token_ids, strict=True)]
     decoder = sessions[0].decoder
-    with decoder.backends(decodes=True):
+    with backends(decoder.model, decoder.devices, decodes=True):
         return _run(sessions, decoder.embed_each(token_ids, positions))
 
 

@@ -33,15 +33,11 @@ class SelectSession(Session):
         self.check_selection(method.label, positions, n, None if method.adaptive else kept)
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        positions, everything = self._positions, self._all_positions
-        if self._select.renumber:
-            length = len(positions)
-            tokens = self.decoder.embed(token_ids[positions], everything[:length])
-        else:  # a RoPE that grows with the text depends on the whole prompt, even if its last token is not selected
-            length = len(token_ids)
-            tokens = self.decoder.embed(token_ids, everything[:length])[positions]
-        logits = self._prefill(tokens, length)
-        self.note_selection(self._select.selected_at(len(self.decoder.layers)), positions)
+        text = token_ids[self._positions] if self._select.renumber else token_ids
+        # a RoPE that grows with the text depends on all of it, even if its last token is not selected
+        tokens = self.decoder.embed(text, self._all_positions[: len(text)])
+        logits = self._prefill(tokens if self._select.renumber else tokens[self._positions], len(text))
+        self.note_selection(self._select.selected_at(len(self.decoder.layers)), self._positions)
         return logits
 
 
