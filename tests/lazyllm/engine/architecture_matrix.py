@@ -16,6 +16,7 @@ import lazyllm
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Conversation, Greedy
 from lazyllm.methods import Method
+from tests.helpers import TOLERANCE
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS
 from tests.reference import VARIANTS, ReferenceOutput, attention_of, casts_in_float64, random_variant
 
@@ -28,7 +29,6 @@ COLUMNS = [
 # Longer than any window; the dynamic NTK's length is crossed in decoding, and the LongRoPE's before
 PROMPT = np.random.default_rng(0).integers(0, 97, 18).tolist()
 STEPS = 5
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
