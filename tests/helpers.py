@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 VOCABULARY = 97  # of the random models of tests/reference.py
+TOLERANCE = 1e-9  # of their logits in float64
 
 
 def slow(*cases: Any) -> list[Any]:

@@ -490,12 +490,17 @@ def lazy_reference(
 
 # --- Small random models that are float64 all the way through ---
 
-_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+def _rope(kind: str = "default", rope_theta: float = 10000.0, **more: Any) -> dict[str, Any]:
+    """A config's RoPE parameters."""
+    return {"rope_type": kind, "rope_theta": rope_theta, **more}
+
+
 # The config of a small model
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5, "rope_parameters": _PLAIN, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5, "rope_parameters": _rope(), "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 
@@ -555,24 +560,18 @@ WINDOW = 7
 # at which something changes (windows, RoPEs that depend on the length) are short enough for prompts of a few tokens.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama, linear RoPE": ("llama", {"rope_parameters": _PLAIN | {"rope_type": "linear", "factor": 3.0}}),
-    "llama, dynamic NTK": (
-        "llama",
-        {"rope_parameters": _PLAIN | {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 19},
-    ),
+    "llama, linear RoPE": ("llama", {"rope_parameters": _rope("linear", factor=3.0)}),
+    "llama, dynamic NTK": ("llama", {"rope_parameters": _rope("dynamic", factor=2.0), "max_position_embeddings": 19}),
     "llama, YaRN": (
         "llama",
-        {
-            "rope_parameters": _PLAIN
-            | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 100.0}
-        },
+        {"rope_parameters": _rope("yarn", 100.0, factor=4.0, original_max_position_embeddings=128)},
     ),
     "llama, Llama 3 RoPE": (
         "llama",
         {
-            "rope_parameters": _PLAIN
-            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-            | {"original_max_position_embeddings": 32}
+            "rope_parameters": _rope(
+                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+            )
         },
     ),
     "mistral, window": ("mistral", {"sliding_window": WINDOW}),
@@ -582,16 +581,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     ),
     "qwen3": ("qwen3", {"head_dim": 16, "sliding_window": None}),
-    "phi3, partial RoPE": ("phi3", {"rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5}}),
+    "phi3, partial RoPE": ("phi3", {"rope_parameters": _rope(partial_rotary_factor=0.5)}),
     "phi3, LongRoPE and window": (
         "phi3",
         {
             "max_position_embeddings": 128,
             "original_max_position_embeddings": 16,
-            "rope_parameters": _PLAIN
-            | {"rope_type": "longrope", "original_max_position_embeddings": 16}
-            | {"short_factor": [1.0 + 0.1 * pair for pair in range(8)]}
-            | {"long_factor": [1.0 + 1.5 * pair for pair in range(8)]},
+            "rope_parameters": _rope(
+                "longrope",
+                original_max_position_embeddings=16,
+                short_factor=[1.0 + 0.1 * pair for pair in range(8)],
+                long_factor=[1.0 + 1.5 * pair for pair in range(8)],
+            ),
             "sliding_window": WINDOW,
         },
     ),
@@ -604,8 +605,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
             "final_logit_softcapping": 20.0,
             "rope_parameters": {
-                "full_attention": _PLAIN | {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
-                "sliding_attention": _PLAIN | {"rope_theta": 1e3},
+                "full_attention": _rope("linear", 1e6, factor=8.0),
+                "sliding_attention": _rope(rope_theta=1e3),
             },
         },
     ),

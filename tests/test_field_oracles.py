@@ -21,10 +21,9 @@ from tests.field_oracles import (
     uniprefill,
     z_normalised,
 )
-from tests.helpers import prompt_of, slow
+from tests.helpers import TOLERANCE, prompt_of, slow
 from tests.reference import lazy_reference, random_variant
 
-TOLERANCE = 1e-9
 STEPS = 3
 VARIANTS = ["llama", "llama, dynamic NTK", "mistral, window", "qwen2", "qwen3", "gemma2"]
 

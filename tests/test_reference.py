@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.field_oracles import FieldOutput, gemfilter, on_the_rest
-from tests.helpers import prompt_of
+from tests.helpers import TOLERANCE, prompt_of
 from tests.reference import (
     ARCHITECTURES,
     VARIANTS,
@@ -21,18 +21,11 @@ from tests.reference import (
     random_model,
 )
 from tests.reference_turns import ContinuedTurns
-from tests.test_field_oracles import model_of
+from tests.test_field_oracles import model_of, uniform
 
-TOLERANCE = 1e-9
 TURNS = [prompt_of(14, 1), prompt_of(5, 2), prompt_of(1, 3), prompt_of(8, 4)]
 STEPS = 3
 LENGTH_DEPENDENT = {"llama, dynamic NTK", "phi3, LongRoPE and window"}
-
-
-def forward(model: PreTrainedModel, token_ids: list[int]) -> np.ndarray:
-    """transformers' logits [N, V], computed in float64 wherever the model's code asks for float32."""
-    with torch.no_grad(), casts_in_float64():
-        return model(torch.tensor([token_ids])).logits[0].numpy()
 
 
 def test_casts_in_float64_are_restored():
@@ -65,16 +58,8 @@ def test_keep_count_is_decimal(ratio: float, n: int, expected: int):
     assert keep_count(ratio, n) == expected
 
 
-def uniform_attention_model(num_layers: int) -> PreTrainedModel:
-    """Queries are zero, so that all scores are exactly tied and the lower positions win: selections by counting."""
-    model = random_model("llama", seed=7, num_layers=num_layers)
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.zero_()
-    return model
-
-
 def test_two_turns_with_ties_by_counting():
-    session = LazyTurns(uniform_attention_model(4), {1: 0.7, 3: 0.7})
+    session = LazyTurns(uniform(4), {1: 0.7, 3: 0.7})
     out = session.answer(prompt_of(10), 3)
     # Prefill: 7 of 10 stay, the last one (9) among them; then ceil(4.9) = 5 of the 7.
     assert out.selected[0] == {1: [0, 1, 2, 3, 4, 5, 9], 3: [0, 1, 2, 3, 9]}
@@ -102,14 +87,14 @@ def test_two_turns_with_ties_by_counting():
     assert second.revived == [{1: [7, 8], 3: [5]}, {1: [], 3: [6]}]
     assert second.computed.tolist() == [[14, 11, 11, 8], [14, 11, 11, 9]]
     assert second.aux == {1: {13, 14, 15}, 3: {7, 8}}
-    # Stored: 18 tokens, 15, 15 and 13, with the generated ones; 2 KV heads of width 12, 8 bytes a number.
-    assert second.kv_bytes == (18 + 15 + 15 + 13) * 2 * 2 * 12 * 8
-    assert second.aux_bytes == 5 * 48 * 8
+    # Stored: 18 tokens, 15, 15 and 13, with the generated ones; 2 KV heads of width 16, 8 bytes a number.
+    assert second.kv_bytes == (18 + 15 + 15 + 13) * 2 * 2 * 16 * 8
+    assert second.aux_bytes == 5 * 64 * 8
     assert set(session.counts.values()) == {1}
 
 
 def test_generated_tokens_are_candidates_with_prune_generated():
-    out = lazy_reference(uniform_attention_model(2), prompt_of(10), {1: 0.7}, 4, prune_generated=True)
+    out = lazy_reference(uniform(2), prompt_of(10), {1: 0.7}, 4, prune_generated=True)
     first = [0, 1, 2, 3, 4, 5, 6]
     # Candidates: 10 prompt tokens; with the earlier generated ones 11 and 12: ceil(7.7) = 8 and ceil(8.4) = 9 of them.
     assert [s[1] for s in out.selected] == [[*first[:6], 9], [*first, 10], [*first, 7, 11], [*first, 7, 8, 12]]
@@ -137,7 +122,7 @@ def answers(session: LazyTurns | ContinuedTurns, turns: list[list[int]] = TURNS)
 
 
 def test_generated_tokens_of_all_turns_are_candidates_with_prune_generated():
-    session = LazyTurns(uniform_attention_model(2), {1: 0.5}, prune_generated=True)
+    session = LazyTurns(uniform(2), {1: 0.5}, prune_generated=True)
     session.answer(prompt_of(6), 3)  # 6 and 7 are run, 8 is pending
     out = session.answer(prompt_of(2), 2)  # 9 and 10
     # 11 tokens: ceil(5.5) = 6, the newest among them. Then 11 candidates without the newest.

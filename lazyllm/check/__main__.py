@@ -70,15 +70,15 @@ def checks() -> Iterator[tuple[str, Callable[..., object], PreTrainedModel, list
     prompts = [whole[:n] for n in (1, 2, 3, TOKENS)]
     for name in MODELS:
         exact, half = random_model(name, "float64"), random_model(name, "bfloat16")
-        rules: dict[str, tuple[Callable[..., object], PreTrainedModel, list[list[int]]]] = {
+        rules = {
             "keeping every token gives the model's own output": (invariants.can_keep_everything, exact, prompts),
             "counts are those declared and run": (invariants.counts_what_it_computes, exact, prompts),
             "no state between prompts": (invariants.has_no_state, exact, prompts),
             "a row of a batch gives what it gives alone": (invariants.runs_batches_row_by_row, exact, prompts[1:]),
             "finite logits in bfloat16": (invariants.gives_finite_logits, half, prompts),
         }
-        for what, (invariant, model, some) in rules.items():
-            yield f"{name}: {what}", invariant, model, some
+        for what, rule in rules.items():
+            yield f"{name}: {what}", *rule
 
 
 def main(arguments: Sequence[str]) -> int:

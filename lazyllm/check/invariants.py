@@ -31,13 +31,8 @@ def keeping_everything(method: Method) -> Method:
 
 
 def can_keep_everything(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
-    """`is_the_model` with `keeping_everything`."""
-    is_the_model(model, keeping_everything(method), prompt)
-
-
-def is_the_model(model: PreTrainedModel, keeping: Method, prompt: Sequence[int]) -> None:
-    """A method that keeps every token gives the model's own tokens and logits, computes all tokens, scores none."""
-    ids, n = torch.tensor([prompt]), len(prompt)
+    """`keeping_everything` gives the model's own tokens and logits, computes all tokens, scores none."""
+    ids, n, keeping = torch.tensor([prompt]), len(prompt), keeping_everything(method)
     kept = min(keeping.tokens_per_layer(model.config.num_hidden_layers, n))
     declare = "declare what keeps all: target_parameter = KEY (all at 1.0), or keep_all = {KEY: VALUE, ...}"
     _holds(kept == n, f"{keeping} declares {kept} of {n} tokens: {declare}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
+from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
 from lazyllm.methods.support.schedule import (
@@ -71,7 +71,7 @@ class ASL(Prune):
         first = at_depth(self.first, num_layers, Fraction(11, 32), "first")
         return first, first + (self.layers or max(2, num_layers // 4)) - 1
 
-    def _kept(self, n: int) -> int:
+    def _after_cut(self, n: int) -> int:
         return min(n, count_of(self.keep, n) + self.window)
 
     def _stored(self, n: int) -> int:
@@ -80,16 +80,17 @@ class ASL(Prune):
             return n
         return max(count_of(self.keep if self.retain is None else self.retain, n), self.window)
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        (first, earliest), kept, stored = self._ranked(num_layers), self._kept(n), self._stored(n)
-        ranks, groups = kept < n and earliest < num_layers, []
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        (first, earliest), after_cut, kept = self._ranked(num_layers), self._after_cut(n), {}
+        ranks = after_cut < n and earliest < num_layers
         cut = earliest if self.threshold > 1 else earliest + 1  # the first variance is no share of itself below 1
         for layer in range(1, num_layers + 1):
-            m = kept if ranks and layer > cut else n
-            wanted = stored < n or (ranks and first <= layer < num_layers)
-            scores = ScoreSpec((layer - 1,), self.window, per_head=True, summed=(1, 1)) if wanted else None
-            groups.append(Group(range(layer - 1, layer), m, scores))
-        return groups
+            if self._stored(n) < n or (ranks and first <= layer < num_layers):
+                kept[layer] = after_cut if ranks and layer >= cut else n
+        return kept
+
+    def score_spec(self, layers: range) -> ScoreSpec:
+        return ScoreSpec(layers[-1:], self.window, per_head=True, summed=(1, 1))
 
     def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
         return [min(m, self._stored(n)) for m in self.tokens_per_layer(num_layers, n)]
@@ -102,7 +103,7 @@ class ASL(Prune):
         return best_and_window(scores, stored, at.m) if stored < at.m else None
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        (first, earliest), kept = self._ranked(at.num_layers), self._kept(at.n)
+        (first, earliest), kept = self._ranked(at.num_layers), self._after_cut(at.n)
         if kept == at.n or at.m < at.n or not first <= at.layer < at.num_layers:  # nothing to cut, or cut already
             return None
         by_token = sum_over_first(scores)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
+from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
 from lazyllm.methods.support.schedule import check_choice, check_int, check_odd, check_ratio, checked, share_of
@@ -44,9 +44,8 @@ class HalfwayCut(Prune):
         """The number of n tokens that go on after the cut."""
         return min(n, max(share_of(self.keep, n), self.window))
 
-    def window_scores_of(self, layer: int) -> ScoreSpec:
-        """The attention of the window in a layer, from 1."""
-        return ScoreSpec((layer - 1,), self.window, per_head=True, summed=(1, 1))
+    def score_spec(self, layers: range) -> ScoreSpec:
+        return ScoreSpec(layers[-1:], self.window, per_head=True, summed=(1, 1))
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,13 @@ class FastKV(HalfwayCut):
         share = Fraction(str(self.retain)) / (Fraction(str(self.keep)) if is_late else 1)
         return min(m, max(int(share * m), self.window))
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        cut, late = self.cut_after(num_layers), self.kept_of(n)
-        if self.retain == 1:  # only the cut needs a boundary
-            early = Group(range(cut), n, self.window_scores_of(cut) if late < n else None)
-            return [early, Group(range(cut, num_layers), late)] if cut < num_layers else [early]
-        groups = []
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        cut, late, kept = self.cut_after(num_layers), self.kept_of(n), {}
         for layer in range(1, num_layers + 1):
             m = late if layer > cut else n
-            drops = self.stored(m, layer > cut) < m or (layer == cut and late < n)
-            groups.append(Group(range(layer - 1, layer), m, self.window_scores_of(layer) if drops else None))
-        return groups
+            if self.stored(m, layer > cut) < m or (layer == cut and late < n):
+                kept[layer] = late if layer >= cut else n
+        return kept
 
     def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
         tokens, cut = self.tokens_per_layer(num_layers, n), self.cut_after(num_layers)

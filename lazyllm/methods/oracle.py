@@ -51,10 +51,8 @@ class Oracle(Select):
         return super(Oracle, asked).start(decoder, prompt, max_new_tokens)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-        from lazyllm.engine.generation import end_ids_of
         from lazyllm.methods.support.look_ahead import look_ahead
 
         assert self.answer is not None
-        token_ids = prompt.token_ids.to(decoder.device)
-        scores = look_ahead(decoder, token_ids, self.answer + 1, self.pool, end_ids_of(decoder.model))
+        scores = look_ahead(decoder, prompt.token_ids, self.answer + 1, self.pool)
         return self.best(scores, self.kept(len(prompt)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import cos, floor, pi
 from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
-from lazyllm.methods.support.bases import Prune
+from lazyllm.methods.support.bases import Prune, groups_between
 from lazyllm.methods.support.ranking import rank
 from lazyllm.methods.support.schedule import check_int, check_positive, check_ratio, checked, share_of
 
@@ -51,27 +50,26 @@ class PyramidInfer(Prune):
     def _recent(self, n: int) -> int:
         return max(1, share_of(self.recent, n))
 
-    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
         recent = self._recent(n)
-        older = n - recent
-        forced, tokens = min(self.first, older), []
-        for layer in range(num_layers):
-            tokens.append(older + recent)
-            share = (1 - self.decay) * (cos(pi * layer / num_layers) + 1) / 2 + self.decay
-            older = max(floor(share * older + 1e-9), forced)
-        return tokens
+        older, kept = n - recent, {}
+        forced = min(self.first, older)
+        for layer in range(1, num_layers):
+            share = (1 - self.decay) * (cos(pi * (layer - 1) / num_layers) + 1) / 2 + self.decay
+            before, older = older, max(floor(share * older + 1e-9), forced)
+            if older < before:
+                kept[layer] = older + recent
+        return kept
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
-        tokens = self.tokens_per_layer(num_layers, n)
-        groups = []
-        for layer, (m, after) in enumerate(pairwise([*tokens, tokens[-1]])):
-            scores = ScoreSpec((layer,), self._recent(n), summed=(1, self.weight)) if after < m else None
-            groups.append(Group(range(layer, layer + 1), m, scores))
-        return groups
+        def score_spec(layers: range) -> ScoreSpec:
+            return ScoreSpec(layers[-1:], self._recent(n), summed=(1, self.weight))
+
+        return groups_between(self, self.kept(num_layers, n), num_layers, n, score_spec)
 
     def pruning_layers(self, num_layers: int) -> range:
         return range(1, num_layers)
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor:
         scores[: self.first] = scores[at.m - self._recent(at.n) :] = float("inf")
-        return rank(scores)[: self.tokens_per_layer(at.num_layers, at.n)[at.layer]].sort().values
+        return rank(scores)[: self.kept(at.num_layers, at.n)[at.layer]].sort().values

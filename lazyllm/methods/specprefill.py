@@ -113,14 +113,11 @@ class SpecPrefill(Select):
         return prefill_flops(draft, [run] * draft.num_hidden_layers, logits=self.lookahead)
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
-        from lazyllm.engine.generation import end_ids_of
         from lazyllm.methods.support.look_ahead import look_ahead
         from lazyllm.methods.support.other_models import open_beside
 
         with open_beside(self.models()[0], decoder) if self.draft else nullcontext(decoder) as draft:
-            token_ids = prompt.token_ids.to(draft.device)
-            scores = look_ahead(draft, token_ids, self.lookahead, self.pool, end_ids_of(draft.model))
-            return self.choose(scores).to(decoder.device)
+            return self.choose(look_ahead(draft, prompt.token_ids, self.lookahead, self.pool)).to(decoder.device)
 
     def choose(self, scores: Tensor) -> Tensor:
         """The ascending positions of the tokens in the best chunks, of scores [n]."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
+from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import rank
 from lazyllm.methods.support.schedule import check_int, check_ratio, checked, share_of
@@ -71,17 +71,16 @@ class UniPrefill(Prune):
             return sorted({at_depth(None, num_layers, Fraction(eighths, 8)) for eighths in range(2, 8)})
         return [at_depth(layer, num_layers, Fraction(1), "layers") for layer in self.layers]
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        cuts, groups, start = self.pruning_layers(num_layers), [], 0
-        for end in sorted({*cuts, num_layers}):
-            drops = end in cuts and self.p < 1 and n > self.first + self.last
-            scores = ScoreSpec((end - 1,), self.window, summed=(1, 1)) if drops else None
-            groups.append(Group(range(start, end), n, scores))
-            if drops:
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        kept = {}
+        for layer in self.pruning_layers(num_layers):
+            if self.p < 1 and n > self.first + self.last:
                 blocks = share_of(self.p, -(-n // self.block)) + 1
-                n = min(n, blocks * self.block + self.first + self.last)
-            start = end
-        return groups
+                kept[layer] = n = min(n, blocks * self.block + self.first + self.last)
+        return kept
+
+    def score_spec(self, layers: range) -> ScoreSpec:
+        return ScoreSpec(layers[-1:], self.window, summed=(1, 1))
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
         import torch

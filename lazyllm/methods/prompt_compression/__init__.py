@@ -101,12 +101,8 @@ class PromptCompression(Select):
         super().prepare(model)
 
     def kept(self, n: int) -> int:
-        """For token ids without text: n - 1 are droppable. With a text it depends on the prompt: see `kept_of`."""
-        return self.kept_of(n - 1) + 1
-
-    def kept_of(self, c: int) -> int:
-        """The number of c droppable tokens that stay; for units larger than a token, the least number."""
-        return keep_count(self.keep, c)
+        """For token ids without text, of which n - 1 are droppable. With a text it depends on the prompt."""
+        return keep_count(self.keep, n - 1) + 1
 
     def scoring_flops(self, config: Any, n: int) -> int:
         """FLOPs for token ids without text. A scorer's tokenizer is assumed to give as many tokens."""
@@ -119,7 +115,7 @@ class PromptCompression(Select):
 
     def select(self, decoder: Decoder, prompt: Prompt) -> np.ndarray:
         may_go = droppable(prompt)
-        budget = self.kept_of(len(may_go))
+        budget = keep_count(self.keep, len(may_go))
         stays = np.ones(len(prompt), dtype=bool)
         if budget < len(may_go):
             info, units = self._units(decoder, prompt, may_go)

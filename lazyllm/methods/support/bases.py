@@ -58,7 +58,7 @@ class Prune(Method):
     ValueError: keep last prunes after layer 9, but the model has only 8 layers
 
     A method whose number of kept tokens depends on the scores overrides `select`. One whose key heads each store some
-    tokens only overrides `store`, and declares its `groups` instead of `kept` (`fastkv.py`).
+    tokens only overrides `store`, and its `kept` names these layers too (`fastkv.py`).
 
     forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them. If False, each layer
         keeps all tokens that it computed, or those of `store`.
@@ -134,7 +134,7 @@ def groups_between(
             counted = f"the model has only {num_layers} layers" if layer > 0 else "layers count from 1"
             raise ValueError(f"{method.label} prunes after layer {layer}, but {counted}")
     groups, start = [], 0
-    for end in sorted({*kept, num_layers}):
+    for end in sorted({*kept, *method.pruning_layers(num_layers), num_layers}):
         layers = range(start, end)
         groups.append(Group(layers, n, score_spec(layers) if end in kept else None))
         start, n = end, kept.get(end, n)

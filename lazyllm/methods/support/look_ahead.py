@@ -4,32 +4,31 @@ Notation:
     n  prompt tokens      h  query heads      s  stored tokens
 """
 
-from collections.abc import Collection
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lazyllm.engine.decoder import Decoder
+from lazyllm.engine.generation import end_ids_of
 from lazyllm.engine.inputs import Group, ScoreSpec
 from lazyllm.engine.session import Session, step_together
 
 
-def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int, end_ids: Collection[int]) -> Tensor:
+def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int) -> Tensor:
     """[n] scores of the prompt tokens: the mean over the queries of `score_of_query`.
 
-    decoder: the open model, which looks ahead greedily. token_ids: [n] on its device. queries: their number: the last
-    prompt token and the first `queries - 1` generated ones. An end token in `end_ids` and later tokens give no query.
-    Never waits for the device: all steps run, and those after an end token are left out of the mean.
+    decoder: the open model, which looks ahead greedily. token_ids: [n]. queries: their number: the last prompt token
+    and the first `queries - 1` generated ones. An end token of the model and later tokens give no query. Never waits
+    for the device: all steps run, and those after an end token are left out of the mean.
     """
     n, layers = token_ids.shape[0], range(len(decoder.layers))
     group = Group(layers, n, ScoreSpec(layers, raw=True, per_head=True), score_in_decode=True)
     session = Session(decoder, [group], n, queries)
-    logits = session.prefill(token_ids)
+    logits = session.prefill(token_ids.to(decoder.device))
     scores = score_of_query(session.context.take_each(), n, pool)
     counts = count = scores.new_ones(())
     ends = torch.zeros_like(logits, dtype=torch.bool)
-    for end_id in end_ids:
+    for end_id in end_ids_of(decoder.model):
         if 0 <= end_id < len(ends):  # some configs write -1 for none
             ends[end_id] = True
     for _ in range(queries - 1):

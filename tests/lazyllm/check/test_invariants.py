@@ -75,7 +75,7 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
     with pytest.raises(AssertionError, match="after another prompt"):
         invariants.has_no_state(MODEL, Remembers(), PROMPT)
     with pytest.raises(AssertionError, match="declares 29 of 30 tokens: declare what keeps all"):
-        invariants.is_the_model(MODEL, invariants.keeping_everything(given(Halves, kept={2: 29})), PROMPT)
+        invariants.can_keep_everything(MODEL, given(Halves, kept={2: 29}), PROMPT)
     with pytest.raises(AssertionError, match=r"in a batch|in model\.generate"):
         invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT, max_new_tokens=8)
     with pytest.raises(AssertionError, match=r"changed `at\.positions`"):
@@ -123,26 +123,22 @@ def test_generate_takes_selections_within_the_rules() -> None:
         assert lazyllm.generate(MODEL, PROMPT, method, 1, ()).selected == [kept]
 
 
-@pytest.mark.parametrize(("base", "settings"), [(Prune, ["layer=2"]), (Select, ["layers=2"])])
-def test_docstring_examples_pass_the_command(base: type, settings: list[str], monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    ("base", "setting", "counts"), [(Prune, "layer=2", "40, 40, 20, 20"), (Select, "layers=2", "20, 20, 20, 20")]
+)
+def test_docstring_examples_pass_the_command(base: type, setting: str, counts: str, monkeypatch, capsys) -> None:
     kind = example_of(base)
     monkeypatch.setattr(command, "MODELS", {"llama": command.MODELS["llama"]})
     monkeypatch.setitem(METHODS, "example", kind)
-    assert command.main(["example", *settings]) == 0, capsys.readouterr().out
+    assert command.main(["example", setting]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"{kind.__name__}({setting}, keep=0.5): tokens computed in each layer, of 40: {counts}"
+    assert [line[:3] for line in others] == ["ok "] * 5 + ["all"]
     monkeypatch.setattr(kind, "target_parameter", None)
-    assert command.main(["example", *settings]) == 1
+    assert command.main(["example", setting]) == 1
     told, failed = capsys.readouterr().out.splitlines()[-6::5]
     assert re.match("failed  llama: keeping every token .* declare what keeps all: target_parameter = KEY", told)
     assert failed == "1 failed"
-
-
-def test_command_says_what_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "MODELS", {"llama": command.MODELS["llama"]})
-    monkeypatch.setitem(METHODS, "halves", Halves)
-    assert command.main(["halves", "keep=0.25"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Halves(keep=0.25): tokens computed in each layer, of 40: 40, 40, 10, 10"
-    assert [line[:3] for line in lines[1:]] == ["ok "] * 5 + ["all"]
 
 
 _FAULTS = """
@@ -201,6 +197,6 @@ def test_layers_that_run_before_the_prefill_must_cost_something() -> None:
 def test_models_of_the_command_decide_selections(name: str) -> None:
     """A correct method passes every check; its selection is not accidental, as another order selects other tokens."""
     model = command.random_model(name, "float64")
-    invariants.is_the_model(model, invariants.keeping_everything(Halves()), PROMPT)
+    invariants.can_keep_everything(model, Halves(), PROMPT)
     there, back = (lazyllm.generate(model, prompt, Halves(0.1), 1, ()) for prompt in (PROMPT, PROMPT[::-1]))
     assert there.selected != back.selected

@@ -16,7 +16,8 @@ import lazyllm
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Conversation, Greedy
 from lazyllm.methods import Method
-from tests.lazyllm.methods.method_matrix import LISTED, ROWS
+from tests.helpers import TOLERANCE
+from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS
 from tests.reference import VARIANTS, ReferenceOutput, attention_of, casts_in_float64, random_variant
 
 # (dtype, attention implementation); FlashAttention supports half precision only
@@ -28,7 +29,6 @@ COLUMNS = [
 # Longer than any window; the dynamic NTK's length is crossed in decoding, and the LongRoPE's before
 PROMPT = np.random.default_rng(0).integers(0, 97, 18).tolist()
 STEPS = 5
-TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,16 @@ def is_offered(architecture: str, attention: str) -> bool:
 def check(cell: Cell) -> None:
     """Raise AssertionError if the cell does not behave as docs/architectures.md says."""
     with _opened(cell) as model:
-        keeping, pruning = ROWS[cell.method].keeping, ROWS[cell.method].pruning
-        if keeping is not None:
-            expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
-            found = lazyllm.generate(model, PROMPT, keeping, STEPS, ())
-            if rows_round_alike(getattr(torch, cell.dtype)):
-                assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
-            else:
-                torch.testing.assert_close(found.first_logits, expected_logits, rtol=0.01, atol=0.001)
-            if cell.dtype in ("float64", "float32") or cell.attention != "sdpa" or grouped_heads_round_as_others():
-                assert found.token_ids == expected_tokens, "tokens with everything kept"
-            assert found.pct_prompt_tokens_computed == 100
+        pruning = ROWS[cell.method].pruning
+        expected_tokens, expected_logits = _by_transformers(cell.architecture, cell.dtype, cell.attention)
+        found = lazyllm.generate(model, PROMPT, KEEPING[cell.method], STEPS, ())
+        if rows_round_alike(getattr(torch, cell.dtype)):
+            assert torch.equal(found.first_logits, expected_logits), "first logits with everything kept"
+        else:
+            torch.testing.assert_close(found.first_logits, expected_logits, rtol=0.01, atol=0.001)
+        if cell.dtype in ("float64", "float32") or cell.attention != "sdpa" or grouped_heads_round_as_others():
+            assert found.token_ids == expected_tokens, "tokens with everything kept"
+        assert found.pct_prompt_tokens_computed == 100
 
         found, logits = answer_of(model, pruning, PROMPT, STEPS)
         declared = pruning.tokens_per_layer(4, len(PROMPT))

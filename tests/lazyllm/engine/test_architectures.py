@@ -20,7 +20,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
-from tests.helpers import slow
+from tests.helpers import TOLERANCE, VOCABULARY, slow
 from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
 from tests.lazyllm.engine.test_exactness import check as check_exact
 from tests.lazyllm.methods.method_matrix import LISTED
@@ -33,9 +33,6 @@ from tests.reference import (
     forward_reference,
     random_variant,
 )
-
-VOCAB = 97
-TOLERANCE = 1e-9
 
 # Refused models: model type, settings in addition to `SMALL`, and a part of the message
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -105,7 +102,7 @@ def test_matrix(cell: Cell) -> None:
 def test_reference_is_transformers_forward(variant: str) -> None:
     model = random_variant(variant, 5, attention_of(variant))
     for length in (1, 3, WINDOW + 1, 16, 17, 30):
-        prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+        prompt = np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
         with torch.no_grad(), casts_in_float64():
             logits = model(torch.tensor([prompt])).logits[0].numpy()
         np.testing.assert_allclose(forward_reference(model, prompt), logits, rtol=0, atol=TOLERANCE)
@@ -117,7 +114,7 @@ def test_random_lengths_and_schedules(variant: str, seed: int) -> None:
     rng = random.Random(f"{variant} {seed}")
     model = random_variant(variant, seed, attention_of(variant))
     schedule = {layer: rng.choice([0.1, 0.3, 0.5, 0.8]) for layer in sorted(rng.sample(range(1, 5), rng.randint(1, 3)))}
-    prompt = rng.choices(range(VOCAB), k=rng.choice([2, WINDOW + 2, 21, 33]))
+    prompt = rng.choices(range(VOCABULARY), k=rng.choice([2, WINDOW + 2, 21, 33]))
     if "LongRoPE" in variant and len(prompt) < 17:
         prompt *= 9
     steps, prune_generated = rng.randint(3, 8), rng.random() < 0.4
@@ -252,16 +249,16 @@ def test_flops_are_those_that_run(variant: str) -> None:
     model.config.max_position_embeddings = 512
     tokens = Lazy({2: 0.6}).tokens_per_layer(4, n)
     with torch.inference_mode(), open_decoder(model) as decoder:
-        session = Lazy({2: 0.6}).start(decoder, Prompt(torch.arange(n) % VOCAB), 1)
+        session = Lazy({2: 0.6}).start(decoder, Prompt(torch.arange(n) % VOCABULARY), 1)
         with FlopCounterMode(display=False) as counter:
-            session.prefill(torch.arange(n) % VOCAB)
+            session.prefill(torch.arange(n) % VOCABULARY)
     shape = LayerShape.of(model.config)
     windows = windows_of(model.config)
     pairs = [
         sum(1 for query in range(m) for key in range(m) if key <= query and (window is None or query - key < window))
         for m, window in zip(tokens, windows, strict=True)
     ]
-    layers = sum(m * shape.linear_flops for m in tokens) + 2 * shape.width * VOCAB
+    layers = sum(m * shape.linear_flops for m in tokens) + 2 * shape.width * VOCABULARY
     assert prefill_flops(model.config, tokens) == layers + sum(pairs) * shape.pair_flops
     # eager attention computes every pair of a block in a window, else every pair; the pruning layer the row of Eq. 1
     every_pair = sum(m * m for m in tokens) * shape.pair_flops

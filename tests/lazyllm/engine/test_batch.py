@@ -15,13 +15,11 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.generation import Generation, Greedy, Request, advance, as_prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
-from tests.helpers import Waits, prompt_of, prompt_tensor
+from tests.helpers import TOLERANCE, Waits, prompt_of, prompt_tensor
 from tests.lazyllm.engine.architecture_matrix import Recording, flash_stand_in, is_offered
 from tests.lazyllm.engine.test_counts import Held, Seen, small_llama
 from tests.lazyllm.methods.method_matrix import ROWS
 from tests.reference import VARIANTS, casts_in_float64, lazy_reference, random_model, random_variant
-
-TOLERANCE = 1e-9
 
 
 def requests_of(model: Any, draw: random.Random, count: int, methods: list[Method]) -> list[Request]:

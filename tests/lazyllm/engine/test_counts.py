@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import PreTrainedModel
 
 import lazyllm
 from lazyllm.engine import attention, masks
@@ -19,6 +19,7 @@ from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, UniPrefill, make
 from tests.helpers import prompt_tensor, slow
+from tests.reference import random_model
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
 # Settings that drop something, of methods that need them or keep every token of a short prompt
@@ -39,18 +40,14 @@ def small_llama(
     dtype: torch.dtype = torch.float64,
     window: int | None = None,
     attention: str = "sdpa",
-) -> MistralForCausalLM:
-    torch.manual_seed(0)
-    config = MistralConfig(  # a Llama with a window
-        hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=HEADS,
-        num_key_value_heads=kv_heads, vocab_size=VOCAB, max_position_embeddings=4096, attn_implementation=attention,
-        sliding_window=window,
-    )  # fmt: skip
-    return MistralForCausalLM(config).to(dtype).eval()
+) -> PreTrainedModel:
+    """A Mistral, which is a Llama with a window."""
+    sizes = {"num_key_value_heads": kv_heads, "sliding_window": window, "max_position_embeddings": 4096}
+    return random_model("mistral", 0, layers, attention, float64_throughout=False, **sizes).to(dtype)
 
 
 class Seen(TorchDispatchMode):
-    """The dispatcher's operations by name, and shapes of returned tensors. largest: bytes of the largest tensor."""
+    """The dispatcher's operations by name. largest: bytes of the largest returned tensor, but for another library's."""
 
     # these return views of the same numbers, without work on a device
     VIEWS = frozenset(
@@ -61,7 +58,6 @@ class Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
-        self.shapes: set[tuple[int, ...]] = set()
         self.largest = 0
 
     @property
@@ -71,9 +67,9 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names[func.overloadpacket.__name__] += 1
         out = func(*args, **(kwargs or {}))
-        tensors = [t for t in (out if isinstance(out, tuple | list) else [out]) if torch.is_tensor(t)]
-        self.shapes |= {tuple(t.shape) for t in tensors}
-        self.largest = max([self.largest, *(t.untyped_storage().nbytes() for t in tensors)])
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if torch.is_tensor(tensor) and tensor.layout == torch.strided:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
         return out
 
 
@@ -108,7 +104,7 @@ class SteeredLazy(Lazy):
         return session
 
 
-def steps_of(model: MistralForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
+def steps_of(model: PreTrainedModel, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
     """The operations of each decoding step, and the number of tokens that it revives, over all layers."""
     seen = []
     with torch.inference_mode(), open_decoder(model) as decoder:
@@ -237,7 +233,7 @@ class Held(TorchDispatchMode):
         return out
 
 
-def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
+def bytes_of_a_layer(model: PreTrainedModel, n: int) -> int:
     """The peak of one of transformers' own layers on n hidden states, these included."""
     with torch.inference_mode(), Held() as held:
         hidden = torch.zeros(1, n, WIDTH, dtype=model.dtype)

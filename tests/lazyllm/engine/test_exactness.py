@@ -8,11 +8,9 @@ import torch
 import lazyllm
 from lazyllm.engine import masks
 from lazyllm.methods import Baseline, Lazy
-from tests.helpers import slow
+from tests.helpers import VOCABULARY, slow
 from tests.lazyllm.engine.architecture_matrix import assert_same
 from tests.reference import ARCHITECTURES, lazy_reference, random_model
-
-VOCAB = 97
 
 
 def check(model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool) -> None:
@@ -34,7 +32,7 @@ def test_random_shapes_and_schedules(
     model = random_model(architecture, seed, num_layers=layers)
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
     schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}
-    prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 3, 9, 17, 30]))]
+    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 3, 9, 17, 30]))]
     check(model, prompt, schedule, steps=rng.randint(1, 9), prune_generated=rng.random() < 0.4)
 
 
@@ -44,7 +42,7 @@ def test_edges(prompt_tokens: int, where: str, ratio: float) -> None:
     layers = 4
     model = random_model("llama", 7, num_layers=layers)
     schedule = {"first": {1: ratio}, "every": dict.fromkeys(range(1, layers + 1), ratio), "last": {layers: ratio}}
-    prompt = random.Random(prompt_tokens).choices(range(VOCAB), k=prompt_tokens)
+    prompt = random.Random(prompt_tokens).choices(range(VOCABULARY), k=prompt_tokens)
     check(model, prompt, schedule[where], steps=5, prune_generated=False)
 
 
@@ -54,7 +52,7 @@ def test_edges(prompt_tokens: int, where: str, ratio: float) -> None:
 def test_keeping_everything_is_the_model_itself(architecture, attention, prompt_tokens) -> None:
     model = random_model(architecture, 3, num_layers=4)
     model.set_attn_implementation(attention)
-    prompt = torch.randint(0, VOCAB, (1, prompt_tokens), generator=torch.Generator().manual_seed(prompt_tokens))
+    prompt = torch.randint(0, VOCABULARY, (1, prompt_tokens), generator=torch.Generator().manual_seed(prompt_tokens))
     with torch.inference_mode():
         expected = model.generate(
             prompt, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0,

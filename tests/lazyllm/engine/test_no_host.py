@@ -5,7 +5,6 @@ fails, even by a call that no test counts. Operations that would wait on an acce
 as an index to write at, a transfer) are refused.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support import lazy_session
 from tests.helpers import slow
-from tests.lazyllm.methods.method_matrix import ROWS, Row
+from tests.lazyllm.methods.method_matrix import KEEPING, ROWS, Row
 from tests.reference import random_model
 
 META = torch.device("meta")
@@ -61,17 +60,15 @@ class OnDevice(TorchDispatchMode):
         return out
 
 
-KEEPING = {"keeping, " + name: replace(row, pruning=row.keeping) for name, row in ROWS.items() if row.keeping}
-# methods that score choose on the host; adaptive methods ask
-CASES = {name: row for name, row in ROWS.items() if not (row.scores or row.pruning.adaptive)} | {
-    name: replace(row, asks=0) for name, row in KEEPING.items()
-}
+CASES = [
+    # methods that score choose on the host; adaptive methods ask
+    *(pytest.param(row, id=name) for name, row in ROWS.items() if not (row.scores or row.pruning.adaptive)),
+    *(pytest.param(Row(method), id=f"keeping, {name}", marks=pytest.mark.slow) for name, method in KEEPING.items()),
+]
 
 
 @pytest.mark.parametrize(("attention", "revived"), [("sdpa", 3), *slow(("eager", 0))])
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=name, marks=[pytest.mark.slow] * (name in KEEPING)) for name, row in CASES.items()]
-)
+@pytest.mark.parametrize("row", CASES)
 def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, monkeypatch) -> None:
     monkeypatch.setattr(lazy_session, "MANY", 1)
     twin: Any = random_model("llama", 2, num_layers=4)

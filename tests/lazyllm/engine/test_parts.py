@@ -1,4 +1,4 @@
-"""Importance, attention to a selected set, selection and the two caches, each against an obvious version."""
+"""Importance and the two caches, each against an obvious version."""
 
 import random
 from typing import Any
@@ -7,12 +7,10 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lazyllm.engine.attention import AttentionContext, attention_scores, installed_attention
+from lazyllm.engine.attention import attention_scores, installed_attention
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.devices import tf32_products
-from lazyllm.engine.inputs import ScoreSpec
 from lazyllm.measuring import allows_tf32
-from lazyllm.methods.support.ranking import rank, split_prompt
 from tests.reference import random_model
 
 CPU = torch.device("cpu")
@@ -39,24 +37,6 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
         raise KeyboardInterrupt
     assert model.config._attn_implementation == "sdpa"
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
-
-
-def test_context_refuses_a_layer_that_never_ran() -> None:
-    cache = GroupCache(capacity=1, max_length=1, device=CPU)
-    context = AttentionContext(cache, torch.zeros(1, dtype=torch.long), 1, ScoreSpec([0]))
-    with pytest.raises(RuntimeError, match="0 of 1 watched layers"):
-        context.take_each()
-
-
-def test_split_prompt_keeps_the_newest_and_ties_break_downwards() -> None:
-    kept, pruned = split_prompt(torch.tensor([0.1, 0.3, 0.1, 0.3, 0.1, 0.0]), keep=4)
-    assert (kept.tolist(), pruned.tolist()) == ([0, 1, 3, 5], [2, 4])
-    kept, pruned = split_prompt(torch.tensor([0.9, 0.0]), keep=1)
-    assert (kept.tolist(), pruned.tolist()) == ([1], [0])
-    kept, pruned = split_prompt(torch.tensor([0.9]), keep=1)
-    assert (kept.tolist(), pruned.tolist()) == ([0], [])
-    assert rank(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2])).tolist() == [1, 3, 0, 2, 4]
-    assert rank(torch.zeros(5)).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", range(8))

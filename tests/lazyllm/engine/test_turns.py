@@ -11,8 +11,8 @@ import lazyllm
 from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
 from lazyllm.methods.support import lazy_session
 from tests.field_oracles import on_the_rest
-from tests.helpers import slow
-from tests.lazyllm.engine.architecture_matrix import TOLERANCE, Recording, assert_same
+from tests.helpers import TOLERANCE, VOCABULARY, slow
+from tests.lazyllm.engine.architecture_matrix import Recording, assert_same
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     ARCHITECTURES,
@@ -25,11 +25,9 @@ from tests.reference import (
 )
 from tests.reference_turns import ContinuedTurns
 
-VOCAB = 97
-
 
 def draw(rng: random.Random, most: int, least: int = 1) -> list[int]:
-    return rng.choices(range(VOCAB), k=rng.randint(least, most))
+    return rng.choices(range(VOCABULARY), k=rng.randint(least, most))
 
 
 def entering(selected: dict[int, list[int]], tokens: range, num_layers: int) -> list[int]:
@@ -116,7 +114,7 @@ DROPPING = {
 def test_scoring_of_all_turns_is_in_the_share_of_tokens_computed(turns: Any) -> None:
     """Two of four layers score, so a token that is scored counts as half a token."""
     model, rng = random_model("llama", 2, num_layers=4), random.Random(turns)
-    session = lazyllm.start(model, rng.choices(range(VOCAB), k=40), GemFilter(layer=2, keep=0.25), turns=turns)
+    session = lazyllm.start(model, rng.choices(range(VOCABULARY), k=40), GemFilter(layer=2, keep=0.25), turns=turns)
     first, second, third = (session.answer(more, 3, ()) for more in (None, [7, 8, 9], [5]))
     assert first.pct_prompt_tokens_computed == 100 * (20 + 10) / 40
     if turns == "continue":  # of an answer, only tokens before the turn are no prompt tokens
@@ -137,7 +135,7 @@ def test_later_turn_of_a_method_that_drops_for_good_sees_what_is_left(variant: s
     rng, row = random.Random(f"{variant} {name}"), DROPPING[name]
     with casts_in_float64():
         model = random_variant(variant, 3)
-        prompt = rng.choices(range(VOCAB), k=rng.randint(20, 40))
+        prompt = rng.choices(range(VOCABULARY), k=rng.randint(20, 40))
         session = lazyllm.start(model, prompt, row.pruning)
         found = session.answer(None, 3, ())
         if row.first is None:

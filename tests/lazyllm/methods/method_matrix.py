@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from lazyllm.check.invariants import keeping_everything
 from lazyllm.methods import (
     ASL,
     CLAA,
@@ -40,14 +41,13 @@ class Row:
     """A method on a model of 4 layers.
 
     pruning: with parameters that prune. reference: their result for (model, prompt, steps), by `tests/reference.py`;
-    `selected` may end early. keeping: with parameters that keep everything. asks: number of boundaries that may ask
-    the device for the tokens to revive. scores: whether a model runs before the prefill. first: for the same arguments,
-    the first turn by `tests/field_oracles.py`, from which later ones continue.
+    `selected` may end early. asks: number of boundaries that may ask the device for the tokens to revive. scores:
+    whether a model runs before the prefill. first: for the same arguments, the first turn by `tests/field_oracles.py`,
+    from which later ones continue.
     """
 
     pruning: Method
     reference: Reference | None = None
-    keeping: Method | None = None
     asks: int = 0
     scores: bool = False
     first: Callable[[PreTrainedModel, Sequence[int], int], field_oracles.FieldOutput] | None = None
@@ -57,7 +57,7 @@ def _lazy(schedule: dict[int, float], asks: int, **settings: bool) -> Row:
     def reference(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
         return lazy_reference(model, prompt, schedule, steps, **settings)
 
-    return Row(Lazy(schedule, **settings), reference, Lazy(dict.fromkeys(schedule, 1.0), **settings), asks)
+    return Row(Lazy(schedule, **settings), reference, asks)
 
 
 def _dropped(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
@@ -87,7 +87,7 @@ class Remembering(Prune):
     """Prunes twice, and decoding still finds what was pruned in the layers that computed it."""
 
     keep: float = 0.5
-    label = "remembering"
+    label, target_parameter = "remembering", "keep"
     forget = False
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
@@ -114,7 +114,6 @@ def _own_draft(model: PreTrainedModel, prompt: Sequence[int], **settings: Any) -
 def _by_field(
     kind: Callable[..., Method],
     oracle: Callable[..., field_oracles.FieldOutput],
-    keeping: Method,
     scores: bool = False,
     **settings: Any,
 ) -> Row:
@@ -127,7 +126,7 @@ def _by_field(
         out = first(model, prompt, steps)
         return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=out.margin)
 
-    return Row(kind(**settings), reference, keeping, scores=scores, first=first)
+    return Row(kind(**settings), reference, scores=scores, first=first)
 
 
 _CLAA: dict[str, Any] = {"layer": 3, "keep": 0.5, "layers": 2, "window": 3}
@@ -135,36 +134,22 @@ _ASL: dict[str, Any] = {"first": 1, "threshold": 2.0, "keep": 6, "window": 4, "l
 
 # On every architecture
 LISTED = {
-    "asl": _by_field(ASL, field_oracles.asl, ASL(keep=1.0), **_ASL),
-    "baseline": Row(Baseline(), _lazy({}, 0).reference, Baseline()),
-    "claa": _by_field(CLAA, field_oracles.claa, CLAA(keep=1.0), **_CLAA),
-    "fastkv": _by_field(
-        FastKV, field_oracles.fastkv, FastKV(keep=1.0, retain=1), layer=2, keep=0.5, retain=0.3, window=3
-    ),
-    "gemfilter": _by_field(GemFilter, field_oracles.gemfilter, GemFilter(keep=1.0), True, layer=2, keep=0.5),
+    "asl": _by_field(ASL, field_oracles.asl, **_ASL),
+    "baseline": Row(Baseline(), _lazy({}, 0).reference),
+    "claa": _by_field(CLAA, field_oracles.claa, **_CLAA),
+    "fastkv": _by_field(FastKV, field_oracles.fastkv, layer=2, keep=0.5, retain=0.3, window=3),
+    "gemfilter": _by_field(GemFilter, field_oracles.gemfilter, True, layer=2, keep=0.5),
     "lazy": _lazy({1: 0.6, 2: 0.7, 3: 0.5}, asks=3),
     "lazy, prune_generated": _lazy({1: 0.6, 2: 0.7}, asks=2, prune_generated=True),
     "lazy, without revival": _lazy({1: 0.6, 3: 0.5}, asks=0, revive=False),
-    "oracle": _by_field(Oracle, field_oracles.oracle, Oracle(1.0), True, keep=0.4, answer=2),
-    "prompt_compression": Row(
-        PromptCompression(0.5, "token"), _compressed, PromptCompression(1.0, "token"), scores=True
-    ),
-    "pyramidinfer": _by_field(PyramidInfer, field_oracles.pyramidinfer, PyramidInfer(decay=1.0), recent=0.3, decay=0.5),
-    "random_drop": Row(RandomDrop(0.5, seed=3), _dropped, RandomDrop(1.0)),
-    "specprefill": _by_field(
-        SpecPrefill, _own_draft, SpecPrefill(keep=1.0), True, keep=0.5, lookahead=3, chunk=3, pool=3
-    ),
-    "static_pruning": _by_field(StaticPruning, field_oracles.static_pruning, StaticPruning(2, 1.0), layer=2, keep=0.4),
+    "oracle": _by_field(Oracle, field_oracles.oracle, True, keep=0.4, answer=2),
+    "prompt_compression": Row(PromptCompression(0.5, "token"), _compressed, scores=True),
+    "pyramidinfer": _by_field(PyramidInfer, field_oracles.pyramidinfer, recent=0.3, decay=0.5),
+    "random_drop": Row(RandomDrop(0.5, seed=3), _dropped),
+    "specprefill": _by_field(SpecPrefill, _own_draft, True, keep=0.5, lookahead=3, chunk=3, pool=3),
+    "static_pruning": _by_field(StaticPruning, field_oracles.static_pruning, layer=2, keep=0.4),
     "uniprefill": _by_field(
-        UniPrefill,
-        field_oracles.uniprefill,
-        UniPrefill(p=1.0),
-        layers=[1, 3],
-        p=0.6,
-        window=3,
-        block=2,
-        first=1,
-        last=2,
+        UniPrefill, field_oracles.uniprefill, layers=[1, 3], p=0.6, window=3, block=2, first=1, last=2
     ),
 }
 ROWS = LISTED | {
@@ -178,8 +163,8 @@ ROWS = LISTED | {
     "gemfilter, sound": Row(GemFilter(4, 6, sound=True, window=3), scores=True),
     "specprefill, sound": Row(SpecPrefill(keep=0.3, chunk=3, sound=True), scores=True),
     "static_pruning, after the last layer": Row(StaticPruning(4, 0.4)),
-    "a Prune": Row(Remembering(), _remembered, Remembering(1.0)),
+    "a Prune": Row(Remembering(), _remembered),
     "a Select": Row(example_of(Select)(3), _asked, scores=True),
 }
 PRUNING = {name: row.pruning for name, row in ROWS.items() if name != "baseline" and not name.startswith("a ")}
-KEEPING = {name: row.keeping for name, row in LISTED.items() if row.keeping is not None}
+KEEPING = {name: keeping_everything(row.pruning) for name, row in ROWS.items()}

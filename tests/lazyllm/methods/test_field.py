@@ -1,7 +1,7 @@
 """The field's methods against their slow oracles (`tests/field_oracles.py`): selections, tokens, logits, caches."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -18,39 +18,16 @@ import lazyllm
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods import (
-    ASL,
-    CLAA,
-    FastKV,
-    GemFilter,
-    Method,
-    Oracle,
-    PyramidInfer,
-    SpecPrefill,
-    StaticPruning,
-    UniPrefill,
-)
+from lazyllm.methods import ASL, CLAA, METHODS, FastKV, GemFilter, Method, PyramidInfer, SpecPrefill, UniPrefill
 from lazyllm.methods.specprefill import _warn_once
-from tests.field_oracles import (
-    FieldOutput,
-    asl,
-    claa,
-    fastkv,
-    gemfilter,
-    oracle,
-    pyramidinfer,
-    specprefill,
-    static_pruning,
-    uniprefill,
-)
-from tests.helpers import slow
+from tests import field_oracles
+from tests.helpers import TOLERANCE, slow
 from tests.lazyllm.engine.architecture_matrix import answer_of
 from tests.reference import attention_of, casts_in_float64, random_variant
 
 VARIANTS = ["llama", "mistral, window", "qwen2", "qwen3", "gemma2", "llama, dynamic NTK"]
 STEPS = 4
 LAYERS = 5
-TOLERANCE = 1e-9
 SEEDS = [0, *slow(1, 2, 3)]
 
 
@@ -63,51 +40,53 @@ def model_of(variant: str, seed: int, attention: str) -> PreTrainedModel:
 
 LAYER = range(1, LAYERS + 1)
 SHARES = [0.1, 0.29, 0.5, 0.8, 1.0]
-# {name: (method, its oracle, the values of its hyperparameters to draw from)}
-CASES: dict[str, tuple[Callable[..., Method], Callable[..., FieldOutput], dict[str, Sequence[Any]]]] = {
-    "gemfilter": (GemFilter, gemfilter, {
+# {name of a method and of its oracle: the values of its hyperparameters to draw from}
+CASES: dict[str, dict[str, Sequence[Any]]] = {
+    "gemfilter": {
         "layer": LAYER, "keep": [0.1, 0.35, 0.7, 1.0, 1, 4, 11, 1024], "pool": [1, 3, 5, 13], "sound": [False, True],
         "window": [1, 3, 8],
-    }),
-    "fastkv": (FastKV, fastkv, {
+    },
+    "fastkv": {
         "layer": LAYER, "keep": SHARES, "retain": [0.05, 0.1, 0.3, 0.6, 1, 1.0], "window": [1, 2, 5, 8],
         "pool": [1, 3, 7], "pooling": ["max", "average"],
-    }),
-    "claa": (CLAA, claa, {
+    },
+    "claa": {
         "layer": LAYER, "keep": SHARES, "layers": [1, 2, 3, 4], "window": [1, 2, 5, 8], "pool": [1, 3, 7],
         "retain": [None, None, 1],
-    }),
-    "pyramidinfer": (PyramidInfer, pyramidinfer, {
+    },
+    "pyramidinfer": {
         "recent": [0.01, 0.2, 0.5], "decay": [0.2, 0.5, 0.9, 1.0], "weight": [1.2, 1, 3.0], "first": [0, 1, 4],
-    }),
-    "asl": (ASL, asl, {
+    },
+    "asl": {
         "first": LAYER, "threshold": [0.3, 0.7, 0.95, 2.0], "keep": [3, 7, 0.2, 0.4, 1.0, 100], "window": [1, 3, 8],
         "layers": [1, 2, 2, 3], "pool": [1, 3, 7], "retain": [None, 5, 0.3, 1],
-    }),
-    "oracle": (Oracle, oracle, {
+    },
+    "oracle": {
         "keep": [0.1, 0.35, 0.7, 1.0, 1, 4, 100], "answer": [None, 1, 2, 6], "pool": [1, 5, 13],
-    }),
-    "uniprefill": (UniPrefill, uniprefill, {
+    },
+    "uniprefill": {
         "layers": [cuts for count in (1, 2, 3) for cuts in combinations(LAYER, count)], "p": [0.1, 0.5, 0.8, 0.99, 1.0],
         "window": [1, 3, 8, 40], "block": [1, 2, 5], "first": [0, 1, 4], "last": [1, 2, 6],
-    }),
-    "static_pruning": (StaticPruning, static_pruning, {"layer": LAYER, "keep": SHARES}),
-    "specprefill": (SpecPrefill, specprefill, {
+    },
+    "static_pruning": {"layer": LAYER, "keep": SHARES},
+    "specprefill": {
         "keep": [0.1, 0.3, 0.6, 1.0], "lookahead": [1, 2, 5], "chunk": [1, 2, 5, 32], "pool": [1, 3, 13],
         "sound": [False, True],
-    }),
+    },
 }  # fmt: skip
 
 
 def drawn(rng: random.Random, name: str) -> dict[str, Any]:
-    return {key: rng.choice(values) for key, values in CASES[name][2].items()}
+    return {key: rng.choice(values) for key, values in CASES[name].items()}
 
 
 def drawn_prompt(rng: random.Random) -> list[int]:
     return rng.choices(range(97), k=rng.choice([1, 2, 3, 6, 9, 14, 21, 33]))
 
 
-def hold(model: PreTrainedModel, method: Method, ids: list[int], expected: FieldOutput) -> lazyllm.Generation:
+def hold(
+    model: PreTrainedModel, method: Method, ids: list[int], expected: field_oracles.FieldOutput
+) -> lazyllm.Generation:
     """Raise AssertionError if the method differs from its oracle. In float64 throughout."""
     out, logits = answer_of(model, method, ids, STEPS)
     assert out.selected[0] == expected.selected
@@ -127,12 +106,11 @@ def test_random_cases(name: str, variant: str, seed: int) -> None:
     rng = random.Random(f"{name} {variant} {seed}")
     attention = rng.choice(["eager", attention_of(variant)])
     model, ids = model_of(variant, seed % 2, attention), drawn_prompt(rng)
-    kind, by_oracle, _ = CASES[name]
     own = drawn(rng, name)
-    expected = by_oracle(model, ids, **own, steps=STEPS)
+    expected = getattr(field_oracles, name)(model, ids, **own, steps=STEPS)
     assert expected.margin > 1e-12
     with casts_in_float64():
-        out = hold(model, kind(**own), ids, expected)
+        out = hold(model, METHODS[name](**own), ids, expected)
     if len(expected.passes) == 2 and expected.decode_from < len(ids):
         assert out.scoring_tokens == -(-sum(expected.passes[0]) // LAYERS)
 
@@ -160,12 +138,12 @@ def test_specprefill(variant: str, seed: int, drafts: Path) -> None:
         draft = random_variant(variant, 7, attention_of(variant), num_hidden_layers=2)
         method = SpecPrefill(folder, **own)
         method.check(model.config)
-        expected = specprefill(model, draft, ids, **own, steps=STEPS)
+        expected = field_oracles.specprefill(model, draft, ids, **own, steps=STEPS)
         assert expected.margin > 1e-12
         out = hold(model, method, ids, expected)
         if len(expected.selected[0]) < len(ids):
             assert out.scoring_tokens == len(ids) + own["lookahead"] - 1
-        own_draft = specprefill(model, model, ids, **own, steps=STEPS)
+        own_draft = field_oracles.specprefill(model, model, ids, **own, steps=STEPS)
         hold(model, SpecPrefill(None, **own), ids, own_draft)
 
 
@@ -177,7 +155,7 @@ def test_asl_cuts_where_ranks_settle() -> None:
     for _ in range(6):
         ids = rng.choices(range(97), k=40)
         own: dict[str, Any] = {"first": 2, "threshold": 0.9, "keep": 6, "window": 4, "layers": 2, "pool": 3}
-        expected = asl(model, ids, **own, steps=STEPS)
+        expected = field_oracles.asl(model, ids, **own, steps=STEPS)
         with casts_in_float64():
             out = hold(model, ASL(**own), ids, expected)
         measured = ASL(**own).ideal_speedup(model.config, len(ids), out.computed[0])

@@ -1,7 +1,6 @@
 """Beginnings of sentences, lines and phrases, determined by hand; and the error if spaCy is missing."""
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +9,6 @@ from lazyllm.methods.prompt_compression import segments
 from lazyllm.methods.prompt_compression.segments import (
     check_spacy,
     load_splitter,
-    phrase_starts,
     sentence_starts,
 )
 
@@ -43,21 +41,6 @@ def test_sentences(sentences: list[str]) -> None:
     if text == "One. \nTwo.\n":  # the line break after the white space is a separate unit, which is always kept
         sentences = ["One. ", "\n", "Two.\n"]
     assert found == sentences
-
-
-def test_phrases_are_noun_phrases_and_single_words() -> None:
-    text = "The old man saw a dog."
-
-    def nlp(given: str):
-        assert given == text
-        words = [SimpleNamespace(idx=idx) for idx in (0, 4, 8, 12, 16, 18, 21)]
-
-        class Document(list):
-            noun_chunks = (words[0:3], words[4:6])
-
-        return Document(words)
-
-    assert pieces(text, phrase_starts(text, nlp)) == ["The old man ", "saw ", "a dog", "."]
 
 
 @pytest.mark.phrase
