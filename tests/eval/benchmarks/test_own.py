@@ -99,14 +99,12 @@ def test_what_a_prompt_is_made_of_is_hashed_and_a_files_name_is_not(tmp_path: Pa
     assert loaded(written(tmp_path, ".jsonl", ROWS[:1])).data_sha256 != data.data_sha256
 
 
-def test_lists_of_answers_and_classes(tmp_path: Path) -> None:
-    rows = [{**row, "answer": ["river", 7], "second": "lake"} for row in ROWS]
-    data = loaded(
-        written(tmp_path, ".jsonl", rows), answers=["answer", "second"], metric="classification",
-        classes=["river", "lake"],
-    )  # fmt: skip
-    assert data.examples[0].answers == ("river", "7", "lake")
-    assert data.examples[0].all_classes == ("river", "lake")
+def test_lists_of_answers_and_classes_and_numbers_as_in_the_file(tmp_path: Path) -> None:
+    rows = [{**row, "answer": ["river", 7, 2.5, 12345678901234567890], "second": "lake"} for row in ROWS]
+    about: Any = {"answers": ["answer", "second"], "metric": "classification", "classes": ["river", "lake"]}
+    (example, _) = loaded(written(tmp_path, ".jsonl", rows), **about).examples
+    assert example.answers == ("river", "7", "2.5", "12345678901234567890", "lake")
+    assert example.all_classes == ("river", "lake")
 
 
 @pytest.mark.parametrize(
@@ -143,36 +141,27 @@ def test_a_bad_description_is_refused_by_its_key(changes: dict[str, Any], key: s
 
 
 @pytest.mark.parametrize(
-    ("row", "field"),
+    ("row", "metric", "reason"),
     [
-        ({"question": None}, "question"),
-        ({"question": "cq \ud800"}, "question. has half"),
-        ({"where": "nowhere"}, "where"),
-        ({"where": ""}, "where"),
-        ({"answer": [""]}, "answer"),
+        ({"question": None}, "f1", "question"),
+        ({"question": "cq \ud800"}, "f1", "question. has half"),
+        ({"where": "nowhere"}, "f1", "where"),
+        ({"where": ""}, "f1", "where"),
+        ({"answer": [""]}, "f1", "answer"),
         *(
-            ({"answer": bad}, "answer. must be a text or a number")
+            ({"answer": bad}, "f1", "answer. must be a text or a number")
             for bad in ([None], [["x"]], {"text": "x"}, math.nan)
         ),
-        ({"question": ["x"]}, "question. must be a text or a number"),
+        ({"question": ["x"]}, "f1", "question. must be a text or a number"),
+        ({}, "number", "field 'answer': the metric number cannot score it"),
     ],
 )
-def test_a_bad_row_is_named_by_file_number_and_field(tmp_path: Path, row: dict[str, Any], field: str) -> None:
-    file = written(tmp_path, ".jsonl", [ROWS[0] | {"answer": ["x"]}, ROWS[1] | {"answer": ["stone"]} | row])
-    with pytest.raises(UserError, match=rf"rows\.jsonl:2: .*{field}"):
-        loaded(file)
-
-
-def test_numbers_of_json_are_written_as_there(tmp_path: Path) -> None:
-    numbers = [5, 2.5, 12345678901234567890]
-    (tmp_path / "rows.json").write_text(json.dumps([{**ROWS[0], "n": n, "answer": n} for n in numbers]))
-    examples = loaded(tmp_path / "rows.json").examples
-    assert [example.answers[0] for example in examples] == ["5", "2.5", "12345678901234567890"]
-
-
-def test_gold_answers_that_a_metric_cannot_score_are_refused_before_a_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: field 'answer': the metric number cannot score it"):
-        loaded(written(tmp_path, ".jsonl"), metric="number")
+def test_a_bad_row_is_named_by_file_number_and_field(
+    tmp_path: Path, row: dict[str, Any], metric: str, reason: str
+) -> None:
+    file = written(tmp_path, ".jsonl", [ROWS[0] | {"answer": [5]}, ROWS[1] | {"answer": ["stone"]} | row])
+    with pytest.raises(UserError, match=rf"rows\.jsonl:2: .*{reason}"):
+        loaded(file, metric=metric)
 
 
 def test_columns_that_json_lacks_stand_beside_the_rows_texts(tmp_path: Path) -> None:
@@ -188,16 +177,12 @@ def test_columns_that_json_lacks_stand_beside_the_rows_texts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("line", ["aq copper.,Entry", "a,b,c,d,e,f"])
-def test_a_row_of_a_csv_file_with_another_number_of_fields_is_named(tmp_path: Path, line: str) -> None:
-    file = written(tmp_path, ".csv")
-    file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(UserError, match=r"rows\.csv:4: not as many fields as the first line"):
-        loaded(file)
-
-
-def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
+def test_a_csv_field_may_be_long_and_a_row_with_another_number_of_fields_is_named(tmp_path: Path, line: str) -> None:
     file = written(tmp_path, ".csv", [ROWS[0] | {"report": "aq copper. bq river. " * 20_000}])
     assert len(loaded(file).examples[0].context) == 420_000
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(UserError, match=r"rows\.csv:3: not as many fields as the first line"):
+        loaded(file)
 
 
 LINES = "".join(json.dumps({**ROWS[0], "n": number}) + "\n" for number in range(50)).encode()
@@ -208,6 +193,8 @@ LINES = "".join(json.dumps({**ROWS[0], "n": number}) + "\n" for number in range(
     [
         (".parquet", b"no table"),
         (".csv", b"n,report,report\na,b,c\n"),
+        (".json", b"[\n{'a': 1}\n]"),
+        (".json", b"[\xff]"),
         (".jsonl.gz", b"no gzip"),
         (".jsonl.gz", gzip.compress(LINES)[:-20]),
         (".jsonl.gz", gzip.compress(LINES)[:30] + b"\xff" * 9 + gzip.compress(LINES)[39:]),
