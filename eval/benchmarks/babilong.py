@@ -33,8 +33,6 @@ _FIELDS = {"input": TEXT, "question": TEXT, "target": TEXT}
 
 @dataclass
 class BabilongConfig:
-    """Settings of the suite."""
-
     lengths: list[str] = setting(["4k"], "names of the dataset's lengths, from `0k` to `10M`")
 
 
@@ -75,7 +73,6 @@ SUITE = Suite(
 
 
 def _example(dataset: Dataset, prompts: dict[str, str], placed: tuple[str, int, Any], _: int) -> Example:
-    """The example of a row, with its length and its place there. Raises UserError."""
     length, number, row = placed
     check_fields(row, _FIELDS)
     labels = LABELS[dataset.name.removeprefix("babilong_")]

@@ -34,8 +34,6 @@ _FIELDS = {"prompt": FILLED, "answer_nodes": TEXTS, "problem_type": one_of(_QUES
 
 @dataclass
 class GraphWalksConfig:
-    """Settings of the suite."""
-
     lengths: list[int] | None = setting(
         None, "maximum tokens of a made prompt, its chat template and its answer together; `null` reads the dataset"
     )

@@ -32,8 +32,6 @@ _FIELDS = {"prompt": FILLED, "answer": FILLED, "random_string_to_prepend": FILLE
 
 @dataclass
 class MrcrConfig:
-    """Settings of the suite."""
-
     lengths: list[int] = setting(
         [BINS[0]], "upper ends of bins, in tokens of messages and answer: 8192, 16384, ... 1048576"
     )

@@ -29,8 +29,6 @@ VERSION = 1
 
 @dataclass
 class RulerConfig:
-    """Settings of the suite."""
-
     length: int = setting(4096, "maximum tokens of a prompt, its chat template and its answer together")
     seed: int = setting(42, "of the rows; 42 is the official one")
     haystack: str | None = setting(

@@ -11,7 +11,7 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
 from typing import Any
@@ -39,46 +39,17 @@ _SMALL = 4096  # below this length, some tasks have smaller settings
 _TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially there is no limit
 
 
-def as_example(
-    dataset: str,
-    identity: str,
-    official: dict[str, Any],
-    context: tuple[int, int],
-    evidence: Iterable[tuple[int, int]],
-    groups: tuple[str, ...] = (),
-) -> Example:
-    """A row as an example.
-
-    official: the fields of a line of the official `validation.jsonl`, in order. index: for niah, the first gold
-        answer's position in `input`, in characters; for other tasks, the row's number. length: tokens of input, answer
-        prefix and answer; length_w_model_temp: and those reserved for a chat template. token_position_answer, for niah
-        only: number of tokens of `input` before the first gold answer.
-    context: [start, end) of the context in `input`, in characters: the text that the question is about.
-    evidence: such ranges of the text that holds the answer: needles, assignments, every occurrence of a common word,
-        documents.
-    """
-    (start, end), text = context, official["input"]
-    return Example(
-        dataset=dataset,
-        id=identity,
-        instruction=text[:start],
-        context=text[start:end],
-        input=text[end:],
-        answers=tuple(official["outputs"]),
-        length=official["length"],
-        answer_prefix=official["answer_prefix"],
-        evidence=tuple((first - start, last - start) for first, last in evidence),
-        groups=groups,
-        official=official,
-    )
-
-
 def rows(task: Task, tokenizer: Any, settings: DataSettings, count: int, reserved: int = 0) -> list[Example]:
     """The first `count` rows of a task.
 
     tokenizer: of transformers; counts tokens, special tokens not added.
     settings: their options are a `RulerConfig`.
     reserved: tokens of the length reserved for a chat template (officially `model_template_token`).
+
+    A row's `evidence` are needles, assignments, every occurrence of a common word, or documents. Its `official` has the
+    fields of a line of the official `validation.jsonl`, in order. index: for niah, the first gold answer's position in
+    `input`, in characters; for other tasks, the row's number. length: tokens of input, answer prefix and answer;
+    length_w_model_temp: and those reserved. token_position_answer, for niah: tokens of `input` before that answer.
 
     Raises UserError if the task lacks a source, has fewer rows, or the length is too short for it.
     """
@@ -103,9 +74,21 @@ def rows(task: Task, tokenizer: Any, settings: DataSettings, count: int, reserve
             official |= {"index": index, "token_position_answer": sampler.count(draft.input[:index])}
         longest_first = sorted(draft.evidence, key=len, reverse=True)  # each stands between whitespace
         pattern = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, longest_first))})(?!\S)")
-        evidence = (match.span() for match in pattern.finditer(draft.input, *draft.context))
-        identity = f"{task.name}-{length}-{seed}-{number:04d}"
-        made.append(as_example(task.name, identity, official, draft.context, evidence))
+        start, end = draft.context
+        found = (match.span() for match in pattern.finditer(draft.input, start, end))
+        example = Example(
+            dataset=task.name,
+            id=f"{task.name}-{length}-{seed}-{number:04d}",
+            instruction=draft.input[:start],
+            context=draft.input[start:end],
+            input=draft.input[end:],
+            answers=draft.outputs,
+            length=used,
+            answer_prefix=draft.answer_prefix,
+            evidence=tuple((first - start, last - start) for first, last in found),
+            official=official,
+        )
+        made.append(example)
     return made
 
 

@@ -40,21 +40,14 @@ INSTALL = "install it with: pip install 'lazyllm-bench[ruler]'"
 
 @dataclass(frozen=True)
 class Task:
-    """The official prompt and settings of one task.
-
-    kind: the generator: a key of `constants.py`.
-    template: the prompt, with `{context}` and other placeholders.
-    answer_prefix: the text after the prompt and the chat template, which the answer continues.
-    max_new_tokens: the limit of an answer's tokens (`tokens_to_generate`).
-    settings: the task's `args` in `synthetic.yaml`.
-    """
+    """The official prompt and settings of one task. Texts have placeholders such as `{context}`."""
 
     name: str
-    kind: str
+    kind: str  # of its generator: a key of `constants.py`
     template: str
-    answer_prefix: str
-    max_new_tokens: int
-    settings: Mapping[str, Any]
+    answer_prefix: str  # the text after the prompt and the chat template, which the answer continues
+    max_new_tokens: int  # `tokens_to_generate`
+    settings: Mapping[str, Any]  # its `args` in `synthetic.yaml`
 
 
 @dataclass(frozen=True)

@@ -51,25 +51,22 @@ SETTINGS = {
 } | {name: {"task": kind, "args": args} for name, (kind, args) in OTHER_TASKS.items()}
 
 SENTENCES = [f"The {number} wolves of {place} ran." for number in range(40) for place in ("Oslo", "Rome", "Lima")]
+
+
+def paragraph(article: int, number: int) -> dict[str, Any]:
+    golds = [{"text": f"{number} wolves"}, {"text": "wolves"}]
+    return {
+        "context": f"Paragraph {number} of {article}: {' '.join(SENTENCES[number : number + 4])}",
+        "qas": [
+            {"question": f"Why {number}?", "answers": [], "is_impossible": True},
+            {"question": f"Who is in {number} of {article}?", "answers": golds, "is_impossible": False},
+        ],
+    }
+
+
 SQUAD = {
     "data": [
-        {
-            "title": f"Article {article}",
-            "paragraphs": [
-                {
-                    "context": f"Paragraph {number} of {article}: {' '.join(SENTENCES[number : number + 4])}",
-                    "qas": [
-                        {"question": f"Why {number}?", "answers": [], "is_impossible": True},
-                        {
-                            "question": f"Who is in {number} of {article}?",
-                            "answers": [{"text": f"{number} wolves"}, {"text": "wolves"}],
-                            "is_impossible": False,
-                        },
-                    ],
-                }
-                for number in range(15)
-            ],
-        }
+        {"title": f"Article {article}", "paragraphs": [paragraph(article, number) for number in range(15)]}
         for article in range(8)
     ]
 }

@@ -14,8 +14,6 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.ruler import SUITE, TASKS, RulerConfig, sources
 from eval.benchmarks.suite import DataSettings, Example
-from eval.run.loop import measure
-from eval.store.folder import read_visits
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters, prompt_of
@@ -26,7 +24,6 @@ pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is 
 
 ESSAYS = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"}
 QUESTIONS = {"qa_1", "qa_2"}
-NIAH, FWE = DATASETS["niah_single_1"], DATASETS["fwe"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,24 +62,6 @@ def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys,
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
-def test_run_resumes_with_more_rows_but_not_with_other_settings(folder):
-    arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "max_new_tokens=2"]
-    arguments += ["warmup=0", "out=run"]
-    measure(run_of(*arguments, "limit=1"))
-    first = read_visits(Path("run"))
-    measure(run_of(*arguments, "limit=2"))
-    both = read_visits(Path("run"))
-    assert both[:1] == first
-    assert [visit.id for visit in both] == ["niah_single_1-1024-42-0000", "niah_single_1-1024-42-0001"]
-    for visit in both:
-        (turn,) = visit.turns
-        assert turn.end.endswith(" is")  # the answer prefix for one number
-        assert turn.tokens + 128 <= 1024 + 1  # <|begin|> is not counted
-    for changed in ("ruler.length=1000", "ruler.seed=7"):
-        with pytest.raises(UserError, match="run"):
-            measure(run_of(*arguments, "limit=2", changed))
-
-
 def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows(folder):
     def data(*options, name="niah_single_1", **settings):
         loaded = SUITE.load(DATASETS[name], settings_of(folder, RulerConfig(*options), **settings))
@@ -100,7 +79,7 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows(folder
 
 def test_examples_equal_their_rows_and_their_contexts_can_be_shortened(folder):
     settings, tokenizer = settings_of(folder, RulerConfig(3000), limit=2), cast(Any, Characters())
-    for dataset in (NIAH, DATASETS["niah_multikey_2"], DATASETS["cwe"], FWE):
+    for dataset in (DATASETS[name] for name in ("niah_single_1", "niah_multikey_2", "cwe", "fwe")):
         loaded = SUITE.load(dataset, settings)
         for example in loaded.examples:
             row = example.official
