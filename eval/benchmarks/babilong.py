@@ -51,7 +51,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def read_prompts(content: bytes) -> dict[str, dict[str, str]]:
-    """The official prompts of the five tasks, from their Python file. Raises UserError."""
+    """The official prompts of the five tasks, from their Python file. Raises UserError for another file."""
     try:
         (prompts,) = literals(content, "DEFAULT_PROMPTS")
         return {task: {part: prompts[task][part] for part in _PARTS} for task in LABELS}

@@ -80,7 +80,7 @@ SUITE = Suite(
 
 
 def _example(dataset: Dataset, row: Any, number: int) -> Example:
-    """A hub's row. Methods may shorten what precedes the last operation. Raises UserError."""
+    """A hub's row. Methods may shorten what precedes the last operation."""
     check_fields(row, _FIELDS)
     context, operation, question = row["prompt"].rpartition("Operation:")
     nodes = f"Final Answer: [{', '.join(row['answer_nodes'])}]"

@@ -61,7 +61,7 @@ def _counter(settings: DataSettings) -> tuple[str, Callable[[str], int]]:
 def _example(
     dataset: Dataset, count: Callable[[str], int], lengths: Sequence[int], row: Any, number: int
 ) -> Example | None:
-    """The example of a row, in the group of its bin; None if that is none of `lengths`. Raises UserError."""
+    """The example of a row, in the group of its bin; None if that is none of `lengths`."""
     check_fields(row, _FIELDS)
     if len(row["prompt"]) > _CHARACTERS * max(lengths):
         return None

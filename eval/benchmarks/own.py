@@ -69,7 +69,7 @@ _GIVEN = {item.name: item for item in fields(OwnDataset) if item.name not in _NO
 
 
 def described(file: Path) -> dict[str, dict[str, Any]]:
-    """{name: description} of a YAML file, paths of rows made absolute. Raises UserError."""
+    """{name: description} of a YAML file, paths of rows made absolute. Raises UserError if it has no descriptions."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

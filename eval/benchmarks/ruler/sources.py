@@ -195,7 +195,7 @@ def read_essay(task: str, settings: DataSettings) -> Essay:
 
 
 def read_text(path: Path, key: str) -> str:
-    """The text of a file, or of a folder's .txt and .md files, stripped. key: the path's setting. Raises UserError."""
+    """The text of a file, or of a folder's .txt and .md files. key: the path's setting. Raises UserError if empty."""
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
     text = " ".join(_content(file, as_text=True) for file in files).strip()
     if not text:
