@@ -37,7 +37,8 @@ def coder(monkeypatch: pytest.MonkeyPatch) -> train.CoderTrainer:
 
 
 def test_suite_words_newline_and_specials_are_single_tokens(tiny_tokenizer) -> None:
-    for word in [*embedded.vocabulary(), "\n", ".", ";", ":"]:
+    words = *embedded.keys(), *embedded.VALUES, *embedded.CLASSES, *embedded.ORDINALS
+    for word in [*(f" {word}" for word in words), "\n", ".", ";", ":"]:
         assert len(tiny_tokenizer(word, add_special_tokens=False).input_ids) == 1, word
     assert tiny_tokenizer("x").input_ids[0] == tiny_tokenizer.bos_token_id
     assert tiny_tokenizer.eos_token == embedded.END

@@ -33,8 +33,6 @@ _FIELDS = {"input": TEXT, "question": TEXT, "target": TEXT}
 
 @dataclass
 class BabilongConfig:
-    """Settings of the suite."""
-
     lengths: list[str] = setting(["4k"], "names of the dataset's lengths, from `0k` to `10M`")
 
 
@@ -53,7 +51,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def read_prompts(content: bytes) -> dict[str, dict[str, str]]:
-    """The official prompts of the five tasks, from their Python file. Raises UserError."""
+    """The official prompts of the five tasks, from their Python file. Raises UserError for another file."""
     try:
         (prompts,) = literals(content, "DEFAULT_PROMPTS")
         return {task: {part: prompts[task][part] for part in _PARTS} for task in LABELS}
@@ -75,7 +73,6 @@ SUITE = Suite(
 
 
 def _example(dataset: Dataset, prompts: dict[str, str], placed: tuple[str, int, Any], _: int) -> Example:
-    """The example of a row, with its length and its place there. Raises UserError."""
     length, number, row = placed
     check_fields(row, _FIELDS)
     labels = LABELS[dataset.name.removeprefix("babilong_")]

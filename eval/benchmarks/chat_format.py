@@ -60,7 +60,7 @@ class ChatFormat:
     def template_args(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """The arguments of the tokenizer's chat template. Raises UserError if there is no template."""
         if not tokenizer.chat_template:
-            raise UserError(NO_TEMPLATE)
+            raise UserError("model.chat=auto: the tokenizer has no chat template: give model.chat=none, llama2 or xgen")
         return thinking_args(tokenizer, self.thinking_tokens > 0) | dict(self.args)
 
     def reads_clock(self, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -117,9 +117,6 @@ CHAT_FORMATS: dict[str, ChatFormat] = {
     ),
     "auto": ChatFormat(from_tokenizer=True),
 }
-
-
-NO_TEMPLATE = "model.chat=auto: the tokenizer has no chat template: give model.chat=none, llama2 or xgen"
 
 
 def chat_format(name: str | None, **settings: Any) -> ChatFormat:

@@ -21,14 +21,14 @@ TASKS: tuple[str, ...] = tuple(
     dict.fromkeys((*(task for suite in SUITES.values() for task in (*suite.all_tasks, *suite.tasks)), TASK))
 )
 
-_WHOLE = {suite.whole: suite.datasets for suite in SUITES.values()}
 _TASK = {
     task: tuple(dataset for dataset in suite.datasets if dataset.task == task)
     for suite in SUITES.values()
     for task in suite.tasks
 }
 # {name in a config: its datasets}: names of suites, tasks and datasets
-CHOICES: dict[str, tuple[Dataset, ...]] = {**_WHOLE, **_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
+CHOICES: dict[str, tuple[Dataset, ...]] = {suite.whole: suite.datasets for suite in SUITES.values()}
+CHOICES |= {**_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
 
 if TYPE_CHECKING:
 
@@ -55,7 +55,7 @@ def default_suite(model: str) -> Suite:
 def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
     """The user's datasets that a config describes, from now on in `DATASETS`, and their suites in `SUITES`.
 
-    dataset: the config's, as in `datasets_asked_for`. Raises UserError.
+    dataset: the config's, as in `datasets_asked_for`. Raises UserError for a bad description, or a name that is taken.
     """
     described = {name: value for name, value in dataset.items() if isinstance(value, Mapping)}
     for name in described:
@@ -112,11 +112,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 
 def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: OnError = "raise") -> LoadedDataset:
-    """As `load`, with files read again at each call.
-
-    data_dir: the folder of the suite's files; None downloads or makes them.
-    on_error: "raise" if a row is unusable, or "skip" such rows and list them in `skipped`.
-    """
+    """As `load`, with files read again at each call. data_dir, on_error: `dir` and `on_error` of `DataSettings`."""
     suite, folder = SUITES[dataset.suite], None if data_dir is None else Path(data_dir)
     return suite.load(dataset, DataSettings(folder, on_error, options=suite.options and suite.options()))
 

@@ -15,7 +15,7 @@ parameters can learn it, and pruning can break it.
 
 All other needles of a context are distractors of the same form. Needles occur at every depth. A prompt has exactly 512,
 1024 or 2048 tokens of the tiny tokenizer (`<|begin|>` included), because a context is a list of strings of one token
-each of `vocabulary()`; a leading space belongs to its word.
+each; a leading space belongs to its word.
 
 The hash of a row's text determines whether it is of the test split (`is_test`), independent of the seed. So no training
 sequence of `scripts/dev/train.py`, which uses the same function, holds a question of the test split.
@@ -118,16 +118,6 @@ def keys() -> tuple[str, ...]:
     random.Random("keys").shuffle(names)
     taken = {*VALUES, *_NOUNS, *_ADJECTIVES}
     return tuple(name for name in names if name not in taken)[:256]
-
-
-@cache
-def vocabulary() -> tuple[str, ...]:
-    """Every string that is one token in the suite's prompts and answers, but for single bytes."""
-    spaced = [*keys(), *VALUES, *CLASSES, *ORDINALS, *map(str, range(1, PARAGRAPHS + 1)), "entry", "link", "aside"]
-    for words in (*_PATTERN, _CODE):
-        spaced += words
-    bare = "Ledger Question Documents Document Chain Notes Digest Example Paragraph Where Pages File proc call Learn"
-    return tuple(dict.fromkeys([*bare.split(), *(f" {word}" for word in spaced)]))
 
 
 def head(name: str) -> Tokens:

@@ -34,8 +34,6 @@ _FIELDS = {"prompt": FILLED, "answer_nodes": TEXTS, "problem_type": one_of(_QUES
 
 @dataclass
 class GraphWalksConfig:
-    """Settings of the suite."""
-
     lengths: list[int] | None = setting(
         None, "maximum tokens of a made prompt, its chat template and its answer together; `null` reads the dataset"
     )
@@ -82,7 +80,7 @@ SUITE = Suite(
 
 
 def _example(dataset: Dataset, row: Any, number: int) -> Example:
-    """A hub's row. Methods may shorten what precedes the last operation. Raises UserError."""
+    """A hub's row. Methods may shorten what precedes the last operation."""
     check_fields(row, _FIELDS)
     context, operation, question = row["prompt"].rpartition("Operation:")
     nodes = f"Final Answer: [{', '.join(row['answer_nodes'])}]"

@@ -146,7 +146,7 @@ SUITE_E = Suite(
 
 
 def _entry(name: str, dataset: str, check: Check, folder: Path | None) -> Any:
-    """A dataset's entry in one of LongBench's config files. Raises UserError."""
+    """A dataset's entry in one of LongBench's config files."""
     path = f"config/{name}"
     data = official_file("LongBench", path, CONFIG_URL + name, CONFIG_SHA256[name], folder, _GIVE)
     try:
@@ -158,7 +158,7 @@ def _entry(name: str, dataset: str, check: Check, folder: Path | None) -> Any:
 
 
 def _archive() -> Path:
-    """The hub's archive, in the hub's cache; downloaded if necessary. Raises UserError."""
+    """The hub's archive, in the hub's cache; downloaded if necessary."""
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

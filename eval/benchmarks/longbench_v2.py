@@ -55,7 +55,6 @@ SUITE = Suite(
 
 
 def _example(dataset: Dataset, template: str, row: Any, number: int) -> Example:
-    """The row's example. Raises UserError with the reason if the row cannot be used."""
     check_fields(row, _FIELDS)
     instruction, _, question = template.partition("$DOC$")
     parts = [instruction, row["context"].strip(), question]

@@ -319,13 +319,10 @@ def scored_text(dataset: Dataset, prediction: str) -> str:
 def score_example(
     dataset: Dataset, prediction: str, answers: Sequence[str], all_classes: Sequence[str] | None = None
 ) -> float:
-    """The official score, 0 to 1, of one answer, by the dataset's metric.
+    """The official score, 0 to 1, of one answer, by the dataset's metric. Raises UserError as `check_gold`.
 
-    dataset: names the metric, and whether only the first line counts.
-    prediction: the model's answer, post-processed as `pred.py` does.
-    answers: the gold answers, at least one.
-    all_classes: the class names, for the classification metric only.
-    Raises UserError as `check_gold`.
+    prediction: the model's answer, post-processed as `pred.py` does. answers: the gold ones. all_classes: the class
+    names, for the classification metric only.
     """
     check_gold(dataset, answers, all_classes)
     return METRICS[dataset.metric](scored_text(dataset, prediction), answers, all_classes or ())

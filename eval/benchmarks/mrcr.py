@@ -32,8 +32,6 @@ _FIELDS = {"prompt": FILLED, "answer": FILLED, "random_string_to_prepend": FILLE
 
 @dataclass
 class MrcrConfig:
-    """Settings of the suite."""
-
     lengths: list[int] = setting(
         [BINS[0]], "upper ends of bins, in tokens of messages and answer: 8192, 16384, ... 1048576"
     )
@@ -63,7 +61,7 @@ def _counter(settings: DataSettings) -> tuple[str, Callable[[str], int]]:
 def _example(
     dataset: Dataset, count: Callable[[str], int], lengths: Sequence[int], row: Any, number: int
 ) -> Example | None:
-    """The example of a row, in the group of its bin; None if that is none of `lengths`. Raises UserError."""
+    """The example of a row, in the group of its bin; None if that is none of `lengths`."""
     check_fields(row, _FIELDS)
     if len(row["prompt"]) > _CHARACTERS * max(lengths):
         return None

@@ -23,7 +23,7 @@ from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import made_here, sha256_of
-from eval.benchmarks.ruler.generator import NEEDLE, NOISE, as_example
+from eval.benchmarks.ruler.generator import NEEDLE, NOISE
 from eval.benchmarks.ruler.sources import check_haystack, read_text
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
 from lazyllm.errors import UserError, require
@@ -36,8 +36,6 @@ _WORDS = 40  # longest part of a user's text, in words; needles stand between pa
 
 @dataclass
 class NeedleConfig:
-    """Settings of the suite."""
-
     lengths: list[int] = setting(
         [512, 1024, 2048], "maximum tokens of a prompt, its chat template and its answer together"
     )
@@ -50,10 +48,7 @@ class NeedleConfig:
 
 
 class _English:
-    """Makes rows for one tokenizer. Placeholders in all texts: {key} and {value}.
-
-    draw: gives a key and a value. filler: gives the haystack's sentences, endlessly.
-    """
+    """Makes rows for one tokenizer. Placeholders in all texts: {key} and {value}."""
 
     instruction = "Somewhere in this text a special magic number is given. Find it and remember it.\n\n"
     needle = NEEDLE.replace("{kind}", "numbers")
@@ -67,9 +62,11 @@ class _English:
         self._size = cache(lambda sentence: len(continuation_ids(tokenizer, f" {sentence}")))
 
     def draw(self, rng: random.Random) -> tuple[str, str]:
+        """A key and a value."""
         return "-".join(rng.sample(embedded.VALUES, 2)), str(rng.randint(1_000_000, 9_999_999))
 
     def filler(self, rng: random.Random) -> Iterator[str]:
+        """The haystack's sentences, endlessly."""
         return cycle(self.sentences)
 
     def example(self, dataset: Dataset, seed: int, length: int, depth: int, repeat: int) -> Example:
@@ -82,20 +79,31 @@ class _English:
 
         def made(sentences: Sequence[str], place: int) -> tuple[Example, int]:
             """A prompt with the needle after so many sentences, and its tokens."""
-            needle, instruction = self.needle.format(key=key, value=value), self.instruction
-            text = instruction + " ".join([*sentences[:place], needle, *sentences[place:]])
-            spot = text.index(needle), text.index(needle) + len(needle)
-            official = {  # in RULER's format, with length, depth and evidence
-                "id": identity,
-                "input": text + question,
-                "outputs": [value],
-                "answer_prefix": answer_prefix,
-                "length": length,
-                "depth": depth,
-                "evidence": [[*spot]],
-            }
-            context, groups = (len(instruction), len(text)), (f"length={length}", f"depth={depth}")
-            example = as_example(dataset.name, identity, official, context, [spot], groups)
+            needle = self.needle.format(key=key, value=value)
+            context = " ".join([*sentences[:place], needle, *sentences[place:]])
+            start, before = context.index(needle), len(self.instruction)
+            end = start + len(needle)
+            example = Example(
+                dataset=dataset.name,
+                id=identity,
+                instruction=self.instruction,
+                context=context,
+                input=question,
+                answers=(value,),
+                length=length,
+                answer_prefix=answer_prefix,
+                evidence=((start, end),),
+                groups=(f"length={length}", f"depth={depth}"),
+                official={  # in RULER's format, with length, depth and evidence
+                    "id": identity,
+                    "input": self.instruction + context + question,
+                    "outputs": [value],
+                    "answer_prefix": answer_prefix,
+                    "length": length,
+                    "depth": depth,
+                    "evidence": [[before + start, before + end]],
+                },
+            )
             return example, len(build_prompt(example, dataset, self.tokenizer, chat=self.chat).token_ids)
 
         limit = length - self.max_new_tokens

@@ -69,7 +69,7 @@ _GIVEN = {item.name: item for item in fields(OwnDataset) if item.name not in _NO
 
 
 def described(file: Path) -> dict[str, dict[str, Any]]:
-    """{name: description} of a YAML file, paths of rows made absolute. Raises UserError."""
+    """{name: description} of a YAML file, paths of rows made absolute. Raises UserError if it has no descriptions."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -102,8 +102,8 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
         places = _places(own.template)
     except ValueError as error:
         raise UserError(f"{where}.template={own.template!r}: {error}; a brace itself is written twice") from error
-    expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
     is_one = places.count(own.context) == 1 and f"{{{own.context}}}" in own.template
+    expected = f"a field of the template, once: {', '.join(places) or 'it has none'}"
     require(is_one, f"{where}.context", own.context, expected)
     require(own.max_new_tokens > 0, f"{where}.max_new_tokens", own.max_new_tokens, "1 or more")
     require(own.prompt_tokens >= 0, f"{where}.prompt_tokens", own.prompt_tokens, "0 or more")
@@ -114,7 +114,6 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
 
 
 def _places(template: str) -> list[str]:
-    """The names in braces."""
     return [place for _, place, _, _ in string.Formatter().parse(template) if place is not None]
 
 

@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
@@ -35,48 +35,45 @@ Ranges = list[tuple[int, int]]  # half-open ranges of characters, ascending and 
 
 @dataclass(frozen=True)
 class Message:
-    """A later message, which follows an answer.
+    """What the model reads before an answer: the prompt, or a later message, which follows an answer.
 
-    text: in the chat format, with the answer prefix. token_ids: of the text; the first may be an end token (`behind`).
-    sha256: of the token ids. evidence: ranges of the first prompt's text, as `BuiltPrompt.evidence`.
+    text: in the chat format, with the answer prefix. token_ids: of the text, special ones included; those of a later
+        message may begin with an end token (`behind`).
+    evidence: ranges of the prompt's text that hold the answer, after truncation; () if unknown.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    sha256: str
     evidence: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the token ids in decimal, joined by commas: equal hashes are equal prompts."""
+        return hashlib.sha256(",".join(map(str, self.token_ids)).encode()).hexdigest()
 
     def behind(self, answer: Sequence[int], end_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens to run after an answer, without a second end token."""
         return tuple(unseen_tokens(answer[-1], self.token_ids, end_ids))
 
 
-@dataclass(frozen=True)
-class BuiltPrompt:
-    """One example's prompt, ready for the model.
+@dataclass(frozen=True, kw_only=True)
+class BuiltPrompt(Message):
+    """One example's prompt, truncated and wrapped, ready for the model.
 
-    text: the prompt, truncated and wrapped.
-    token_ids: its tokens, special ones included.
     tokens_before_truncation: tokens of the filled template, special ones included, before truncation and chat format.
     truncated: whether the middle was cut out.
-    sha256: of the token ids: equal hashes are equal prompts.
     context: ranges of `text` that a method may shorten: the row's context after truncation, without the answers of its
         examples.
-    evidence: ranges of `text` that hold the answer, after truncation; () if unknown.
     spans: [n, 2] the range of `text` that each token stands for; None if unknown: the tokenizer is not a fast one, or
         its chat template changes the prompt.
     encode: tokenises another text in the same way.
     turns: the later messages, in order.
     """
 
-    text: str
-    token_ids: tuple[int, ...]
     tokens_before_truncation: int
     truncated: bool
-    sha256: str
     context: tuple[tuple[int, int], ...] = ()
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
-    evidence: tuple[tuple[int, int], ...] = ()
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
     turns: tuple[Message, ...] = ()
 
@@ -130,16 +127,21 @@ def build_prompt(
         text, by = wrapped, wrapped.find(inner) - start
     text += example.answer_prefix
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
-    before = len(ids) if example.earlier else before  # a conversation is not truncated
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
-    encode = partial(_tokenize, tokenizer, special_tokens=special)
-    sha256 = token_ids_sha256(ids)
     context, first, *others = (tuple(_moved(ranges, by)) for ranges in places)
     later = zip(example.turns, others, strict=True)
-    turns = tuple(_later_turn(turn, tokenizer, chat, ranges) for turn, ranges in later)
-    spans = spans if is_found else None
-    return BuiltPrompt(text, tuple(ids), before, truncated, sha256, context, spans, first, encode, turns)
+    return BuiltPrompt(
+        text,
+        tuple(ids),
+        first,
+        tokens_before_truncation=len(ids) if example.earlier else before,  # a conversation is not truncated
+        truncated=truncated,
+        context=context,
+        spans=spans if is_found else None,
+        encode=partial(_tokenize, tokenizer, special_tokens=special),
+        turns=tuple(_later_turn(turn, tokenizer, chat, ranges) for turn, ranges in later),
+    )
 
 
 def _later_turn(
@@ -151,7 +153,7 @@ def _later_turn(
     ids = continuation_ids(tokenizer, text) if text[:1].isspace() else _tokenize(tokenizer, text, special_tokens=False)
     if not ids:
         raise UserError(f"a later turn has no tokens (its text is {text!r})")
-    return Message(text, tuple(ids), token_ids_sha256(ids), evidence)
+    return Message(text, tuple(ids), evidence)
 
 
 def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
@@ -182,13 +184,13 @@ def _unprotected(context: str, protected: str) -> Ranges:
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
 
-def _ends(tokenizer: PreTrainedTokenizerBase, ids: list[int], limit: int, decode_halves: bool) -> tuple[str, str]:
+def _ends(tokenizer: Any, ids: list[int], limit: int, decode_halves: bool) -> tuple[str, str]:
     """The texts of the first and the last tokens, together `limit` tokens."""
-    half = limit // 2
-    left = _decode(tokenizer, ids[:half])
+    half, decode = limit // 2, partial(tokenizer.decode, skip_special_tokens=True)
+    left = decode(ids[:half])
     if decode_halves:
-        return left, _decode(tokenizer, ids[-half:])
-    both = _decode(tokenizer, ids[:half] + ids[half - limit :])
+        return left, decode(ids[-half:])
+    both = decode(ids[:half] + ids[half - limit :])
     cut = _same(left, both)  # all of `left`, unless the cut went through a character
     return both[:cut], both[cut:]
 
@@ -254,31 +256,17 @@ def continuation_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]
     return behind[len(alone) :]
 
 
-def token_ids_sha256(token_ids: Sequence[int]) -> str:
-    """The sha256 of token ids in decimal, joined by commas."""
-    return hashlib.sha256(",".join(map(str, token_ids)).encode()).hexdigest()
-
-
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> list[int]:
     # verbose=False: no warning for long prompts, which are truncated later
     ids: Any = tokenizer(text, truncation=False, add_special_tokens=special_tokens, verbose=False)["input_ids"]
     return ids
 
 
-def _tokenize_with_spans(
-    tokenizer: PreTrainedTokenizerBase, text: str, special: bool
-) -> tuple[list[int], np.ndarray | None]:
+def _tokenize_with_spans(tokenizer: Any, text: str, special: bool) -> tuple[list[int], np.ndarray | None]:
     """Token ids, and `BuiltPrompt.spans`."""
     import numpy as np
 
     if not getattr(tokenizer, "is_fast", False):
         return _tokenize(tokenizer, text, special), None
-    tokens: Any = tokenizer(
-        text, truncation=False, add_special_tokens=special, verbose=False, return_offsets_mapping=True
-    )
+    tokens = tokenizer(text, truncation=False, add_special_tokens=special, verbose=False, return_offsets_mapping=True)
     return tokens["input_ids"], np.array(tokens["offset_mapping"], dtype=np.int32).reshape(-1, 2)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    text: Any = tokenizer.decode(ids, skip_special_tokens=True)
-    return text

@@ -164,7 +164,7 @@ def prompt_parts(template: str, values: Mapping[str, Any], context: str = "conte
 
 
 def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) -> Example:
-    """A row in LongBench's format as an example. template: with fields in braces, {context} once. Raises UserError."""
+    """A row in LongBench's format. template: with fields in braces, {context} once. Raises UserError for a bad row."""
     check_fields(row, _FIELDS)
     if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
         raise UserError(f"field 'dataset' must be {dataset.name!r}, the file's name, got {shortened(row['dataset'])}")

@@ -127,12 +127,10 @@ def _parsed_prompts(content: bytes) -> list[dict[str, str]]:
     return prompts
 
 
-def _is_context(value: Any) -> bool:
-    numbers = isinstance(value, list) and bool(value) and all(type(number) is int for number in value)  # mf's
-    return is_filled(value) or numbers
-
-
-_CONTEXT: Check = _is_context, "a string that is not empty"
+_CONTEXT: Check = (  # mf's is a list of numbers
+    lambda value: is_filled(value) or (isinstance(value, list) and {*map(type, value)} == {int}),
+    "a string that is not empty",
+)
 _TURNS: Check = (lambda value: isinstance(value, list) and bool(value), "a list of turns")
 _OPTIONS: Check = (lambda value: is_texts(value) and len(value) == 4, "4 strings")
 _ASKS: Check = _ASKED.search, "a text that names what it asks for, as 'The ... is'"
@@ -144,10 +142,7 @@ _ANSWERS: dict[str, Check] = {
 
 
 def _example(dataset: Dataset, prompts: tuple[str, str, str], row: Any, number: int) -> Example:
-    """The example of a row. Raises UserError, with the reason, if the row cannot be used.
-
-    prompts: the first one, with {context} in it; that of later messages; the text after those.
-    """
+    """prompts: the first one, with {context} in it; that of later messages; the text after those."""
     first, later, prefix = prompts
     name = "input" if isinstance(row, dict) and "input" in row and "context" not in row else "context"
     check_fields(row, {name: _CONTEXT, "multi_turns": _TURNS})
@@ -176,7 +171,7 @@ def _example(dataset: Dataset, prompts: tuple[str, str, str], row: Any, number: 
 
 
 def _question(dataset: Dataset, number: int, turn: Any) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The values of a prompt's placeholders in one turn, and its gold answers. Raises UserError."""
+    """The values of a prompt's placeholders in one turn, and its gold answers."""
     try:
         check_fields(turn, {"input": FILLED, "answer": _ANSWERS.get(dataset.metric, FILLED)})
         text, answer = turn["input"], turn["answer"]

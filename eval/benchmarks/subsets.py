@@ -71,7 +71,7 @@ class Shard:
 
 
 def parse_shard(text: str) -> Shard:
-    """The shard written i/n. Raises UserError."""
+    """The shard written i/n. Raises UserError for another text."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"shard={text}: expected the i-th of n shards, written i/n with i from 1 to n, e.g. 2/4")

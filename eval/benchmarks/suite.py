@@ -31,7 +31,6 @@ class Dataset:
     name: its name in configs, files and tables; unique among all suites.
     task: the task whose score is the mean over its datasets.
     metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS`.
-    suite: the name of its suite.
     prompt_of: the LongBench dataset whose prompt and answer length it uses; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
@@ -57,12 +56,7 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Turn:
-    """A later question on an example's context.
-
-    text: the text of the message, which follows the answer before it; the chat format wraps it.
-    answers: the gold answers, at least one.
-    answer_prefix, evidence: as in `Example`.
-    """
+    """A later question on an example's context. text: the message, without chat format. Others: as of `Example`."""
 
     text: str
     answers: tuple[str, ...]
@@ -104,16 +98,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Published:
-    """The published size of a dataset, for plans before its rows are here.
-
-    examples: their number. words: mean of an example. max_new_tokens: of an answer. tokens_per_word: by Llama 2's
-    tokenizer.
-    """
+    """The published size of a dataset, for plans before its rows are here."""
 
     examples: int
-    words: int
+    words: int  # mean of an example
     max_new_tokens: int
-    tokens_per_word: float
+    tokens_per_word: float  # by Llama 2's tokenizer
 
 
 class DoesNotFitError(UserError):

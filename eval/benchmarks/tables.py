@@ -25,7 +25,7 @@ def kind_of(file: str) -> str:
 def read_table(file: str) -> tuple[list[tuple[str, Any]], str]:
     """(place, row, or UserError with the reason why it is none) of each row, and the sha256 of the file.
 
-    Values are as in the file: "0042" of a CSV stays a text, and a date in JSON too. Raises UserError.
+    Values are as in the file: "0042" of a CSV stays a text, and a date in JSON too. Raises UserError if it is no table.
     """
     try:
         data = Path(file).read_bytes()

@@ -14,10 +14,9 @@ from eval.benchmarks.ruler.sources import (
     INSTALL,
     OFFICIAL_SHA256,
     TASKS,
-    Sources,
     check_haystack,
     corpus_sha256,
-    missing_corpus,
+    missing,
     read_tasks,
     words,
 )
@@ -30,8 +29,6 @@ VERSION = 1
 
 @dataclass
 class RulerConfig:
-    """Settings of the suite."""
-
     length: int = setting(4096, "maximum tokens of a prompt, its chat template and its answer together")
     seed: int = setting(42, "of the rows; 42 is the official one")
     haystack: str | None = setting(
@@ -54,21 +51,15 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
         raise UserError(f"{dataset.name} needs the package scipy; {INSTALL}")
 
 
-def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why a dataset's corpus is not available; None if it is."""
-    sources = Sources(settings.dir, settings.options.haystack)
-    return missing_corpus(read_tasks(settings.dir)[dataset.name], sources)
-
-
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The first rows of one dataset. `data_sha256` covers all that rows are made from, independent of their number.
 
     Raises UserError for what `check` refuses, a missing corpus, or a length that is too short for the task.
     """
     task, options = read_tasks(settings.dir)[dataset.name], settings.options
-    sources, tokenizer = Sources(settings.dir, options.haystack), tokenizer_for_rows(settings.model, "ruler")
+    tokenizer = tokenizer_for_rows(settings.model, "ruler")
     reserved, count = wrap_tokens(tokenizer, settings.chat), ROWS if settings.limit is None else settings.limit
-    made = rows(task, tokenizer, options.length, count, options.seed, sources, reserved)
+    made = rows(task, tokenizer, settings, count, reserved)
     hashed = {
         "suite": VERSION,
         "task": task.name,
@@ -76,7 +67,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         "seed": options.seed,
         "chat tokens": reserved,
         "templates": OFFICIAL_SHA256,
-        "corpus": corpus_sha256(task, sources),
+        "corpus": corpus_sha256(task, settings),
         "first row": made[0].official,
     }
     source = f"RULER, {dataset.name}, {options.length} tokens, seed {options.seed}"

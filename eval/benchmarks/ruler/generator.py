@@ -11,7 +11,7 @@ import re
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, pairwise
 from typing import Any
@@ -20,14 +20,13 @@ from eval.benchmarks.ruler.sources import (
     Essay,
     Pairs,
     QaQuestion,
-    Sources,
     Task,
     english_words,
     read_corpus,
     read_essay,
     words,
 )
-from eval.benchmarks.suite import DoesNotFitError, Example
+from eval.benchmarks.suite import DataSettings, DoesNotFitError, Example
 from lazyllm.errors import UserError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -37,57 +36,25 @@ _DEPTHS = [round(100 * step / 39) for step in range(40)]  # percent
 _EXAMPLE_VALUE = "12345"
 _CODE_LETTERS = 6
 _SMALL = 4096  # below this length, some tasks have smaller settings
-NO_FILES = Sources()
 _TRIES = 100  # how often a row of the smallest size is drawn again until it fits; officially there is no limit
 
 
-def as_example(
-    dataset: str,
-    identity: str,
-    official: dict[str, Any],
-    context: tuple[int, int],
-    evidence: Iterable[tuple[int, int]],
-    groups: tuple[str, ...] = (),
-) -> Example:
-    """A row as an example.
-
-    official: the fields of a line of the official `validation.jsonl`, in order. index: for niah, the first gold
-        answer's position in `input`, in characters; for other tasks, the row's number. length: tokens of input, answer
-        prefix and answer; length_w_model_temp: and those reserved for a chat template. token_position_answer, for niah
-        only: number of tokens of `input` before the first gold answer.
-    context: [start, end) of the context in `input`, in characters: the text that the question is about.
-    evidence: such ranges of the text that holds the answer: needles, assignments, every occurrence of a common word,
-        documents.
-    """
-    (start, end), text = context, official["input"]
-    return Example(
-        dataset=dataset,
-        id=identity,
-        instruction=text[:start],
-        context=text[start:end],
-        input=text[end:],
-        answers=tuple(official["outputs"]),
-        length=official["length"],
-        answer_prefix=official["answer_prefix"],
-        evidence=tuple((first - start, last - start) for first, last in evidence),
-        groups=groups,
-        official=official,
-    )
-
-
-def rows(
-    task: Task, tokenizer: Any, length: int, count: int, seed: int = 42, sources: Sources = NO_FILES, reserved: int = 0
-) -> list[Example]:
+def rows(task: Task, tokenizer: Any, settings: DataSettings, count: int, reserved: int = 0) -> list[Example]:
     """The first `count` rows of a task.
 
     tokenizer: of transformers; counts tokens, special tokens not added.
-    length: the maximum number of tokens of prompt, chat template and answer together.
-    sources: files for the tasks that need a corpus.
-    reserved: tokens of `length` reserved for a chat template (officially `model_template_token`).
+    settings: their options are a `RulerConfig`.
+    reserved: tokens of the length reserved for a chat template (officially `model_template_token`).
 
-    Raises UserError if the task lacks a source, has fewer rows, or `length` is too short for it.
+    A row's `evidence` are needles, assignments, every occurrence of a common word, or documents. Its `official` has the
+    fields of a line of the official `validation.jsonl`, in order. index: for niah, the first gold answer's position in
+    `input`, in characters; for other tasks, the row's number. length: tokens of input, answer prefix and answer;
+    length_w_model_temp: and those reserved. token_position_answer, for niah: tokens of `input` before that answer.
+
+    Raises UserError if the task lacks a source, has fewer rows, or the length is too short for it.
     """
-    sampler = _SAMPLERS[task.kind](task, tokenizer, seed, length, length - reserved, sources)
+    length, seed = settings.options.length, settings.options.seed
+    sampler = _SAMPLERS[task.kind](task, tokenizer, settings, length - reserved)
     if isinstance(sampler, _Questions) and count > (there := len(sampler.questions)):
         raise UserError(f"{task.name} has {there} questions, but {count} rows were requested")
     size, made = sampler.size(), list[Example]()
@@ -107,9 +74,21 @@ def rows(
             official |= {"index": index, "token_position_answer": sampler.count(draft.input[:index])}
         longest_first = sorted(draft.evidence, key=len, reverse=True)  # each stands between whitespace
         pattern = re.compile(rf"(?<!\S)(?:{'|'.join(map(re.escape, longest_first))})(?!\S)")
-        evidence = (match.span() for match in pattern.finditer(draft.input, *draft.context))
-        identity = f"{task.name}-{length}-{seed}-{number:04d}"
-        made.append(as_example(task.name, identity, official, draft.context, evidence))
+        start, end = draft.context
+        found = (match.span() for match in pattern.finditer(draft.input, start, end))
+        example = Example(
+            dataset=task.name,
+            id=f"{task.name}-{length}-{seed}-{number:04d}",
+            instruction=draft.input[:start],
+            context=draft.input[start:end],
+            input=draft.input[end:],
+            answers=draft.outputs,
+            length=used,
+            answer_prefix=draft.answer_prefix,
+            evidence=tuple((first - start, last - start) for first, last in found),
+            official=official,
+        )
+        made.append(example)
     return made
 
 
@@ -140,12 +119,12 @@ class _Sampler(ABC):
     step = 10  # the smallest size tried, and the decrement if a row does not fit
     smallest = 1  # the smallest size that can be drawn
 
-    def __init__(self, task: Task, tokenizer: Any, seed: int, length: int, budget: int, sources: Sources) -> None:
+    def __init__(self, task: Task, tokenizer: Any, settings: DataSettings, budget: int) -> None:
         import numpy as np
 
-        self.task, self.tokenizer, self.seed = task, tokenizer, seed
-        self.length, self.budget, self.sources = length, budget, sources
-        self.random, self.numbers = random.Random(seed), np.random.RandomState(seed)
+        self.task, self.tokenizer, self.settings, self.budget = task, tokenizer, settings, budget
+        self.length, self.seed = settings.options.length, settings.options.seed
+        self.random, self.numbers = random.Random(self.seed), np.random.RandomState(self.seed)
         self.template, self.answer_prefix = task.template, task.answer_prefix
         self.limit = budget - task.max_new_tokens  # tokens of the prompt
         self.example_tokens = 0  # tokens that `finished` puts in front
@@ -220,7 +199,7 @@ class _Needles(_Sampler):
         self.keys = max(settings["num_needle_k"], self.queries)
         self.haystack, self.essay = settings["type_haystack"], None
         if self.haystack == "essay":
-            self.step, self.essay = 500, read_essay(self.task.name, self.sources)
+            self.step, self.essay = 500, read_essay(self.task.name, self.settings)
         else:  # needles are put between lines, each at another place
             self.smallest = self.keys * self.values
             self.step = max(5 if self.length < _SMALL else 25, self.smallest)
@@ -284,7 +263,7 @@ class _Chains(_Sampler):
     def prepare(self) -> None:
         self.chains, self.hops = self.task.settings["num_chains"], self.task.settings["num_hops"]
         self.step = 5 if self.length < _SMALL else 10
-        sampler = _ChainsExample(self.task, self.tokenizer, self.seed, self.length, self.budget, self.sources)
+        sampler = _ChainsExample(self.task, self.tokenizer, self.settings, self.budget)
         sampler.random = self.random  # the example is the task's first draw
         draft, _ = sampler.fitted(sampler.size(), 0)
         self.example = f"{draft.text} {' '.join(draft.outputs)}\n"
@@ -369,7 +348,7 @@ class _CommonWords(_Sampler):
     def _listed(self, size: int, common_repeats: int, other_repeats: int) -> _Draft:
         pool = self.words
         if size > len(pool):
-            pool = self.more_words = self.more_words or english_words(self.sources)
+            pool = self.more_words = self.more_words or english_words(self.settings)
         if size > len(pool):
             raise DoesNotFitError(
                 f"cwe needs {size} different words at ruler.length={self.length}, but english_words.json has "
@@ -429,7 +408,7 @@ class _Questions(_Sampler):
     """qa: a question on documents, of which some hold the answer."""
 
     def prepare(self) -> None:
-        self.questions, self.documents = read_corpus(self.task.settings["dataset"], self.sources)
+        self.questions, self.documents = read_corpus(self.task.settings["dataset"], self.settings)
 
     def draw(self, size: int, number: int) -> _Draft:
         asked = self.questions[number]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from eval.benchmarks.downloads import HubDataset, literals, official_file
 from eval.benchmarks.rows import check_fields, is_text, parsed_json
+from eval.benchmarks.suite import Dataset, DataSettings
 from lazyllm.errors import UserError, reason_of, require
 
 COMMIT = "c3f5e3b4f87f97e048793bb510a3a6b19a46bf3a"  # of NVIDIA/RULER: of prompts, settings and rows
@@ -39,44 +40,14 @@ INSTALL = "install it with: pip install 'lazyllm-bench[ruler]'"
 
 @dataclass(frozen=True)
 class Task:
-    """The official prompt and settings of one task.
-
-    kind: the generator: a key of `constants.py`.
-    template: the prompt, with `{context}` and other placeholders.
-    answer_prefix: the text after the prompt and the chat template, which the answer continues.
-    max_new_tokens: the limit of an answer's tokens (`tokens_to_generate`).
-    settings: the task's `args` in `synthetic.yaml`.
-    """
+    """The official prompt and settings of one task. Texts have placeholders such as `{context}`."""
 
     name: str
-    kind: str
+    kind: str  # of its generator: a key of `constants.py`
     template: str
-    answer_prefix: str
-    max_new_tokens: int
-    settings: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Sources:
-    """The user's files, which some tasks need.
-
-    folder: `data.dir`, which may hold RULER's `squad.json`, `hotpotqa.json`, `PaulGrahamEssays.json` and
-        `english_words.json`, or None.
-    haystack: a text file, a folder of `.txt` and `.md` files, or RULER's `PaulGrahamEssays.json`.
-    """
-
-    folder: Path | None = None
-    haystack: Path | str | None = None
-
-    def file(self, name: str) -> Path | None:
-        """A file of `folder`; None if it does not exist."""
-        file = self.folder / name if self.folder else None
-        return file if file and file.is_file() else None
-
-    @property
-    def essay(self) -> Path | None:
-        """`haystack`, else RULER's essays in `folder`, else None."""
-        return self.file(_ESSAYS) if self.haystack is None else Path(self.haystack).expanduser()
+    answer_prefix: str  # the text after the prompt and the chat template, which the answer continues
+    max_new_tokens: int  # `tokens_to_generate`
+    settings: Mapping[str, Any]  # its `args` in `synthetic.yaml`
 
 
 @dataclass(frozen=True)
@@ -157,9 +128,21 @@ def words(*kinds: Literal["noun", "adjective", "verb"]) -> list[list[str]]:
     return [[line.rstrip() for line in (folder / f"{kind}list.txt").read_text("utf-8").splitlines()] for kind in kinds]
 
 
-def english_words(sources: Sources) -> list[str]:
+def _given(settings: DataSettings, name: str) -> Path | None:
+    """A file of `data.dir`; None if it does not exist."""
+    file = settings.dir and settings.dir.expanduser() / name
+    return file if file and file.is_file() else None
+
+
+def _essay_file(settings: DataSettings) -> Path | None:
+    """The setting `haystack`, else RULER's essays in `data.dir`, else None."""
+    haystack = settings.options.haystack
+    return _given(settings, _ESSAYS) if haystack is None else Path(haystack).expanduser()
+
+
+def english_words(settings: DataSettings) -> list[str]:
     """The longer word list, for rows that need more words than wonderwords has. Raises UserError if it is missing."""
-    file = sources.file(_ENGLISH)
+    file = _given(settings, _ENGLISH)
     if file is None:
         raise UserError(
             f"cwe needs more words at this length than wonderwords has: give data.dir=FOLDER with {_ENGLISH} from "
@@ -196,9 +179,9 @@ class Pairs(Sequence[str]):
         return beginning + rests[index - self._ends[number]]  # counted from the block's end
 
 
-def read_essay(task: str, sources: Sources) -> Essay:
+def read_essay(task: str, settings: DataSettings) -> Essay:
     """The text around a task's needles. Raises UserError if it is missing or cannot be read."""
-    path = sources.essay
+    path = _essay_file(settings)
     if path is None:
         raise UserError(f"{task} hides its needles in a text: {_GIVE_ESSAY}")
     official = path.suffix == ".json"
@@ -212,7 +195,7 @@ def read_essay(task: str, sources: Sources) -> Essay:
 
 
 def read_text(path: Path, key: str) -> str:
-    """The text of a file, or of a folder's .txt and .md files, stripped. key: the path's setting. Raises UserError."""
+    """The text of a file, or of a folder's .txt and .md files. key: the path's setting. Raises UserError if empty."""
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
     text = " ".join(_content(file, as_text=True) for file in files).strip()
     if not text:
@@ -226,37 +209,38 @@ def check_haystack(suite: str, path: str | None) -> None:
     require(exists, f"{suite}.haystack", path, "a text file or a folder, but it does not exist")
 
 
-def missing_corpus(task: Task, sources: Sources) -> str | None:
+def missing(dataset: Dataset, settings: DataSettings) -> str | None:
     """Why a task's text or dataset cannot be loaded; None if it can, or if the task does not need any."""
+    task = read_tasks(settings.dir)[dataset.name]
     if task.settings.get("type_haystack") == "essay":
-        return f"no text to hide needles in; {_GIVE_ESSAY}" if sources.essay is None else None
+        return f"no text to hide needles in; {_GIVE_ESSAY}" if _essay_file(settings) is None else None
     if task.kind != "qa":
         return None
     hub, _, name = _HUB[task.settings["dataset"]]
-    return hub.absent() if sources.file(name) is None else None
+    return hub.absent() if _given(settings, name) is None else None
 
 
-def corpus_sha256(task: Task, sources: Sources) -> str | None:
-    """SHA-256 of a task's text or dataset; None if it does not need any. Raises UserError."""
+def corpus_sha256(task: Task, settings: DataSettings) -> str | None:
+    """SHA-256 of a task's text or dataset; None if it does not need any."""
     if task.settings.get("type_haystack") == "essay":
-        essay = read_essay(task.name, sources)
+        essay = read_essay(task.name, settings)
         texts = [str(essay.official), *essay.words]
     elif task.kind == "qa":
-        questions, documents = read_corpus(task.settings["dataset"], sources)
+        questions, documents = read_corpus(task.settings["dataset"], settings)
         texts = [*documents, *map(repr, questions)]
     else:
         return None
     return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def read_corpus(dataset: str, sources: Sources) -> Corpus:
+def read_corpus(dataset: str, settings: DataSettings) -> Corpus:
     """Questions and documents of the development set of SQuAD 2.0 or HotpotQA (distractor).
 
     dataset: "squad" or "hotpotqa", read from its file in `data.dir` if it exists, else by the package `datasets`.
     Raises UserError if the file is malformed, or if the dataset is neither cached nor downloadable.
     """
     hub, configuration, name = _HUB[dataset]
-    file = sources.file(name)
+    file = _given(settings, name)
     if file is not None:
         content, source = parsed_json(_content(file), str(file)), str(file)
     else:

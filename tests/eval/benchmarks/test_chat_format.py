@@ -64,8 +64,7 @@ def tokenizer_with(template: str | None) -> Any:
 
 
 def text_of(template: str, **settings: Any) -> str:
-    chat = chat_format("auto", **settings)
-    return prompt_of(QUESTION, tokenizer_with(template), chat=chat).text
+    return prompt_of(QUESTION, tokenizer_with(template), chat=chat_format("auto", **settings)).text
 
 
 def test_prompt_is_the_same_on_another_day(template: str, monkeypatch) -> None:
@@ -89,16 +88,18 @@ def test_prompt_is_the_templates_own_text_without_thoughts_and_with_its_date(tem
     tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
     expected = Environment(trim_blocks=True, lstrip_blocks=True).from_string(TEMPLATES[template])
     messages = [{"role": "user", "content": "Who?"}]
-    assert text_of(template) == expected.render(messages=messages, add_generation_prompt=True, **tokens, **given)
+    prompt = prompt_of(QUESTION, tokenizer, chat=chat_format("auto"))
+    assert prompt.text == expected.render(messages=messages, add_generation_prompt=True, **tokens, **given)
+    own = len(tokenizer("Who?", add_special_tokens=False).input_ids)
+    assert len(prompt.token_ids) == own + wrap_tokens(tokenizer, chat_format("auto"))
 
 
 def test_later_turn_is_the_templates_text_after_the_answer(template: str) -> None:
     tokenizer = tokenizer_with(template)
     row = replace(QUESTION, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ())))
     prompt = prompt_of(row, tokenizer, chat=chat_format("auto"))
-    messages = [{"role": role, "content": said} for role, said in (("user", "Who?"), ("assistant", "Me."))]
-    messages += [{"role": "user", "content": " Why? "}, {"role": "assistant", "content": "So."}]
-    messages += [{"role": "user", "content": "How?"}]
+    said = ("Who?", "Me.", " Why? ", "So.", "How?")
+    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
     asked = {"add_generation_prompt": True, "tokenize": False, "enable_thinking": False}
     for turn, length, prefix, before in ((0, 3, "Because", "Me."), (1, 5, "", "So.")):
         whole: Any = tokenizer.apply_chat_template(messages[:length], **asked)
@@ -121,19 +122,16 @@ def test_repr_of_a_format_is_the_one_in_hashes_of_rows() -> None:
 
 
 def test_end_token_is_not_written_twice() -> None:
-    turn = Message("", (2, 5, 6), "")
+    turn = Message("", (2, 5, 6))
     assert turn.behind([7, 2], (2,)) == (5, 6)
     assert turn.behind([7, 3], (2, 3)) == (2, 5, 6)  # the model has ended in another way
     assert turn.behind([7], (2,)) == (2, 5, 6)  # it was cut off
-    assert Message("", (7, 5), "").behind([7], (2,)) == (7, 5)  # a word
+    assert Message("", (7, 5)).behind([7], (2,)) == (7, 5)  # a word
 
 
-def test_date_can_be_set() -> None:
+def test_date_can_be_set_and_thinking_is_off_unless_it_is_given_tokens() -> None:
     assert "Today Date: 31 December 2025," in text_of("smollm3", today="2025-12-31")
     assert "Today: 1 May 1990" in text_of("llama3.2", args={"date_string": "1 May 1990"})
-
-
-def test_thinking_is_off_unless_it_is_given_tokens() -> None:
     assert text_of("qwen3").endswith("<|assistant|><think></think>")
     assert text_of("qwen3", thinking_tokens=100).endswith("<|assistant|>")
     assert text_of("qwen3", args={"enable_thinking": True}).endswith("<|assistant|>")
@@ -146,12 +144,6 @@ def test_system_prompt_comes_first() -> None:
     assert text_of("qwen3", system="Be brief.").startswith("<|system|>Be brief.<|end|><|user|>Who?")
     with pytest.raises(UserError, match=r"refuses the messages \(System role not supported\): see model.system"):
         text_of("gemma", system="Be brief.")
-
-
-def test_wrap_tokens_counts_the_tokens_around_the_prompt(template: str) -> None:
-    tokenizer, chat = tokenizer_with(template), chat_format("auto")
-    whole = len(prompt_of(QUESTION, tokenizer, chat=chat).token_ids)
-    assert whole == wrap_tokens(tokenizer, chat) + len(tokenizer("Who?", add_special_tokens=False).input_ids)
 
 
 def test_null_format_is_the_tokenizers_template_or_none() -> None:
@@ -170,18 +162,15 @@ def test_null_format_is_the_tokenizers_template_or_none() -> None:
         ("llama2", " Assistant: a cat \n", " Assistant: a cat \n"),
         ("none", "\n a\n", "\n a\n"),
         ("auto", "\n a</think>\n", "\n a</think>\n"),
+        ("thinking", "<think>Is it 3? No.</think>\n\n4", "4"),
+        ("thinking", "Is it 3? No.</think> 3 </think> 4 ", "4 "),
+        ("thinking", "Is it 3? No, 4", ""),  # it had not finished
     ],
 )
 def test_answers_are_cleaned_by_format(chat: str, text: str, expected: str) -> None:
-    assert post_process(text, CHAT_FORMATS[chat]) == expected
-
-
-def test_answer_is_the_text_after_the_thought() -> None:
-    chat = chat_format("auto", thinking_tokens=100)
-    assert post_process("<think>Is it 3? No.</think>\n\n4", chat) == "4"
-    assert post_process("Is it 3? No.</think> 3 </think> 4 ", chat) == "4 "
-    assert post_process("Is it 3? No, 4", chat) == ""  # it had not finished
-    assert post_process("4", chat, chat_wrap=False) == "4"  # the prompt did not ask it to think
+    thinking = chat_format("auto", thinking_tokens=100)
+    assert post_process(text, thinking if chat == "thinking" else CHAT_FORMATS[chat]) == expected
+    assert post_process("4", thinking, chat_wrap=False) == "4"  # the prompt did not ask it to think
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.embedded import TEMPLATES
@@ -100,15 +99,13 @@ def context_of(row: Example = ROW, tokenizer: Any = None, **settings: Any) -> li
     ],
 )
 def test_context_after_the_cut(limit: int | None, context: list[str]) -> None:
-    assert context_of(max_prompt_tokens=limit) == context
-    assert context_of(max_prompt_tokens=limit, chat=CHAT_FORMATS["llama2"]) == context
-    assert context_of(max_prompt_tokens=limit, chat=CHAT_FORMATS["xgen"]) == context
+    for chat in ("none", "llama2", "xgen"):
+        assert context_of(max_prompt_tokens=limit, chat=CHAT_FORMATS[chat]) == context
 
 
-def test_long_question_leaves_no_context_in_the_right_half() -> None:
+def test_context_in_one_half_alone() -> None:
     row = replace(ROW, context="0123", input="|a very long question")
-    assert prompt_of(row, max_prompt_tokens=20).text == "Q: 0123|a" + "g question"
-    assert context_of(row, max_prompt_tokens=20) == ["0123"]
+    assert context_of(row, max_prompt_tokens=20) == ["0123"]  # "Q: 0123|a" and "g question"
     row = replace(row, instruction="a very long instruction ", input="|Q")
     assert context_of(row, max_prompt_tokens=10) == ["123"]
 
@@ -137,16 +134,6 @@ def test_context_is_found_in_the_tokenizers_chat_template() -> None:
     assert prompt.context == ()
     with pytest.raises(ValueError, match="chat template changes the prompt's text"):
         PromptCompression(0.5).check_prompt(prompt.as_input())
-
-
-def test_slow_tokenizer_is_refused_by_methods_that_need_offsets() -> None:
-    tokenizer: Any = Characters()
-    tokenizer.is_fast = False
-    prompt = prompt_of(ROW, tokenizer)
-    assert prompt.spans is None
-    lazyllm.methods.Lazy().check_prompt(prompt.as_input())
-    with pytest.raises(ValueError, match="gives no offsets"):
-        PromptCompression(0.5, "token").check_prompt(prompt.as_input())
 
 
 @official.needs(LLAMA2)

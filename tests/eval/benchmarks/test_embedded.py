@@ -10,22 +10,15 @@ import pytest
 
 from eval.benchmarks import SUITES, embedded
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.suite import DataSettings
+from eval.benchmarks.suite import DataSettings, Example
+from tests.helpers import tiny
 
 ROOT = Path(__file__).resolve().parents[3]
-EVERY = pytest.mark.parametrize("name", embedded.NAMES)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(ROOT / "lazyllm" / "models" / "tiny")
 
 
 @cache
-def rows_of(name: str) -> list[dict]:
-    return [dict(example.official) for example in load_rows(DATASETS[name]).examples[:120]]
+def examples_of(name: str) -> tuple[Example, ...]:
+    return load_rows(DATASETS[name]).examples[:12]
 
 
 def needles(name: str, context: str, question: str, answer: str) -> tuple[tuple[int, int], ...]:
@@ -49,7 +42,6 @@ def test_suite_has_one_dataset_a_task():
     assert [dataset.name for dataset in suite] == list(embedded.NAMES)
     assert [dataset.task for dataset in suite] == list(SUITES["longbench"].tasks)
     assert not any(dataset.chat_wrap for dataset in suite)
-    assert set(embedded.TEMPLATES) == set(embedded.MAX_NEW_TOKENS) == set(embedded.NAMES)
 
 
 def test_rows_and_templates_equal_those_of_the_stored_runs():
@@ -60,13 +52,12 @@ def test_rows_and_templates_equal_those_of_the_stored_runs():
     assert facts == {name: tuple(text.split()) for name, text in stored.items()}
 
 
-def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monkeypatch):
-    generated = rows_of("lookup")[:3]
+def test_rows_are_generated_once_and_again_if_the_file_is_damaged_or_cannot_be_written(tmp_path, monkeypatch, caplog):
+    generated = examples_of("lookup")[:3]
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "ROWS", 3)
     loaded = load_rows(DATASETS["lookup"])
-    assert [example.official for example in loaded.examples] == generated
-    assert loaded.max_new_tokens == 8
+    assert loaded.examples == generated
     file = tmp_path / "embedded" / "lookup.jsonl"
     whole = file.read_bytes()
     with monkeypatch.context() as patch:
@@ -77,29 +68,24 @@ def test_rows_are_generated_once_and_again_if_the_file_is_damaged(tmp_path, monk
         assert load_rows(DATASETS["lookup"]) == loaded
         assert file.read_bytes() == whole
     monkeypatch.setattr(embedded, "ROWS", 4)
-    assert load_rows(DATASETS["lookup"]).examples[:3] == loaded.examples
-    assert len(load_rows(DATASETS["lookup"]).examples) == 4
-
-
-def test_unwritable_cache_only_warns(tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(embedded, "ROWS", 3)
-    assert len(load_rows(DATASETS["lookup"]).examples) == 3
+    assert load_rows(DATASETS["lookup"]).examples == examples_of("lookup")[:4]
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(file))  # which is no folder
+    assert load_rows(DATASETS["lookup"]).examples == examples_of("lookup")[:4]
     assert "could not be written" in caplog.text
 
 
 @pytest.mark.parametrize("name", [name for name in embedded.NAMES if name != "digest"])
-def test_turns_ask_for_eight_needles_as_training_does(name, tokenizer, monkeypatch, tmp_path):
-    rows = rows_of(name)[:6]
+def test_turns_ask_for_eight_needles_as_training_does(name, monkeypatch, tmp_path):
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "ROWS", 6)
     examples = {turns: embedded.load(DATASETS[name], DataSettings(turns=turns)).examples for turns in (None, 1, 3, 8)}
-    assert examples[None] == examples[1]
+    assert examples[None] == examples[1] == examples_of(name)[:6]
+    tokenizer = tiny()[1]
     ids = tokenizer.get_vocab()
-    for row, alone, three, eight in zip(rows, *(examples[n] for n in (1, 3, 8)), strict=True):
+    for alone, three, eight in zip(*(examples[n] for n in (1, 3, 8)), strict=True):
         assert alone == replace(eight, turns=())
         assert three.turns == eight.turns[:2]
+        row = alone.official
         asked = [row]
         for turn in eight.turns:
             between, last = f"<|end|>{embedded.TEMPLATES[name].split('{context}')[1]}".split("{input}")
@@ -116,23 +102,14 @@ def test_turns_ask_for_eight_needles_as_training_does(name, tokenizer, monkeypat
         assert spans == [eight.evidence, *(turn.evidence for turn in eight.turns)]
 
 
-@EVERY
-def test_prompts_have_exactly_the_stated_tokens_and_answers_fit(name, tokenizer):
-    for row in rows_of(name)[:12]:
+@pytest.mark.parametrize("name", embedded.NAMES)
+def test_rows_of_the_test_split_have_the_stated_tokens_evidence_and_answers_that_fit(name):
+    for example in examples_of(name):
+        row, tokenizer = example.official, tiny()[1]
+        assert embedded.is_test([row["context"]], embedded.Question([row["input"]], [], []))
         assert len(tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids) == int(row["_id"].split("-")[2])
         said = row["answers"][0].strip().removeprefix("Paragraph ")
         ids = tokenizer(f" {said}", add_special_tokens=False).input_ids
         assert len(ids) + 2 <= embedded.MAX_NEW_TOKENS[name]  # full stop and end token
-
-
-@EVERY
-def test_evidence_is_the_needles_of_the_answer(name):
-    for example in load_rows(DATASETS[name]).examples[:12]:
-        assert example.evidence == needles(name, example.context, example.official["input"], example.answers[0])
+        assert example.evidence == needles(name, row["context"], row["input"], example.answers[0])
         assert len(example.evidence) == {"hops": 2, "digest": 6, "shots": 3}.get(name, 1)
-
-
-@EVERY
-def test_rows_are_of_the_test_split(name):
-    for row in rows_of(name)[:6]:
-        assert embedded.is_test([row["context"]], embedded.Question([row["input"]], [], []))

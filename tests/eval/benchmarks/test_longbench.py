@@ -17,7 +17,7 @@ from eval.benchmarks import downloads, longbench
 from eval.benchmarks.datasets import DATASETS, datasets_asked_for, load_rows
 from eval.benchmarks.metrics import dataset_score
 from eval.benchmarks.rows import parse_example, read_lines
-from eval.benchmarks.suite import Example, LoadedDataset, OnError, Turn
+from eval.benchmarks.suite import Example, LoadedDataset, Turn
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.eval import official
@@ -48,27 +48,18 @@ def as_line(row: object) -> str:
     return row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A data folder with config files."""
-    write_rows(tmp_path)
-    (tmp_path / "qasper.jsonl").unlink()
-    return tmp_path
-
-
 def write_rows(folder: Path, *rows: object, name: str = "qasper") -> Path:
-    """The file of the rows; config files too, unless they are there."""
+    """The file of the rows; config files too."""
     (folder / "config").mkdir(exist_ok=True)
     for config, text in CONFIG.items():
-        if not (folder / "config" / config).exists():
-            (folder / "config" / config).write_text(text)
+        (folder / "config" / config).write_text(text)
     file = folder / f"{name}.jsonl"
     file.write_bytes("".join(f"{as_line(row)}\n" for row in rows).encode("utf-8", "surrogatepass"))
     return file
 
 
-def load(folder: Path, on_error: OnError = "raise") -> LoadedDataset:
-    return load_rows(QASPER, folder, on_error)
+def load(folder: Path) -> LoadedDataset:
+    return load_rows(QASPER, folder)
 
 
 @official.needs(official.LONGBENCH)
@@ -86,38 +77,31 @@ def test_real_rows_are_loaded_unchanged(name, caplog):
     assert loaded.data_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def test_row_becomes_an_example(folder):
-    write_rows(folder, ROW)
-    loaded = load(folder)
-    assert loaded.examples == (
-        Example("qasper", "one", "\nAsk: Who? ", "A cat\r\nsat.\u2028", ("cat", "a cat"), (), 3, "Read: "),
-    )
-    assert loaded.max_new_tokens == 9
-    assert loaded.dataset is QASPER
+def test_rows_become_examples(tmp_path):
+    row = ROW | {"_id": "two", "turns": [TURN, TURN | {"input": "Where?", "answer_prefix": "On"}]}
+    write_rows(tmp_path, ROW, row)
+    loaded = load(tmp_path)
+    one = Example("qasper", "one", "\nAsk: Who? ", "A cat\r\nsat.\u2028", ("cat", "a cat"), (), 3, "Read: ")
+    turns = Turn("Why?", ("a whim",)), Turn("Where?", ("a whim",), "On")
+    assert loaded.examples == (one, replace(one, id="two", turns=turns))
+    assert [example.official for example in loaded.examples] == [ROW, row]
+    assert (loaded.max_new_tokens, loaded.dataset) == (9, QASPER)
 
 
-def test_row_with_later_turns_becomes_an_example_and_a_row_again(folder):
-    row = ROW | {"turns": [TURN, TURN | {"input": "Where?", "answer_prefix": "On"}]}
-    write_rows(folder, row)
-    [example] = load(folder).examples
-    assert example.turns == (Turn("Why?", ("a whim",)), Turn("Where?", ("a whim",), "On"))
-    assert example.official == row
-
-
-def test_lines_end_at_newlines_only_and_blank_ones_are_ignored(folder):
+def test_lines_end_at_newlines_only_and_blank_ones_are_ignored(tmp_path):
     first, second = as_line(ROW), as_line(ROW | {"_id": "two"}).replace(", ", ",\r", 1)
-    (folder / "qasper.jsonl").write_bytes(f"\n{first}\r\n  \n{second}".encode())
-    assert [example.id for example in load(folder).examples] == ["one", "two"]
+    write_rows(tmp_path).write_bytes(f"\n{first}\r\n  \n{second}".encode())
+    assert [example.id for example in load(tmp_path).examples] == ["one", "two"]
 
 
-def test_rows_without_id_get_one_from_their_content(folder):
+def test_rows_without_id_get_one_from_their_content(tmp_path):
     anonymous = {key: value for key, value in ROW.items() if key != "_id"}
     other = anonymous | {"input": "What?"}
-    write_rows(folder, anonymous, other)
-    ids = [example.id for example in load(folder).examples]
+    write_rows(tmp_path, anonymous, other)
+    ids = [example.id for example in load(tmp_path).examples]
     # The hash ignores the order of rows and fields, and depends on every row.
-    write_rows(folder, other, dict(reversed(anonymous.items())))
-    assert [example.id for example in load(folder).examples] == ids[::-1]
+    write_rows(tmp_path, other, dict(reversed(anonymous.items())))
+    assert [example.id for example in load(tmp_path).examples] == ids[::-1]
     assert len(set(ids)) == 2
 
 
@@ -133,64 +117,56 @@ def test_arbitrary_lines_are_refused_one_by_one(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("missing", ["qasper.jsonl", f"config/{longbench.PROMPTS}", f"config/{longbench.MAX_LENGTHS}"])
-def test_incomplete_folder_is_refused_with_its_content(folder, missing):
-    write_rows(folder, ROW)
-    (folder / missing).unlink()
-    with pytest.raises(UserError, match=rf"data\.dir={folder}: {missing} is missing; give data\.dir=FOLDER"):
-        load(folder)
+def test_incomplete_folder_is_refused_with_its_content(tmp_path, missing):
+    write_rows(tmp_path, ROW)
+    (tmp_path / missing).unlink()
+    with pytest.raises(UserError, match=rf"data\.dir={tmp_path}: {missing} is missing; give data\.dir=FOLDER"):
+        load(tmp_path)
 
 
-def test_other_templates_are_told_once(folder, caplog):
-    write_rows(folder, ROW)
-    assert load(folder) == load(folder)
+def test_other_templates_are_told_once(tmp_path, caplog):
+    write_rows(tmp_path, ROW)
+    assert load(tmp_path) == load(tmp_path)
     told = [line.partition(": differs from LongBench's own")[0] for line in caplog.messages]
-    assert told == [f"{folder}/config/{name}" for name in (longbench.PROMPTS, longbench.MAX_LENGTHS)]
+    assert told == [f"{tmp_path}/config/{name}" for name in (longbench.PROMPTS, longbench.MAX_LENGTHS)]
+
+
+UNFILLED = r"qasper\.jsonl:1: the template cannot be filled .* literal braces"
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "reason"),
+    ("name", "content", "reason"),
     [
-        (longbench.PROMPTS, "{", "JSON"),
-        (longbench.PROMPTS, "[]", "JSON object"),
-        (longbench.PROMPTS, '{"lcc": ""}', "qasper"),
-        *((longbench.PROMPTS, json.dumps({"qasper": text}), "qasper") for text in ("", "{context}{context}")),
-        (longbench.MAX_LENGTHS, '{"qasper": 0}', "at least 1"),
-        (longbench.MAX_LENGTHS, '{"qasper": true}', "at least 1"),
+        (longbench.PROMPTS, [], "JSON object"),
+        (longbench.PROMPTS, {"lcc": ""}, "qasper"),
+        *((longbench.PROMPTS, {"qasper": text}, "qasper") for text in ("", "{context}{context}")),
+        *((longbench.MAX_LENGTHS, {"qasper": number}, "at least 1") for number in (0, True)),
+        *(
+            (longbench.PROMPTS, {"qasper": "{context}" + text}, UNFILLED)
+            for text in ("{question}", "{}", "{input.x}", "{all_classes[0]}", "{", "}")
+        ),
     ],
 )
-def test_bad_config_file_is_refused(folder, name, text, reason):
-    write_rows(folder, ROW)
-    (folder / "config" / name).write_text(text)
-    with pytest.raises(UserError, match=rf"{name}.*{reason}"):
-        load(folder)
+def test_bad_config_file_is_refused(tmp_path, name, content, reason):
+    write_rows(tmp_path, ROW)
+    (tmp_path / "config" / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=reason if reason == UNFILLED else rf"{name}: .*{reason}"):
+        load(tmp_path)
+    (tmp_path / "config" / name).write_text("{")
+    with pytest.raises(UserError, match=rf"{name}: not valid JSON"):
+        load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{question}", "{}", "{input.x}", "{all_classes[0]}", "{", "}"])
-def test_template_that_a_row_cannot_fill_is_refused(folder, text):
-    write_rows(folder, ROW)
-    (folder / "config" / longbench.PROMPTS).write_text(json.dumps({"qasper": "{context}" + text}))
-    with pytest.raises(UserError, match=r"qasper\.jsonl:1: the template cannot be filled .* literal braces"):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["lcc", "code", "qasper"], ["lcc", "repobench-p", "qasper"]),
-        (["qasper", "lcc"], ["qasper", "lcc"]),
-        (["few_shot"], ["trec", "triviaqa", "samsum"]),
-    ],
-)
-def test_names_mean_datasets_each_once_in_order(names, expected):
-    assert [dataset.name for dataset in datasets_asked_for(dict.fromkeys(names, True), "llama2")] == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("hotpot", "did you mean hotpotqa"), ("xxxxxxxx", "expected one of all, ")]
-)
-def test_unknown_names_are_refused(name, reason):
-    with pytest.raises(UserError, match=reason):
-        datasets_asked_for({name: True}, "llama2")
+def test_names_mean_datasets_each_once_in_order_and_unknown_ones_are_refused():
+    for names, expected in {
+        ("lcc", "code", "qasper"): ["lcc", "repobench-p", "qasper"],
+        ("qasper", "lcc"): ["qasper", "lcc"],
+        ("few_shot",): ["trec", "triviaqa", "samsum"],
+    }.items():
+        assert [dataset.name for dataset in datasets_asked_for(dict.fromkeys(names, True), "llama2")] == expected
+    for name, reason in (("hotpot", "did you mean hotpotqa"), ("xxxxxxxx", "expected one of all, ")):
+        with pytest.raises(UserError, match=reason):
+            datasets_asked_for({name: True}, "llama2")
 
 
 REPOSITORY = "THUDM/LongBench"
@@ -271,25 +247,17 @@ def test_longbench_e_differs_from_longbench_in_rows_only():
         assert same == DATASETS[name]
 
 
-def test_longbench_e_groups_rows_by_length(folder):
-    lengths = [0, 3999, 4000, 7999, 8000, 70_000]
-    write_rows(folder, *(ROW | {"length": length, "_id": f"{length}"} for length in lengths), name="qasper_e")
-    loaded = load_rows(DATASETS["qasper_e"], folder)
-    assert [example.groups for example in loaded.examples] == [
-        ("length=0-4k",), ("length=0-4k",), ("length=4-8k",), ("length=4-8k",), ("length=8k+",), ("length=8k+",)
-    ]  # fmt: skip
+def test_longbench_e_groups_rows_by_length_and_the_rows_command_writes_them_to_be_read_again(tmp_path):
+    groups = {0: "0-4k", 3999: "0-4k", 4000: "4-8k", 7999: "4-8k", 8000: "8k+", 70_000: "8k+"}
+    rows = [ROW | {"length": length, "_id": f"{length}", "dataset": "qasper_e"} for length in groups]
+    write_rows(tmp_path, ROW, *rows, name="qasper_e")
+    loaded, out = load_rows(DATASETS["qasper_e"], tmp_path), tmp_path / "out"
+    assert [example.groups[0] for example in loaded.examples[1:]] == [f"length={group}" for group in groups.values()]
     assert (loaded.examples[0].instruction, loaded.max_new_tokens) == ("Read: ", 9)
-    write_rows(folder, ROW | {"dataset": "qasper_e"}, name="qasper_e")
-    assert len(load_rows(DATASETS["qasper_e"], folder).examples) == 1
-
-
-def test_rows_command_writes_rows_that_can_be_read_again(folder, tmp_path):
-    write_rows(folder, ROW, ROW | {"_id": "two", "length": 5000}, name="qasper_e")
-    out = tmp_path / "out"
-    assert cli.main(["rows", "dataset=qasper_e", f"data.dir={folder}", f"out={out}"]) == 0
-    assert [json.loads(line)["length"] for line in (out / "qasper_e.jsonl").read_text().splitlines()] == [3, 5000]
-    (out / "config").symlink_to(folder / "config")
-    assert load_rows(DATASETS["qasper_e"], out).examples == load_rows(DATASETS["qasper_e"], folder).examples
+    assert cli.main(["rows", "dataset=qasper_e", f"data.dir={tmp_path}", f"out={out}"]) == 0
+    assert [json.loads(line) for line in (out / "qasper_e.jsonl").read_text().splitlines()] == [ROW, *rows]
+    (out / "config").symlink_to(tmp_path / "config")
+    assert load_rows(DATASETS["qasper_e"], out).examples == loaded.examples
 
 
 def test_longbench_e_scores_by_length_are_official():

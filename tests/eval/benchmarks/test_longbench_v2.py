@@ -4,7 +4,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -53,8 +53,8 @@ def _own_prompt(monkeypatch):
     monkeypatch.setattr(longbench_v2, "PROMPT_SHA256", hashlib.sha256(PROMPT.encode()).hexdigest())
 
 
-def load(folder: Path, **settings: Any):
-    return SUITE.load(DATASET, DataSettings(dir=folder, **settings))
+def load(folder: Path):
+    return SUITE.load(DATASET, DataSettings(dir=folder))
 
 
 def official_prompt(values: dict[str, Any]) -> str:
@@ -77,17 +77,12 @@ def test_prompts_are_official(tmp_path):
         assert example.answers == (values["answer"],)
 
 
-def load_one(values: dict[str, Any]):
-    return longbench_v2._example(DATASET, PROMPT, values, 0)
-
-
 @given(st.text("ab c\n", max_size=40), st.integers(2, 50))
 def test_prompts_lose_their_middle_as_officially(context, limit):
     """`ids[:limit // 2] + ids[-limit // 2:]`, decoded together."""
-    example = load_one(row(0, context=f"x{context}"))
-    tokenizer: Any = Characters()
-    text = official_prompt(row(0, context=f"x{context}"))
-    ids: Any = tokenizer(text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
+    values, tokenizer = row(0, context=f"x{context}"), cast(Any, Characters())
+    example = longbench_v2._example(DATASET, PROMPT, values, 0)
+    ids = tokenizer(official_prompt(values), truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
     if len(ids) > limit:
         ids = ids[: limit // 2] + ids[-limit // 2 :]
     prompt = build_prompt(example, DATASET, tokenizer, limit)
@@ -98,28 +93,14 @@ def test_prompts_lose_their_middle_as_officially(context, limit):
 @official.needs(LLAMA2)
 def test_halves_decoded_together_keep_the_space_between_them():
     """Sentencepiece drops the space in front of a text: decoded alone, the second half would lose it."""
-    tokenizer: Any = llama2()
-    example = load_one(row(0, context="alpha beta gamma delta " * 20))
+    values, tokenizer = row(0, context="alpha beta gamma delta " * 20), llama2()
+    example = longbench_v2._example(DATASET, PROMPT, values, 0)
     datasets = (replace(DATASET, decode_halves=apart) for apart in (True, False))
     texts = [build_prompt(example, dataset, tokenizer, 41).text for dataset in datasets]
-    ids: Any = tokenizer(official_prompt(row(0, context="alpha beta gamma delta " * 20)))["input_ids"]
+    ids = tokenizer(official_prompt(values))["input_ids"]
     assert texts[1] == tokenizer.decode(ids[:20] + ids[-21:], skip_special_tokens=True)
     assert texts[0] == "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:20], ids[-20:]))
     assert texts[0] != texts[1]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[\n{'a': 1}\n]", r"data\.json: not a table of rows .*line 2"),
-        (b"[\xff]", r"data\.json: not a table of rows .*utf-8"),
-    ],
-)
-def test_malformed_file_is_refused(content, message, tmp_path):
-    write(tmp_path)
-    (tmp_path / "data.json").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        load(tmp_path)
 
 
 def test_incomplete_folder_is_refused(tmp_path):

@@ -85,26 +85,23 @@ def test_haystack_is_noise_or_the_users_text(tmp_path):
 
 @NEEDS_LLAMA2
 def test_haystack_without_sentences_is_filled(tmp_path):
-    (tmp_path / "one.txt").write_text("word " * 3000)
-    file = str(tmp_path / "one.txt")
-    loaded = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[1000], depths=[0, 50], haystack=file))
-    tokenizer = load_tokenizer_of(LLAMA2)
-    assert tokenizer is not None
+    file = tmp_path / "one.txt"
+    file.write_text("word " * 3000)
+    loaded = SUITE.load(DATASET, settings_of(LLAMA2, lengths=[1000], depths=[0, 50], haystack=str(file)))
     for example in loaded.examples:
-        tokens = len(build_prompt(example, DATASET, tokenizer).token_ids) + loaded.max_new_tokens
+        tokens = len(build_prompt(example, DATASET, official.llama2()).token_ids) + loaded.max_new_tokens
         assert 1000 - 42 < tokens <= 1000
 
 
 def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
-    def data(chat: str = "none", limit: int | None = None, **options: Any) -> str:
-        options = {"lengths": [300], "depths": [0, 50]} | options
-        return SUITE.load(DATASET, settings_of(chat=chat, limit=limit, **options)).data_sha256
+    def data(**options: Any) -> str:
+        return SUITE.load(DATASET, settings_of(**{"lengths": [300], "depths": [0, 50], **options})).data_sha256
 
     assert data() == data(limit=1) == data(repeats=2)
     assert len({data(), data(seed=1), data(lengths=[299]), data(depths=[0, 51]), data(chat="llama2")}) == 5
 
 
-def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone take \d+ tokens"
@@ -112,9 +109,6 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         _ = run_of("dataset=needle", "needle.lengths=[20]").cases
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give smaller needle\.lengths"):
         _ = run_of("dataset=needle", "needle.lengths=[512,5000]").cases
-
-
-def test_empty_haystack_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text(" \n")
     with pytest.raises(UserError, match=r"no text to hide needles in; give needle\.haystack=FILE"):
         SUITE.load(DATASET, settings_of(LLAMA2, haystack=str(tmp_path)))
@@ -145,6 +139,5 @@ def test_tiny_models_needle_is_lookups():
     key = example.input.removeprefix("\nQuestion: entry ")
     assert key in set(embedded.keys())
     assert needle_of(example) == f"entry {key} {example.answers[0]}."
-    assert embedded.TEMPLATES["lookup"].format(context=example.context, input=key) == "".join(
-        [example.instruction, example.context, example.input]
-    )
+    prompt = example.instruction + example.context + example.input
+    assert embedded.TEMPLATES["lookup"].format(context=example.context, input=key) == prompt

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.prompts import build_prompt, end_token_ids, token_ids_sha256, wrap_tokens
+from eval.benchmarks.prompts import build_prompt, end_token_ids, wrap_tokens
 from eval.benchmarks.suite import Dataset, Example, Turn
 from lazyllm.errors import UserError
 from tests.eval import official
@@ -110,17 +110,6 @@ def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
     assert list(bare.turns[1].token_ids) == encode("A\nAsk: why Because")[len(encode("A")) :]
 
 
-def test_short_prompt_is_rendered_and_wrapped():
-    prompt = prompt_of(max_prompt_tokens=50, chat=CHAT_FORMATS["llama2"])
-    text = "[INST]Q: A cat\r\nsat.|Who?[/INST]"
-    assert prompt.text == text
-    assert prompt.token_ids == (1, *map(ord, text))
-    assert prompt.tokens_before_truncation == 1 + len("Q: A cat\r\nsat.|Who?") == 20
-    assert not prompt.truncated
-    ids = ",".join(str(number) for number in [1, *map(ord, text)])
-    assert prompt.sha256 == hashlib.sha256(ids.encode()).hexdigest()
-
-
 @pytest.mark.parametrize(
     ("limit", "text"),
     [
@@ -131,19 +120,16 @@ def test_short_prompt_is_rendered_and_wrapped():
         (None, "Q: A cat\r\nsat.|Who?"),
     ],
 )
-def test_long_prompt_loses_its_middle(limit, text):
-    prompt = prompt_of(max_prompt_tokens=limit)
-    assert prompt.text == text
-    assert prompt.token_ids == (1, *map(ord, text))
-    assert prompt.tokens_before_truncation == 20
-    assert prompt.truncated == (limit not in (20, None))
-
-
-def test_exempt_datasets_are_cut_but_not_wrapped():
-    for chat in CHAT_FORMATS.values():
-        assert prompt_of(max_prompt_tokens=7, dataset=DATASETS["lcc"], chat=chat).text == "Q:ho?"
-    exempt = {name for name in LONGBENCH_NAMES if not DATASETS[name].chat_wrap}
-    assert exempt == EXEMPT
+def test_long_prompt_loses_its_middle_and_is_wrapped_unless_its_dataset_is_exempt(limit, text):
+    for dataset, expected in (("qasper", f"[INST]{text}[/INST]"), ("lcc", text)):
+        prompt = prompt_of(dataset=DATASETS[dataset], max_prompt_tokens=limit, chat=CHAT_FORMATS["llama2"])
+        assert prompt.text == expected
+        assert prompt.token_ids == (1, *map(ord, expected))
+        assert prompt.tokens_before_truncation == 1 + len("Q: A cat\r\nsat.|Who?") == 20
+        assert prompt.truncated == (limit not in (20, None))
+        ids = ",".join(str(number) for number in [1, *map(ord, expected)])
+        assert prompt.sha256 == hashlib.sha256(ids.encode()).hexdigest()
+    assert {name for name in LONGBENCH_NAMES if not DATASETS[name].chat_wrap} == EXEMPT
 
 
 @official.needs(official.LONGBENCH)
@@ -152,13 +138,10 @@ def test_xgen_format_is_the_published_one():
     assert prompt_of(QUESTION, chat=CHAT_FORMATS["xgen"]).text == header + " ### Human: Who?\n###"
 
 
-def test_later_turn_has_xgens_format_and_is_refused_without_tokens():
+def test_later_turn_has_xgens_format():
     [turn] = prompt_of(replace(QUESTION, turns=(Turn("Why?", ()),)), chat=CHAT_FORMATS["xgen"]).turns
     assert turn.text == "\n### Human: Why?\n###"
     assert list(turn.token_ids) == [ord(letter) for letter in turn.text]
-    assert turn.sha256 == token_ids_sha256(turn.token_ids)
-    with pytest.raises(UserError, match="a later turn has no tokens"):
-        prompt_of(replace(QUESTION, turns=(Turn("", ()),)))
 
 
 def test_newline_ends_samsums_answers_only():
@@ -180,39 +163,28 @@ def test_llama2_newline_is_its_byte_token():
     assert end_token_ids(llama2(), 2, DATASETS["samsum"]) == (2, 13)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_prompt_tokens": 1}, "max_prompt_tokens must be at least 2"),
-        ({"max_prompt_tokens": -3}, "max_prompt_tokens must be at least 2"),
-        ({"chat": CHAT_FORMATS["auto"]}, "chat=auto: .* no chat template: give model.chat=none, llama2 or xgen"),
-    ],
-)
-def test_build_prompt_refuses_bad_settings(arguments, message):
-    with pytest.raises(UserError, match=message):
-        prompt_of(**arguments)
+def test_build_prompt_refuses_bad_settings():
+    with pytest.raises(UserError, match="max_prompt_tokens must be at least 2"):
+        prompt_of(max_prompt_tokens=1)
+    with pytest.raises(UserError, match=r"chat=auto: .* no chat template: give model.chat=none, llama2 or xgen"):
+        prompt_of(chat=CHAT_FORMATS["auto"])
 
 
-def test_prompt_without_tokens_is_refused():
-    class NoBos(Characters):
+def test_texts_without_tokens_are_refused():
+    class Silent(Characters):
         is_fast = False
 
         def __call__(self, text: str, **_: Any) -> dict[str, Any]:
-            return {"input_ids": [ord(character) for character in text]}
-
-    with pytest.raises(UserError, match="qasper, row 'one': the prompt has no tokens"):
-        prompt_of(replace(QUESTION, input=""), NoBos())
-
-
-def test_samsum_refuses_a_tokenizer_without_newline():
-    class NoNewline(Characters):
-        def __call__(self, text: str, **_: Any) -> dict[str, Any]:
             return {"input_ids": []}
 
-    tokenizer: Any = NoNewline()
+    tokenizer: Any = Silent()
+    with pytest.raises(UserError, match="qasper, row 'one': the prompt has no tokens"):
+        prompt_of(tokenizer=tokenizer)
     assert end_token_ids(tokenizer, 7, DATASETS["qasper"]) == (7,)
     with pytest.raises(UserError, match="samsum: a newline ends its answers"):
         end_token_ids(tokenizer, 7, DATASETS["samsum"])
+    with pytest.raises(UserError, match="a later turn has no tokens"):
+        prompt_of(replace(QUESTION, turns=(Turn("", ()),)))
 
 
 SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")

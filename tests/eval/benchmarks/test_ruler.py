@@ -4,11 +4,13 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eval.benchmarks.ruler import generator, sources
-from eval.benchmarks.ruler.sources import TASKS, Sources, read_tasks
+from eval.benchmarks.ruler import RulerConfig, generator, sources
+from eval.benchmarks.ruler.sources import TASKS, read_tasks
+from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 from tests.eval.official import SHARED
 
@@ -49,25 +51,22 @@ SETTINGS = {
 } | {name: {"task": kind, "args": args} for name, (kind, args) in OTHER_TASKS.items()}
 
 SENTENCES = [f"The {number} wolves of {place} ran." for number in range(40) for place in ("Oslo", "Rome", "Lima")]
+
+
+def paragraph(article: int, number: int) -> dict[str, Any]:
+    golds = [{"text": f"{number} wolves"}, {"text": "wolves"}]
+    return {
+        "context": f"Paragraph {number} of {article}: {' '.join(SENTENCES[number : number + 4])}",
+        "qas": [
+            {"question": f"Why {number}?", "answers": [], "is_impossible": True},
+            {"question": f"Who is in {number} of {article}?", "answers": golds, "is_impossible": False},
+        ],
+    }
+
+
 SQUAD = {
     "data": [
-        {
-            "title": f"Article {article}",
-            "paragraphs": [
-                {
-                    "context": f"Paragraph {number} of {article}: {' '.join(SENTENCES[number : number + 4])}",
-                    "qas": [
-                        {"question": f"Why {number}?", "answers": [], "is_impossible": True},
-                        {
-                            "question": f"Who is in {number} of {article}?",
-                            "answers": [{"text": f"{number} wolves"}, {"text": "wolves"}],
-                            "is_impossible": False,
-                        },
-                    ],
-                }
-                for number in range(15)
-            ],
-        }
+        {"title": f"Article {article}", "paragraphs": [paragraph(article, number) for number in range(15)]}
         for article in range(8)
     ]
 }
@@ -108,8 +107,8 @@ def write_templates(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = write_templates(tmp_path_factory.mktemp("ruler"))
-    (folder / "squad.json").write_text(json.dumps(SQUAD))
-    (folder / "hotpotqa.json").write_text(json.dumps(HOTPOTQA))
+    for name, corpus in (("squad.json", SQUAD), ("hotpotqa.json", HOTPOTQA)):
+        (folder / name).write_text(json.dumps(corpus))
     (folder / "essay.txt").write_text("\n".join(SENTENCES))
     return folder
 
@@ -121,12 +120,13 @@ def tasks(folder):
 
 @pytest.fixture
 def make(folder, tasks):
-    """Rows from the made templates and corpora."""
+    """Rows from the made templates, and from the made corpora unless another `data.dir` or none is given."""
     pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
 
-    def made(task, length, count=2, **options):
-        options.setdefault("sources", Sources(folder, folder / "essay.txt"))
-        return list(generator.rows(tasks[task], WordTokenizer(), length, count, **options))
+    def made(task, length, count=2, reserved=0, data_dir=folder, **options):
+        given: Any = {"haystack": str(folder / "essay.txt"), **options}
+        settings = DataSettings(data_dir, options=RulerConfig(length, **given))
+        return generator.rows(tasks[task], WordTokenizer(), settings, count, reserved)
 
     return made
 
@@ -163,7 +163,7 @@ def test_folder_of_texts_is_one_text(make, folder, tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(SENTENCES[:half]))
     (tmp_path / "in" / "b.md").write_text("\n".join(SENTENCES[half:]))
     (tmp_path / "picture.png").write_bytes(b"\xff")
-    assert make("niah_single_2", 3000, sources=Sources(haystack=tmp_path)) == make("niah_single_2", 3000)
+    assert make("niah_single_2", 3000, haystack=str(tmp_path)) == make("niah_single_2", 3000)
 
 
 def test_qa_question_has_its_own_documents_first(make):
@@ -199,7 +199,7 @@ def test_hub_rows_give_the_same_rows_as_the_official_files(make, hub_rows):
         facts = {"title": [title for title, _ in row["supporting_facts"]], "sent_id": [1, 0]}
         hotpotqa.append(row | {"context": {"title": titles, "sentences": texts}, "supporting_facts": facts})
     for task in ("qa_1", "qa_2"):
-        assert make(task, 2500, sources=Sources()) == make(task, 2500)
+        assert make(task, 2500, data_dir=None) == make(task, 2500)
 
 
 def test_cwe_needs_a_second_list_for_more_words_than_wonderwords(make, tmp_path, monkeypatch):
@@ -209,11 +209,11 @@ def test_cwe_needs_a_second_list_for_more_words_than_wonderwords(make, tmp_path,
     with pytest.raises(UserError, match=r"data\.dir=FOLDER with english_words\.json"):
         make("cwe", 40_000)
     (tmp_path / "english_words.json").write_text(json.dumps({str(number): f"w{number}x" for number in range(20_000)}))
-    row = make("cwe", 40_000, sources=Sources(tmp_path))[0]
+    row = make("cwe", 40_000, data_dir=tmp_path)[0]
     assert all(re.fullmatch(r"w\d+x", output) for output in row.official["outputs"])
     (tmp_path / "english_words.json").write_text("{}")
     with pytest.raises(UserError, match=r"cwe needs 4096 different words .*, but english_words\.json has 0"):
-        make("cwe", 40_000, sources=Sources(tmp_path))
+        make("cwe", 40_000, data_dir=tmp_path)
 
 
 def test_pairs_are_all_pairs_sorted():
@@ -239,29 +239,22 @@ def test_hash_in_the_rows_is_of_the_official_files():
     assert hashlib.sha256(content).hexdigest() == sources.OFFICIAL_SHA256
 
 
-@pytest.mark.parametrize("task", ["niah_single_1", "vt", "cwe", "fwe", "qa_1"])
-def test_length_that_is_too_short_is_refused(task, make):
-    with pytest.raises(UserError, match=rf"ruler\.length=140 is too short for {task}: .* give a larger"):
-        make(task, 140)
-
-
-def test_vt_refuses_a_tokenizer_for_which_its_example_is_too_long(make):
-    with pytest.raises(UserError, match=r"vt cannot be made with this tokenizer: its worked example .* 500 tokens"):
-        make("vt", 4096, reserved=450)
-
-
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
-        ("niah_single_3", {"sources": Sources()}, r"niah_single_3 hides its needles in a text: give ruler\.haystack="),
-        ("niah_single_3", {"sources": Sources(haystack=Path("nowhere"))}, "nowhere: cannot be read"),
+        *(
+            (task, {"length": 140}, rf"ruler\.length=140 is too short for {task}: .* give a larger")
+            for task in ("niah_single_1", "vt", "cwe", "fwe", "qa_1")
+        ),
+        ("vt", {"reserved": 450}, "vt cannot be made with this tokenizer: its worked example .* 500 tokens"),
+        ("niah_single_3", {"haystack": None}, r"niah_single_3 hides its needles in a text: give ruler\.haystack="),
+        ("niah_single_3", {"haystack": "nowhere"}, "nowhere: cannot be read"),
         ("qa_2", {"count": 31}, "qa_2 has 30 questions, but 31 rows were requested"),
     ],
 )
-def test_rows_refuse_a_missing_source_at_once(task, options, message, folder, tasks):
-    options = {"count": 1, "sources": Sources(folder)} | options
+def test_rows_that_cannot_be_made_are_refused(task, options, message, make):
     with pytest.raises(UserError, match=message):
-        generator.rows(tasks[task], WordTokenizer(), 4096, **options)
+        make(task, **{"length": 4096} | options)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +266,8 @@ def test_rows_refuse_a_missing_source_at_once(task, options, message, folder, ta
         ("hotpotqa.json", '[{"question": "Why?"}]', "not in the official format of hotpotqa"),
     ],
 )
-def test_malformed_corpora_are_refused(name, content, message, tmp_path, tasks):
+def test_malformed_corpora_are_refused(name, content, message, tmp_path, make, monkeypatch):
     (tmp_path / name).write_text(content)
-    task = tasks["qa_1" if name == "squad.json" else "qa_2"]
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
     with pytest.raises(UserError, match=rf"{name}: {message}"):
-        generator.rows(task, WordTokenizer(), 4096, 1, sources=Sources(tmp_path))
+        make("qa_1" if name == "squad.json" else "qa_2", 4096, data_dir=Path("~") / tmp_path.name)

@@ -14,8 +14,6 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.ruler import SUITE, TASKS, RulerConfig, sources
 from eval.benchmarks.suite import DataSettings, Example
-from eval.run.loop import measure
-from eval.store.folder import read_visits
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters, prompt_of
@@ -26,7 +24,6 @@ pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is 
 
 ESSAYS = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"}
 QUESTIONS = {"qa_1", "qa_2"}
-NIAH, FWE = DATASETS["niah_single_1"], DATASETS["fwe"]
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +43,8 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
-def settings_of(folder: Path, options: RulerConfig | None = None, **settings) -> DataSettings:
-    settings = {"limit": 1, "model": ModelSpec("tiny"), **settings}
-    return DataSettings(dir=folder, options=options or RulerConfig(1024), **settings)
+def settings_of(folder: Path, options: RulerConfig, **settings) -> DataSettings:
+    return DataSettings(dir=folder, options=options, **{"limit": 1, "model": ModelSpec("tiny"), **settings})
 
 
 @NEEDS_SHARED
@@ -66,44 +62,24 @@ def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys,
     assert len(capsys.readouterr().out.splitlines()) == 6
 
 
-def test_run_resumes_with_more_rows_but_not_with_other_settings(folder):
-    arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "max_new_tokens=2"]
-    arguments += ["warmup=0", "out=run"]
-    measure(run_of(*arguments, "limit=1"))
-    first = read_visits(Path("run"))
-    measure(run_of(*arguments, "limit=2"))
-    both = read_visits(Path("run"))
-    assert both[:1] == first
-    assert [visit.id for visit in both] == ["niah_single_1-1024-42-0000", "niah_single_1-1024-42-0001"]
-    for visit in both:
-        (turn,) = visit.turns
-        assert turn.end.endswith(" is")  # the answer prefix for one number
-        assert turn.tokens + 128 <= 1024 + 1  # <|begin|> is not counted
-    for changed in ("ruler.length=1000", "ruler.seed=7"):
-        with pytest.raises(UserError, match="run"):
-            measure(run_of(*arguments, "limit=2", changed))
-
-
 def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows(folder):
-    def data(**settings):
-        loaded = SUITE.load(NIAH, settings_of(folder, **settings))
+    def data(*options, name="niah_single_1", **settings):
+        loaded = SUITE.load(DATASETS[name], settings_of(folder, RulerConfig(*options), **settings))
         assert (loaded.max_new_tokens, loaded.total) == (128, 500)
         return loaded.data_sha256
 
-    assert data() == data(limit=3)
-    changed = [{"options": RulerConfig(1000)}, {"options": RulerConfig(1024, 7)}, {"chat": CHAT_FORMATS["llama2"]}]
-    assert len({data(), *(data(**settings) for settings in changed)}) == 4
+    assert data(1024) == data(1024, limit=3)
+    assert len({data(1024), data(1000), data(1024, 7), data(1024, chat=CHAT_FORMATS["llama2"])}) == 4
     hashes = set()
     for last in ("The end.", "The end of it."):
         Path("text.txt").write_text("The wolves of Oslo ran. " * 2000 + last)
-        options = RulerConfig(6000, haystack="text.txt")
-        hashes.add(SUITE.load(DATASETS["niah_single_2"], settings_of(folder, options)).data_sha256)
+        hashes.add(data(6000, 42, "text.txt", name="niah_single_2"))
     assert len(hashes) == 2
 
 
 def test_examples_equal_their_rows_and_their_contexts_can_be_shortened(folder):
     settings, tokenizer = settings_of(folder, RulerConfig(3000), limit=2), cast(Any, Characters())
-    for dataset in (NIAH, DATASETS["niah_multikey_2"], DATASETS["cwe"], FWE):
+    for dataset in (DATASETS[name] for name in ("niah_single_1", "niah_multikey_2", "cwe", "fwe")):
         loaded = SUITE.load(dataset, settings)
         for example in loaded.examples:
             row = example.official
@@ -115,25 +91,18 @@ def test_examples_equal_their_rows_and_their_contexts_can_be_shortened(folder):
             assert example.context not in example.instruction + example.input
 
 
-ROW = Example("vt", "one", " Who?", "0123456789", ("1",), instruction="In: ", answer_prefix=" Answer: it is")
-
-
 @pytest.mark.parametrize(
-    ("chat", "text"),
-    [
-        ("none", "In: 0123456789 Who? Answer: it is"),
-        ("llama2", "[INST]In: 0123456789 Who?[/INST] Answer: it is"),
-        ("auto", "\x01<user>In: 0123456789 Who?<model> Answer: it is"),
-    ],
+    ("chat", "around"), [("none", ("", "")), ("llama2", ("[INST]", "[/INST]")), ("auto", ("\x01<user>", "<model>"))]
 )
-def test_answer_prefix_follows_the_chat_template(chat, text):
+def test_answer_prefix_follows_the_chat_template(chat, around):
     tokenizer = Characters()
     tokenizer.chat_template = "given"
-    prompt = prompt_of(ROW, tokenizer, chat=CHAT_FORMATS[chat])
-    assert prompt.text == text
+    row = Example("vt", "one", " Who?", "0123456789", ("1",), instruction="In: ", answer_prefix=" Answer: it is")
+    prompt = prompt_of(row, tokenizer, chat=CHAT_FORMATS[chat])
+    assert prompt.text == f"{around[0]}In: 0123456789 Who?{around[1]} Answer: it is"
     characters = list(prompt.token_ids[chat != "auto" :])  # the template has written BOS out
-    assert characters == [ord(letter) for letter in text]
-    assert [text[start:end] for start, end in prompt.context] == ["0123456789"]
+    assert characters == [ord(letter) for letter in prompt.text]
+    assert [prompt.text[start:end] for start, end in prompt.context] == ["0123456789"]
     assert prompt.spans is not None
     assert len(prompt.spans) == len(prompt.token_ids)
 
@@ -148,7 +117,6 @@ def test_prompts_are_never_truncated_but_refused_beyond_the_positions(folder):
 
 
 def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(folder):
-
     def refusal(*datasets):
         try:
             _ = run_of(f"dataset=[{','.join(datasets)}]", f"data.dir={folder}", "limit=1", "ruler.length=700").cases
@@ -165,12 +133,10 @@ def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(fold
 
 
 def test_target_speedup_is_solved_for_the_length(folder):
-
     def keep(length):
         run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]
-        return run_of(*run, f"ruler.length={length}").identity["arms"]["random_drop"]["parameters"]["niah_single_1"][
-            "keep"
-        ]
+        arms = run_of(*run, f"ruler.length={length}").arms
+        return arms[-1].parameters["niah_single_1"]["keep"]
 
     # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
     assert keep(4000) > keep(1024)

@@ -2,9 +2,7 @@
 
 import platform
 import sysconfig
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,8 +10,6 @@ from eval.benchmarks import stdlib
 from eval.benchmarks.datasets import DATASETS, load_rows
 from scripts.dev.train import is_held_out, module_of
 
-NAMES = tuple(stdlib.TEMPLATES)
-EVERY = pytest.mark.parametrize("name", NAMES)
 # Hashes of the rows as JSON lines, which must be equal on every version of Python
 SHA256 = {
     "next_line": "54ca3d75acab042c4aa4f0677c5fceef6b525818acf295548d0eeb51a7126ca8",
@@ -21,23 +17,11 @@ SHA256 = {
 }
 
 
-loaded = cache(lambda name: load_rows(DATASETS[name]))
-
-
-@cache
-def rows_of(name: str) -> list[dict[str, Any]]:
-    return [example.official for example in loaded(name).examples]
-
-
-@EVERY
-def test_rows_are_the_same_on_every_python(name: str) -> None:
-    assert loaded(name).data_sha256 == SHA256[name]
-
-
-@EVERY
+@pytest.mark.parametrize("name", stdlib.TEMPLATES)
 def test_rows_are_ends_of_held_out_files_before_the_gold_line(name: str) -> None:
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for row in rows_of(name):
+    library, loaded = Path(sysconfig.get_paths()["stdlib"]), load_rows(DATASETS[name])
+    assert loaded.data_sha256 == SHA256[name]
+    for row in (example.official for example in loaded.examples):
         path, number = row["_id"].split("-", 2)[2].split(":")
         own = row["input"] or row["context"]
         assert is_held_out(path)

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,10 +85,7 @@ def keyed(lengths: list[int]) -> dict[tuple[str, str], int]:
 
 
 def fullest(tokens: dict[tuple[str, str], int], numbers: dict[tuple[str, str], int]) -> int:
-    filled: Counter[int] = Counter()
-    for key, number in numbers.items():
-        filled[number] += tokens[key]
-    return max(filled.values())
+    return max(sum(tokens[key] for key in numbers if numbers[key] == number) for number in numbers.values())
 
 
 @given(LENGTHS, st.integers(1, 8), st.randoms(use_true_random=False))
@@ -118,20 +114,13 @@ def test_shards_by_hand() -> None:
     assert shard_numbers(tokens, 2) == {("trec", "a"): 1, ("trec", "b"): 2, ("trec", "c"): 2, ("trec", "d"): 1}
 
 
-def test_shard_is_read_and_written() -> None:
+def test_shard_is_read_and_written_and_refused_if_malformed() -> None:
     assert parse_shard("2/4") == Shard(2, 4)
     assert str(parse_shard("2/4")) == "2/4"
     assert parse_shard("10/10").file_part == "-10-of-10"
-
-
-@pytest.mark.parametrize("text", ["", "2", "0/4", "5/4", "1/4/2", "1.0/4", " 1/4"])
-def test_malformed_shards_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="written i/n"):
-        parse_shard(text)
-
-
-def by_length(examples: list[Example], count: int) -> list[Example]:
-    return in_subset(examples, count, "by_length", 0)
+    for text in ("", "2", "0/4", "5/4", "1/4/2", "1.0/4", " 1/4"):
+        with pytest.raises(UserError, match="written i/n"):
+            parse_shard(text)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(1, 50), st.randoms())
@@ -140,15 +129,15 @@ def test_subset_by_length_has_the_lengths_of_the_whole_and_depends_on_no_order(
 ) -> None:
     ids = [str(number) for number in range(len(lengths))]
     whole = [replace(one, length=length) for one, length in zip(examples_of(ids), lengths, strict=True)]
-    chosen = by_length(whole, count)
+    chosen = in_subset(whole, count, "by_length", 0)
     assert len(chosen) == min(count, len(whole))
     assert [one for one in whole if one in chosen] == chosen  # in the dataset's order
     ranked = sorted(lengths)
     for part, length in enumerate(sorted(one.length for one in chosen)):
         low, high = (len(ranked) * end // len(chosen) for end in (part, part + 1))
         assert ranked[low] <= length <= ranked[min(high, len(ranked) - 1)]
-    shuffled = rng.sample(whole, len(whole))
-    assert {one.id for one in by_length(shuffled, count)} == {one.id for one in chosen}
+    shuffled = in_subset(rng.sample(whole, len(whole)), count, "by_length", 0)
+    assert {one.id for one in shuffled} == {one.id for one in chosen}
 
 
 @given(IDS, st.integers(1, 40), st.integers(1, 40), st.sampled_from(SUBSETS[:2]))

@@ -83,7 +83,9 @@ def test_evidence_of_all_tokens_equals_the_counters(method: Method) -> None:
 
 def test_tokens_that_hold_some_of_the_evidence() -> None:
     spans = np.array([[0, 0], [0, 3], [3, 7], [7, 8], [8, 12], [12, 12]], dtype=np.int32)
-    prompt = BuiltPrompt("twelve chars", (1, 2, 3, 4, 5, 6), 6, False, "", spans=spans, evidence=((2, 4), (8, 9)))
+    prompt = BuiltPrompt(
+        "twelve chars", (1, 2, 3, 4, 5, 6), ((2, 4), (8, 9)), tokens_before_truncation=6, truncated=False, spans=spans
+    )
     assert evidence_positions(prompt).tolist() == [1, 2, 4]
     assert evidence_positions(replace(prompt, evidence=())).tolist() == []
     assert evidence_positions(replace(prompt, spans=None)).tolist() == []

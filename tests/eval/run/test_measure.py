@@ -1,5 +1,6 @@
 """Which measurements are made, in which order, and what a visit holds; with a stub for the generation."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +68,8 @@ def bench(*arms: Arm, baseline: str | None = "baseline", chat: str = "none") -> 
 
 def case(name: str, text: str = "text") -> Case:
     example = Example(name, "row", "", "context", ("Emilia is angry.",), (), 5)
-    return Case(DATASETS[name], example, BuiltPrompt(text, (1, 2, 3, 4), 9, True, "abc"), 40, (2,))
+    prompt = BuiltPrompt(text, (1, 2, 3, 4), tokens_before_truncation=9, truncated=True)
+    return Case(DATASETS[name], example, prompt, 40, (2,))
 
 
 def visit(on: Bench, of: Case | None = None, number: int = 0) -> Visit:
@@ -107,7 +109,8 @@ def test_arms_are_measured_in_the_given_order_with_their_own_peaks(calls, number
     assert method.peak_memory_bytes == 123
     assert (method.group_starts, method.computed) == ([1, 3], [[4, 2], [4, 3]])
     (turn,) = found.turns
-    assert (turn.tokens, turn.tokens_before_truncation, turn.sha256) == (4, 9, "abc")
+    sha256 = hashlib.sha256(b"1,2,3,4").hexdigest()
+    assert (turn.tokens, turn.tokens_before_truncation, turn.sha256) == (4, 9, sha256)
 
 
 def test_flops_are_of_what_was_computed_in_prefill_and_of_scoring(calls) -> None:
@@ -166,7 +169,7 @@ def test_out_of_memory_has_several_names(error: Exception, is_memory: bool) -> N
 
 def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
     spans = np.array([[0, 0], [0, 1], [1, 3], [3, 4]], dtype=np.int32)
-    given = replace(case("qasper"), prompt=BuiltPrompt("text", (1, 2, 3, 4), 9, True, "abc", ((1, 3),), spans))
+    given = replace(case("qasper"), prompt=replace(case("qasper").prompt, context=((1, 3),), spans=spans))
     visit(bench(), given)
     bench().warm_up([given], 1)
     prompts = [call[1] for call in calls if len(call) == 3]
