@@ -212,23 +212,19 @@ class Column:
     sorted_by: str | None = None
 
     def cell(self, row: Mapping[Any, Any]) -> Cell:
-        """The cell of a row of values."""
-        number = row[self.sorted_by or self.name]
-        return Cell(self.text(row), None if isinstance(number, str) or pd.isna(number) else float(number))
-
-    def text(self, row: Mapping[Any, Any]) -> str:
-        """`25.30 ±1.20`, with half of the interval, if there is one."""
-        value = row[self.name]
-        if pd.isna(value):
-            return self.missing
-        if self.digits is None:
-            return str(value)
-        text = f"{value / self.scale:{self.sign}.{self.digits}f}"
+        """The cell of a row of values: `25.30 ±1.20`, with half of the interval, if there is one."""
+        value, number = row[self.name], row[self.sorted_by or self.name]
         ends: Any = [row.get(f"{self.name}_{end}") for end in ("low", "high")]
-        if not self.interval or pd.isna(ends).any():
-            return text
-        low, high = ends
-        return f"{text} ±{(high / self.scale - low / self.scale) / 2:.{self.digits}f}"
+        if pd.isna(value):
+            text = self.missing
+        elif self.digits is None:
+            text = str(value)
+        else:
+            text = f"{value / self.scale:{self.sign}.{self.digits}f}"
+            if self.interval and pd.notna(ends).all():
+                low, high = ends
+                text += f" ±{(high / self.scale - low / self.scale) / 2:.{self.digits}f}"
+        return Cell(text, None if isinstance(number, str) or pd.isna(number) else float(number))
 
 
 @cache
