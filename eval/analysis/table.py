@@ -72,7 +72,7 @@ class Table:
         """All keys and values; an empty field was not measured."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
-    def to_rich(self, width: int | None = None) -> RichTable:
+    def to_rich(self, width: int) -> RichTable:
         """The table for a terminal: rows below the name of their group, headings in two lines, summaries in bold.
 
         width: in characters; the last columns that do not fit are left out, and a line says so.
@@ -85,10 +85,9 @@ class Table:
             2 + max(map(len, (*heading.split("\n"), *(texts[place] for texts, _ in rows))))
             for place, heading in enumerate(headings)
         ]
-        shows = len(headings)
-        if width is not None:  # names are cut rather than the first two values
-            widths[0] = min(widths[0], max(18, width - 1 - sum(widths[1 : 1 + _LEAST])))
-            shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
+        # names are cut rather than the first two values
+        widths[0] = min(widths[0], max(18, width - 1 - sum(widths[1 : 1 + _LEAST])))
+        shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
         notes = [text for text in (self.caption, self.notes, legend([self])) if text]
         if self.brief is not None:
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
