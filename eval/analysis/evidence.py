@@ -15,7 +15,6 @@ from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 
 FULL_SCORE = 100 - 1e-4  # a perfect ROUGE score is slightly below 1
-_KEYS = [*SECTION, "method", "label", "task", "outcome", "layer"]
 _SHARES = ["in_prefill", "revived"]
 _COLUMNS = (
     MODEL,
@@ -45,9 +44,8 @@ def evidence_shares(results: Results) -> pd.DataFrame:
     shares = shares.explode(_SHARES)
     shares["layer"] = 1 + shares.groupby(level=0).cumcount()
     shares[_SHARES] = 100 * shares[_SHARES].astype(float)
-    means: Any = shares.groupby(_KEYS).agg(
-        examples=("in_prefill", "size"), **{name: (name, "mean") for name in _SHARES}
-    )
+    groups = shares.groupby([*SECTION, "method", "label", "task", "outcome", "layer"])
+    means: Any = groups.agg(examples=("in_prefill", "size"), **{name: (name, "mean") for name in _SHARES})
     return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from eval.analysis.table import MODEL, Cell, Column, Table, cells, forms, model_
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
-from eval.store.runs import canonical_json, counted, is_ablation, settings_in
+from eval.store.runs import counted, is_ablation, settings_in
 
 PUBLISHED = Path(__file__).parent / "published"
 MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
@@ -62,14 +62,15 @@ def table2(results: Results) -> Table:
     return _with_published(results, "table2", _TABLE2)
 
 
-def is_table1_preset(settings: dict[str, Any]) -> bool:
-    """Whether an arm has the parameters solved for the speedups of the paper's Table 1."""
-    return "table1" in settings.values()
+def is_table1_preset(settings: str) -> bool:
+    """Whether settings (JSON) have the parameters solved for the speedups of the paper's Table 1."""
+    return "table1" in json.loads(settings).values()
 
 
 def _with_published(results: Results, name: str, values: Sequence[Column]) -> Table:
+    as_json = partial(json.dumps, sort_keys=True)
     parameters = {
-        (run.model, arm.method, canonical_json(arm.settings), dataset): canonical_json(settings_in(resolved))
+        (run.model, arm.method, as_json(arm.settings), dataset): as_json(settings_in(resolved))
         for run in results.runs
         for arm in run.arms.values()
         for dataset, resolved in (run.identity["arms"][arm.name].get("parameters") or {}).items()
@@ -79,7 +80,7 @@ def _with_published(results: Results, name: str, values: Sequence[Column]) -> Ta
     published: Any = pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
     published = published[[value.name for value in both]].dropna(how="all").add_prefix("paper_").reset_index()
     means: Any = results.by_task
-    is_shown = (means["label"] == BASELINE) | means["settings"].map(json.loads).map(is_table1_preset)
+    is_shown = (means["label"] == BASELINE) | means["settings"].map(is_table1_preset)
     means = means[(means["level"] == "task") & means["method"].isin(published["method"]) & is_shown.astype(bool)]
     rows = []
     for row in means.to_dict("records"):
@@ -89,7 +90,12 @@ def _with_published(results: Results, name: str, values: Sequence[Column]) -> Ta
         # a task has one target, so all its datasets have the same parameters
         places = ((row["model"], row["method"], row["settings"], name) for name in names)
         row["parameters"] = next(filter(None, map(parameters.get, places)), None)
-        rows.append(row | {"status": _status(row, len(names), sum(sizes.get(name, 0) for name in names))})
+        examples = sum(sizes.get(name, 0) for name in names)  # 0 if no run has stored them
+        if row["datasets"] < len(names):
+            row["status"] = f"{row['datasets']} of {len(names)} datasets"
+        else:
+            row["status"] = "measured" if row["examples"] >= examples else f"of {examples}"
+        rows.append(row)
     columns = [*_KEYS, *forms(*(value.name for value in values))]
     frame: Any = pd.DataFrame(rows, columns=columns).merge(published, "left", ["paper_model", "task", "method"])
     has_no_score = frame["model"].isin(random_models(results))
@@ -107,19 +113,12 @@ def _with_published(results: Results, name: str, values: Sequence[Column]) -> Ta
         ignore_index=True,
     )[columns]
     failed = sum(
-        arm.method == BASELINE or is_table1_preset(arm.settings)
+        arm.method == BASELINE or "table1" in arm.settings.values()
         for run in results.runs
         for arm in (run.arms[label] for _, _, label in run.failed)
     )
     failures = f" Failed, not counted: {counted(failed, 'answer')}." if failed else ""
     return worded(name, frame, _cells(frame, values, results), keys=3, failures=failures)
-
-
-def _status(row: Mapping[Any, Any], datasets: int, examples: int) -> str:
-    """`measured`, or how much of a task was run. datasets, examples: the task's, 0 if no run has stored them."""
-    if row["datasets"] < datasets:
-        return f"{row['datasets']} of {datasets} datasets"
-    return "measured" if row["examples"] >= examples else f"of {examples}"
 
 
 def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> pd.DataFrame:
@@ -169,20 +168,20 @@ def _as_printed(table: Table, values: Sequence[Column], results: Results) -> Tab
     texts = {"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)}
     texts = texts if texts["Method"].nunique() > 1 else {"Tasks": texts["Tasks"]}
     keys = len(texts)
-    sides: list[tuple[str, str | None, Any]] = [
+    sides: list[tuple[str, str, Any]] = [
         (MODEL_NAMES[column], column, ran[ran["paper_model"] == column]) for column in PAPER_MODELS
     ]
     for (model, suite), rows in ran[~ran["paper_model"].isin(PAPER_MODELS)].groupby(["model", "suite"], sort=False):
-        sides.append((model_name({"model": model, "suite": suite}, results), None, rows))
+        sides.append((model_name({"model": model, "suite": suite}, results), "", rows))
     for name, column, ours in sides:
         rows = lines[key].merge(ours.drop_duplicates(key), "left", key).to_dict("records")
         if len(ours):
             lines[f"{name}: n"] = [row["examples"] for row in rows]
             texts[f"{name}: n"] = ["-" if pd.isna(row["examples"]) else f"{row['examples']:.0f}" for row in rows]
         for value in values:
-            paper = [paper_values().get((column or "", row["task"], row["method"], value.name)) for row in rows]
+            paper = [paper_values().get((column, row["task"], row["method"], value.name)) for row in rows]
             lines[f"{name}: {value.name}"] = [row[value.name] for row in rows]
-            if column is not None:
+            if column:
                 lines[f"{name}: paper_{value.name}"] = paper
             texts[f"{name}: {value.heading}"] = [_both(*pair, value) for pair in zip(rows, paper, strict=True)]
     return worded(f"{table.name}_paper", lines, pd.DataFrame(texts), keys)

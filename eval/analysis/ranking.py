@@ -10,8 +10,7 @@ from eval.analysis import columns
 from eval.analysis.columns import BASELINE, SECTION, in_order, range_of, ranges_in, with_ends
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
 from eval.benchmarks.datasets import TASKS
-from eval.store.aggregate import drawn_means, on_common_examples
-from eval.store.join import beside
+from eval.store.aggregate import beside, drawn_means, on_common_examples
 from eval.store.results import Results, first_turns
 
 LEAST = 0.9  # share of its target speedup that a setting must reach (by computed FLOPs) to be ranked
@@ -99,7 +98,6 @@ def _difference(row: dict[str, Any], name: str) -> str:
 
 WITHIN = 1.0  # per cent of the baseline's score
 _SHARES = ("keep", "keep_low", "keep_high")
-_SHARE = Column("keep", "", 1)
 
 
 def effective_keep(results: Results, within: float = WITHIN) -> Table:
@@ -120,7 +118,14 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     table = table[table["prompt_tokens"].isin(place.index)]  # unknown lengths count in the sums only
     table = table.sort_values(keys[-2:], key=lambda names: names.map(place), kind="stable")
     table = in_order(table.assign(label=table["method"])).drop(columns="label")
-    return worded("effective_keep", table, _cells(table, results), keys=3, within=within, kept=100 - within)
+    # a line for each method and task, with a column for each range of lengths
+    texts = table.assign(text=list(map(Column("keep", "", 1).cell, table.to_dict("records"))))
+    by_length = texts.pivot(index=keys[:-1], columns="prompt_tokens", values="text")
+    lines = table[table["prompt_tokens"] == "all"].join(by_length, on=keys[:-1])
+    shown = [MODEL, Column("method", "method"), Column("task", "task"), EXAMPLES, Column("settings", "settings")]
+    shown += [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
+    shown += [Column("all", "all")] if len(lines) else []
+    return worded("effective_keep", table, cells(lines, shown, results), keys=3, within=within, kept=100 - within)
 
 
 def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:
@@ -138,14 +143,3 @@ def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:
     best = score.columns[shares[0].argmin()] if least[0] < 100 else BASELINE
     low, high = np.percentile(np.where(np.isnan(scores[1:, 0]), np.nan, least[1:]), [2.5, 97.5])
     return counts | {"setting": best} | dict(zip(_SHARES, (least[0], low, high), strict=True))
-
-
-def _cells(table: Any, results: Results) -> pd.DataFrame:
-    """A line for each method and task, with a column for each range of lengths."""
-    key = [*SECTION, "method", "task"]
-    texts = table.assign(text=list(map(_SHARE.text, table.to_dict("records"))))
-    by_length = texts.pivot(index=key, columns="prompt_tokens", values="text")
-    shown = table[table["prompt_tokens"] == "all"].join(by_length, on=key)
-    keys = [MODEL, Column("method", "method"), Column("task", "task"), EXAMPLES, Column("settings", "settings")]
-    headings = [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
-    return cells(shown, [*keys, *headings, *([Column("all", "all")] if len(shown) else [])], results)

@@ -29,21 +29,20 @@ _TABLES = (
     field.field, field.memory, field.ttft_share, claims, verdicts, step_cost, table1_paper, table2_paper, table1,
     table2, groups.groups, turns.turns, sensitivity.sensitivity, ranking, effective_keep, evidence.evidence, serving,
 )  # fmt: skip
-_FIGURES = {
+_FIGURES: dict[str, Any] = {
     "field": field, "table1_paper": printed, "mechanism": mechanism, "figure2": figure2, "figure5": figure5,
     "figure6": sensitivity, "figure7": figure7, "turns": turns, "needle": groups, "evidence": evidence,
 }  # fmt: skip
 
 
-def _subject(name: str, texts: dict[str, Any]) -> Subject:
-    module: Any = _FIGURES.get(name)
-    figure = None if module is None else Figure(**texts["figure"], data=module.data, plot=module.plot)
-    return Subject({one.__name__: one for one in _TABLES}.get(name), figure, texts["command"])
-
-
-SUBJECTS = {name: _subject(name, texts) for name, texts in words().items()}  # in the order of words.yaml
-TABLES = {name: subject.table for name, subject in SUBJECTS.items() if subject.table is not None}
-FIGURES = {name: subject.figure for name, subject in SUBJECTS.items() if subject.figure is not None}
+# In the order of words.yaml
+TABLES = {name: make for name in words() for make in _TABLES if make.__name__ == name}
+FIGURES = {
+    name: Figure(**texts["figure"], data=_FIGURES[name].data, plot=_FIGURES[name].plot)
+    for name, texts in words().items()
+    if name in _FIGURES
+}
+SUBJECTS = {name: Subject(TABLES.get(name), FIGURES.get(name), texts["command"]) for name, texts in words().items()}
 
 
 def draw_all(results: Results, folder: Path) -> list[Path]:

@@ -13,9 +13,8 @@ import pandas as pd
 from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
 from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import FEWEST, VALUES, drawn_means, on_common_examples, rows_of
+from eval.store.aggregate import FEWEST, VALUES, beside, drawn_means, on_common_examples, rows_of
 from eval.store.folder import read_planned
-from eval.store.join import beside
 from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
 from lazyllm.machine import accelerator
@@ -36,7 +35,6 @@ _COLUMNS = [
     "run", "name", "kind", "task", "method", "examples", "turns",
     *(column.name for column in _OF_FAILED), *forms(*VALUES),
 ]  # fmt: skip
-MEAN = "mean over tasks"
 NO_INTERVAL = f"fewer than {FEWEST} examples of a dataset"
 
 
@@ -52,9 +50,8 @@ def run_table(results: Results, title: str) -> Table:
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
-    shown = frame.copy()
     score, *others = (column for column in SHOWN if frame[column.name].notna().any() or column.name == "score")
-    shown["shown_name"] = np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**")
+    shown = frame.assign(shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"))
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
     text = cells(shown, [*columns, *counts(frame), score, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
@@ -76,12 +73,11 @@ def counts(frame: Any) -> list[Column]:
 
 def run_json(table: Table, about: Mapping[str, Any]) -> str:
     """A run's table at full precision, after `about`. A value: mean and both ends of its interval, null if missing."""
-    rows = []
-    for row in table.frame.astype(object).where(table.frame.notna(), None).to_dict("records"):
+    rows = table.frame.to_dict("records")
+    for row in rows:
         for name in VALUES:
             mean, low, high = (row.pop(form) for form in forms(name))
-            row[name] = None if mean is None else {"mean": mean, "low": low, "high": high}
-        rows.append(row)
+            row[name] = None if pd.isna(mean) else {"mean": mean, "low": low, "high": high}
     text = json.dumps({"rows": rows, **about}, sort_keys=True, default=str)
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + "\n"  # NaN is no JSON
 
@@ -142,7 +138,7 @@ def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[s
     for row in rows:
         within = [count for name, count in failures.items() if row["name"] in (name, DATASETS[name].task, "all")]
         row |= {"kind": row["level"], "failed": sum(within), "score_failed_as_zero": zeroed[row["name"]]}
-    rows[-1]["name"] = MEAN
+    rows[-1]["name"] = "mean over tasks"
     return rows
 
 

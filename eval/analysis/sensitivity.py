@@ -57,10 +57,8 @@ def _has_one_layer(frame: Any) -> Any:
 
 
 def _slopes(frame: Any) -> pd.Series:
-    """Change of score per 0.1 of keep, relative to the next higher keep (at most 1) after the same layer.
-
-    NaN for schedules of several pruning layers, as several ratios differ. Scores are differences to the baseline's.
-    """
+    """Change of score per 0.1 of keep, relative to the next higher keep (at most 1) after the same layer; NaN for
+    schedules of several pruning layers, as several ratios differ."""
     points = frame[_has_one_layer(frame) & (frame["keep"] < 1)].sort_values("keep", ascending=False)
     groups = points.groupby([*SECTION, "layers", "others"])
     keep = groups["keep"].shift(fill_value=1.0)  # keeping everything is the baseline
@@ -80,14 +78,12 @@ def data(results: Results) -> pd.DataFrame:
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
 
-_TITLE = "LazyLLM with one pruning layer, mean over tasks"
-
-
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One line per model and suite: the score, then KL if it was measured; one curve per kept share."""
     has_kl = frame["kl"].notna().any()
-    figure, sections = style.sections_of(frame, _TITLE, 5.6 + 4.4 * has_kl, lambda _: 3.6)
+    title = "LazyLLM with one pruning layer, mean over tasks"
+    figure, sections = style.sections_of(frame, title, 5.6 + 4.4 * has_kl, lambda _: 3.6)
     for part, rows in sections:
         panels = part.subplots(1, 1 + has_kl, squeeze=False)[0]
         _draw_curves(panels[0], rows, "score", "score (0 to 100)")

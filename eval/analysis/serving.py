@@ -8,7 +8,6 @@ import pandas as pd
 from eval.analysis.columns import SETTING, in_order
 from eval.analysis.table import LABEL, MODEL, Column, Table, cells, worded
 from eval.store.results import Results
-from eval.store.runs import StoredRun
 
 _CLOCKS = {"ttft_s": "TTFT", "step_s": "TPOT"}  # columns of `Results.frame`
 _KEYS = [*SETTING, "load"]
@@ -24,17 +23,13 @@ _COLUMNS = (
 
 def serving(results: Results) -> Table:
     """Each server's times under each load, over the requests of all turns."""
-    loads = {str(run.folder): load for run in results.runs if (load := _load_of(run)) is not None}
+    loads = dict[str, str]()
+    for run in results.runs:
+        if (load := run.identity.get("load")) is not None:  # of a server
+            text = f"{load['concurrency']} at once" if load["rate"] is None else f"{load['rate']:g} per s"
+            loads[str(run.folder)] = text
     rows: Any = results.counting
     rows = in_order(rows.assign(load=rows["folder"].map(loads)).dropna(subset="load"))
     quantiles = {name: (clock, partial(pd.Series.quantile, q=n / 100)) for name, (clock, n) in _QUANTILES.items()}
     table = rows.groupby(_KEYS, sort=False).agg(requests=("id", "size"), **quantiles).reset_index()
     return worded("serving", table, cells(table, _COLUMNS, results), keys=3)
-
-
-def _load_of(run: StoredRun) -> str | None:
-    """`4 at once` or `2 per s`; None if the run measured no server."""
-    load = run.identity.get("load")
-    if load is None:
-        return None
-    return f"{load['concurrency']} at once" if load["rate"] is None else f"{load['rate']:g} per s"

@@ -37,6 +37,8 @@ LINES = (
     (0, (5, 1, 1, 1, 5, 3)),
 )  # fmt: skip
 
+# for methods that declare no colour and marker
+_SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "2")]
 GREY = "#6E6E6E"
 MOST = 3  # models and suites in a figure
 TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
@@ -77,26 +79,15 @@ def of_trace(
     keep: Callable[[StoredArm], bool] = lambda arm: True,
 ) -> Any:
     """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
-    columns of its run and arm, such as `model` and `label`; empty without a trace.
-
-    keep: which arms count.
+    `about`: model, or model and label; empty without a trace. keep: which arms count.
     """
-    traced = [
-        (run, run.arms[trace.arm], trace)
-        for run in results.runs
-        for trace in map(read_trace, run.traces)
-        if keep(run.arms[trace.arm])
-    ]
+    traced = [(run, run.arms[trace.arm], trace) for run in results.runs for trace in map(read_trace, run.traces)]
+    traced = [(run, arm, trace) for run, arm, trace in traced if keep(arm)]
     if not traced:
         return pd.DataFrame()
     run, arm, trace = min(traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING))
-    values = {"model": run.model, "label": arm.label, "method": arm.method}
     frame = frame_of(trace)
-    return frame.assign(**{name: values[name] for name in about})[[*about, *frame.columns]]
-
-
-# for methods that declare no colour and marker
-_SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "2")]
+    return frame.assign(model=run.model, label=arm.label)[[*about, *frame.columns]]
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -164,8 +155,8 @@ def new_figure(width: float, height: float, left_out: int = 0) -> MplFigure:
 def panels_of(frame: Any, keys: Sequence[str], most: int = MOST) -> tuple[list[tuple[Any, Any]], int]:
     """(the keys' values, their rows) in order, at most the `most` with most rows; and the number left out."""
     panels = list(frame.groupby(list(keys), sort=False))
-    sizes = sorted(((-len(rows), number) for number, (_, rows) in enumerate(panels)))[:most]
-    return [panels[number] for number in sorted(number for _, number in sizes)], max(0, len(panels) - most)
+    largest = sorted(range(len(panels)), key=lambda number: -len(panels[number][1]))[:most]
+    return [panels[number] for number in sorted(largest)], max(0, len(panels) - most)
 
 
 def sections_of(

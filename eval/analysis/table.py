@@ -72,7 +72,7 @@ class Table:
         """All keys and values; an empty field was not measured."""
         return self.frame.to_csv(index=False, lineterminator="\n")
 
-    def to_rich(self, width: int | None = None) -> RichTable:
+    def to_rich(self, width: int) -> RichTable:
         """The table for a terminal: rows below the name of their group, headings in two lines, summaries in bold.
 
         width: in characters; the last columns that do not fit are left out, and a line says so.
@@ -85,10 +85,9 @@ class Table:
             2 + max(map(len, (*heading.split("\n"), *(texts[place] for texts, _ in rows))))
             for place, heading in enumerate(headings)
         ]
-        shows = len(headings)
-        if width is not None:  # names are cut rather than the first two values
-            widths[0] = min(widths[0], max(18, width - 1 - sum(widths[1 : 1 + _LEAST])))
-            shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
+        # names are cut rather than the first two values
+        widths[0] = min(widths[0], max(18, width - 1 - sum(widths[1 : 1 + _LEAST])))
+        shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
         notes = [text for text in (self.caption, self.notes, legend([self])) if text]
         if self.brief is not None:
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
@@ -212,23 +211,19 @@ class Column:
     sorted_by: str | None = None
 
     def cell(self, row: Mapping[Any, Any]) -> Cell:
-        """The cell of a row of values."""
-        number = row[self.sorted_by or self.name]
-        return Cell(self.text(row), None if isinstance(number, str) or pd.isna(number) else float(number))
-
-    def text(self, row: Mapping[Any, Any]) -> str:
-        """`25.30 ±1.20`, with half of the interval, if there is one."""
-        value = row[self.name]
-        if pd.isna(value):
-            return self.missing
-        if self.digits is None:
-            return str(value)
-        text = f"{value / self.scale:{self.sign}.{self.digits}f}"
+        """The cell of a row of values: `25.30 ±1.20`, with half of the interval, if there is one."""
+        value, number = row[self.name], row[self.sorted_by or self.name]
         ends: Any = [row.get(f"{self.name}_{end}") for end in ("low", "high")]
-        if not self.interval or pd.isna(ends).any():
-            return text
-        low, high = ends
-        return f"{text} ±{(high / self.scale - low / self.scale) / 2:.{self.digits}f}"
+        if pd.isna(value):
+            text = self.missing
+        elif self.digits is None:
+            text = str(value)
+        else:
+            text = f"{value / self.scale:{self.sign}.{self.digits}f}"
+            if self.interval and pd.notna(ends).all():
+                low, high = ends
+                text += f" ±{(high / self.scale - low / self.scale) / 2:.{self.digits}f}"
+        return Cell(text, None if isinstance(number, str) or pd.isna(number) else float(number))
 
 
 @cache

@@ -66,7 +66,6 @@ _PANELS = {  # {value: (axis label, whether the axis is logarithmic)}
     "speedup_so_far": ("speedup of all turns so far", True),
     "revived_tokens": ("revived tokens, mean over layers", False),
 }
-_TITLE = "What each later question gets, mean over tasks"
 _TITLES = {"continue": "each later turn goes on", "recompute": "each later turn runs the whole text again"}
 
 
@@ -82,7 +81,8 @@ def data(results: Results) -> pd.DataFrame:
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value, a column for methods that continue and one for others."""
-    figure, sections = style.sections_of(frame, _TITLE, 9.5, lambda _: 2.3 * len(_PANELS), most=2)
+    title = "What each later question gets, mean over tasks"
+    figure, sections = style.sections_of(frame, title, 9.5, lambda _: 2.3 * len(_PANELS), most=2)
     for part, section in sections:
         rows, baseline = section[section["method"] != BASELINE], section[section["label"] == BASELINE]
         titles = {turns: title for turns, title in _TITLES.items() if turns in set(rows["turns"])}

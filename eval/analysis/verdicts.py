@@ -2,7 +2,7 @@
 
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -16,8 +16,7 @@ from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_en
 from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
-from eval.store.aggregate import by_task, drawn_means, mean_interval, on_common_examples
-from eval.store.join import beside
+from eval.store.aggregate import beside, by_task, drawn_mean, drawn_means, on_common_examples
 from eval.store.results import Results, first_turns
 from eval.store.visit import read_trace
 
@@ -25,7 +24,6 @@ AGREES, HIGHER, LOWER = "agrees", "differs (higher)", "differs (lower)"
 HOLDS, FAILS, UNSEEN, NOT_RUN, NO_NUMBER = "holds", "does not hold", "cannot be seen", "not run", "-"
 _RULES = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 _PAPER_SUITE = "longbench"
-
 Value = tuple[float, float, float]  # with both ends of its 95 % interval
 
 
@@ -77,15 +75,10 @@ class Claim:
         if not values:
             return "-"
         if len(parts) == 1:
-            return Column("value", "", self.digits).text(dict(zip(forms("value"), parts[0], strict=True)))
+            return Column("value", "", self.digits).cell(dict(zip(forms("value"), parts[0], strict=True)))
         obeys = [self._obeys(part) for part in parts]
         low, high = (f"{value:.{self.digits}f}" for value in (min(values), max(values)))
         return f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do not"
-
-    @property
-    def expected(self) -> str:
-        """What the verdict asks for, for people."""
-        return self.holds or f"within {self.tolerance}"
 
 
 @cache
@@ -120,7 +113,12 @@ class _Section:
             labels = shown[shown["model"] == self.model]["label"].unique()
             table1 = self.of("table1")
             return table1 if len(table1) else rows[rows["label"].isin(labels)]
-        chosen = {text: _BELONGS[preset](json.loads(text)) for text in rows["settings"].unique()}
+        belongs: dict[str, Callable[[str], bool]] = {
+            "table1": is_table1_preset,
+            "figure5": lambda settings: target_of(settings) is not None,
+            "figure6": lambda settings: _single_layer(settings) is not None,
+        }
+        chosen = {text: belongs[preset](text) for text in rows["settings"].unique()}
         return rows[rows["settings"].map(chosen).astype(bool)]
 
     def by_task(self, rows: Any) -> Any:
@@ -129,18 +127,13 @@ class _Section:
         return whole[whole["level"] != "dataset"]
 
 
-def _single_layer(settings: Mapping[str, Any]) -> tuple[int, float] | None:
-    """(layer, keep ratio) of a schedule with one pruning layer."""
-    schedule = settings.get("schedule")
-    single = isinstance(schedule, dict) and len(schedule) == 1
-    return next(((int(layer), keep) for layer, keep in schedule.items()), None) if single else None  # type: ignore[union-attr]
-
-
-_BELONGS: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "table1": is_table1_preset,
-    "figure5": lambda settings: target_of(json.dumps(settings)) is not None,
-    "figure6": lambda settings: _single_layer(settings) is not None,
-}
+def _single_layer(settings: str) -> tuple[int, float] | None:
+    """(layer, keep ratio) of a schedule with one pruning layer. settings: JSON."""
+    schedule = json.loads(settings).get("schedule")
+    if not isinstance(schedule, dict) or len(schedule) != 1:
+        return None
+    ((layer, keep),) = schedule.items()
+    return int(layer), keep
 
 
 def _values(rows: Any, column: str) -> list[Value]:
@@ -175,7 +168,7 @@ def _mean_of(section: _Section, preset: str, column: str) -> list[Value]:
     """The baseline's mean over all examples."""
     rows = first_turns(section.rows[section.rows["method"] == BASELINE])
     values = rows.drop_duplicates(["dataset", "id"])[column].dropna().to_numpy(dtype=float)
-    return [(float(values.mean()), *mean_interval(values))] if len(values) else []
+    return [with_ends(drawn_mean(values))] if len(values) else []
 
 
 def _kept_at(section: _Section, preset: str, speedup: float) -> list[Value]:
@@ -210,7 +203,7 @@ def _leads(section: _Section, preset: str, column: str, other: str) -> list[Valu
 def _gains_along(section: _Section, preset: str, column: str, along: str) -> list[Value]:
     """How much better each next layer, or keep ratio, of a single pruning layer is, at each value of the other."""
     rows = section.of(preset).dropna(subset=column)
-    rows = rows.assign(label=rows["settings"].map(lambda text: _single_layer(json.loads(text))))
+    rows = rows.assign(label=rows["settings"].map(_single_layer))
     values = on_common_examples(rows, column) if len(rows) else rows
     if not len(values):
         return []
@@ -242,7 +235,7 @@ def _largest_share(section: _Section, preset: str) -> list[Value]:
 def _deeper_saves(section: _Section, preset: str) -> list[Value]:
     """How much smaller the share of tokens computed by the end is in the last layers than in the first."""
     saved = np.array([100 * (ran[-1, 0] - ran[-1, -1]) / tokens for tokens, ran in _counts(section, preset)])
-    return [(float(saved.mean()), *mean_interval(saved))] if len(saved) else []
+    return [with_ends(drawn_mean(saved))] if len(saved) else []
 
 
 def _below_even_share(section: _Section, preset: str) -> list[Value]:
@@ -250,7 +243,7 @@ def _below_even_share(section: _Section, preset: str) -> list[Value]:
     traces = [read_trace(file) for run in section.results.runs if run.model == section.model for file in run.traces]
     prompts = {(trace.dataset, trace.id): np.array(trace.importance).mean(axis=0) for trace in traces}
     shares = np.array([100 * (scores < 1 / len(scores)).mean() for scores in prompts.values()])
-    return [(float(shares.mean()), *mean_interval(shares))] if len(shares) else []
+    return [with_ends(drawn_mean(shares))] if len(shares) else []
 
 
 _MEASURES: dict[str, Callable[..., list[Value]]] = {
@@ -285,7 +278,8 @@ def verdicts(results: Results) -> Table:
         value = parts[0] if len(parts) == 1 else (np.nan,) * 3
         rows.append({
             "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
-            "paper": "-" if paper is None else f"{paper:g}", "expected": claim.expected, "parts": len(parts),
+            "paper": "-" if paper is None else f"{paper:g}", "parts": len(parts),
+            "expected": claim.holds or f"within {claim.tolerance}",
             **dict(zip(forms("value"), value, strict=True)), "ours": claim.ours(parts),
             "verdict": claim.verdict(parts, paper_model), "shown": claim.shown,
         })  # fmt: skip

@@ -8,6 +8,7 @@ OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, has
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.store.folder import files_of
 from eval.store.results import Results, add_choice
 from eval.store.runs import counted
 from lazyllm.errors import parser_of
@@ -115,9 +117,11 @@ def provenance(results: Results) -> list[dict[str, Any]]:
             "fingerprint": run.about["fingerprint"],
             "model": run.model,
             "arms": run.identity["arms"],
-            "examples": len(run.keys),
+            "examples": len(run.answered),
             "failed": len(run.failed),
-            "visits_sha256": run.visits_sha256,
+            "visits_sha256": {
+                file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(run.folder, "visits")
+            },
             "provenance": run.about.get("provenance"),
         }
         for run in results.runs

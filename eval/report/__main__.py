@@ -1,21 +1,15 @@
 """One self-contained HTML page of stored runs: lazyllm-bench report RUNS [RUNS ...] [--out PAGE]"""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eval.store.results import Results, add_choice
 from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
 
-if TYPE_CHECKING:
-    from eval.analysis.registry import Subject
 
-
-def main(arguments: Sequence[str] | None = None, subjects: Mapping[str, Subject] | None = None) -> int:
-    """The command `report`. subjects: other tables and figures. Returns the exit code. Raises UserError."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `report`. Returns the exit code. Raises UserError."""
     parser = parser_of("report", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, metavar="PAGE", help="default: report.html beside the runs")
@@ -26,7 +20,7 @@ def main(arguments: Sequence[str] | None = None, subjects: Mapping[str, Subject]
     from eval.analysis.registry import SUBJECTS  # not at the top: slow to import
     from eval.report.page import render
 
-    page = render(results, SUBJECTS if subjects is None else subjects, options.examples)
+    page = render(results, SUBJECTS, options.examples)
     out = options.out or options.runs[0] / "report.html"
     write_whole(out, page)
     size = len(page.encode()) / 1e6

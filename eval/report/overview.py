@@ -23,7 +23,7 @@ _SHOWN_ELSEWHERE = {"arms", "baseline", "versions", "seed"}
 
 def summary(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     """The first lines of the page: (name, value)."""
-    examples = {(run.model, *key) for run in runs for key in run.keys}
+    examples = {(run.model, *key) for run in runs for key in run.answered}
     started = sorted(_moment(run) for run in runs)
     return [
         ("Models", _listed(run.model for run in runs)),
@@ -45,16 +45,12 @@ def findings(results: Results) -> list[str]:
     """
     shown = results.usual
     whole: Any = shown.by_task[shown.by_task["level"] == "all"]
-    sentences = [
-        f"{_named(model, suite)}: {_finding(rows.to_dict('records'))}"
-        for (model, suite), rows in whole.groupby(["model", "suite"], sort=False)
-    ]
+    sentences = list[str]()
+    for (model, suite), rows in whole.groupby(["model", "suite"], sort=False):
+        name = model if f"({suite})" in model else f"{model} on {suite}"
+        sentences.append(f"{name}: {_finding(rows.to_dict('records'))}")
     others = _listed(run.model for run in results.runs if run not in shown.runs)
     return [*sentences, f"Other settings, in tables only: {others}."] if others else sentences
-
-
-def _named(model: str, suite: str) -> str:
-    return model if f"({suite})" in model else f"{model} on {suite}"
 
 
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:
@@ -101,7 +97,7 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
         {
             "model": run.model,
             "arms": _shortened(list(run.arms)),
-            "examples": len(run.keys),
+            "examples": len(run.answered),
             "datasets": len(run.datasets),
             "unfinished": run.unfinished,
             "started": _moment(run),
@@ -172,9 +168,9 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
         "Measured with uncommitted code: it cannot be checked out again": changed,
     }
     concerned |= {sign: [run for run in runs if sign in run.warnings] for run in runs for sign in run.warnings}
-    sentences = [f"{text} ({_names(named)})." for text, named in concerned.items() if named] + _missing(runs)
-    sentences[:0] = Results(runs).unfinished
-    if most is not None and any(max(Counter(dataset for dataset, _ in run.keys).values()) > most for run in runs):
+    sentences = Results(runs).unfinished + [f"{text} ({_names(named)})." for text, named in concerned.items() if named]
+    sentences += _missing(runs)
+    if most is not None and any(max(Counter(dataset for dataset, _ in run.answered).values()) > most for run in runs):
         shown = f"only the first {most} examples are" if most > 1 else "only the first example is"
         sentences.append(f"Of each run and dataset, {shown} shown below; tables count all.")
     return sentences
@@ -186,9 +182,9 @@ def _missing(runs: Sequence[StoredRun]) -> list[str]:
     for run in runs:
         alike.setdefault((run.model, DATASETS[run.datasets[0]].suite), []).append(run)
     for (model, _), group in alike.items():
-        wanted, lacking = {key for run in group for key in run.keys}, dict[Any, list[StoredRun]]()
+        wanted, lacking = {key for run in group for key in run.answered}, dict[Any, list[StoredRun]]()
         for run in group:
-            lacking.setdefault(frozenset(wanted - {*run.keys}), []).append(run)
+            lacking.setdefault(frozenset(wanted - run.answered.keys()), []).append(run)
         sentences += [
             f"Missing examples: {len(keys)} of the {len(wanted)} that runs of {model} have, of "
             f"{_listed(sorted(dataset for dataset, _ in keys))} ({_names(named)})."

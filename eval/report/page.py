@@ -83,19 +83,14 @@ def grid(table: Table, filtered: int | None = None, whole: bool = False) -> dict
     that name the row (if they differ in any row) and those that are compared, unless the table is shown as a whole.
     """
     rows = [[text if isinstance(text, Cell) else Cell(text) for text in row] for row in table.cells.to_numpy().tolist()]
-    headings, others = list(table.cells), range(table.keys, table.cells.shape[1])
-    named = [
-        number for number in range(table.keys) if number == table.keys - 1 or len({row[number] for row in rows}) > 1
-    ]
-    first = {filtered, *named, *([number for number in others if headings[number] in COMPARED] or others[:MOST])}
-    columns = [
-        {
-            "text": heading,
-            "numeric": any(row[number].value is not None for row in rows),
-            "more": not whole and number not in first,
-        }
-        for number, heading in enumerate(headings)
-    ]
+    keys, values = list(table.cells)[: table.keys], list(table.cells)[table.keys :]
+    first = {*([heading for heading in values if heading in COMPARED] or values[:MOST]), *keys[-1:]}
+    columns = []
+    for number, heading in enumerate(table.cells):
+        texts = [row[number] for row in rows]
+        at_once = whole or number == filtered or heading in first or (heading in keys and len(set(texts)) > 1)
+        numeric = any(text.value is not None for text in texts)
+        columns.append({"text": heading, "numeric": numeric, "more": not at_once})
     choices = [] if filtered is None else list(dict.fromkeys(row[filtered] for row in rows))
     return {**vars(table), "columns": columns, "rows": rows, "filtered": filtered, "choices": choices}
 

@@ -47,7 +47,7 @@ def _embed(
     arm: int, visit: Visit, own: Sequence[Measurement], beside: Sequence[Measurement] | None, strings: dict[str, int]
 ) -> list[dict[str, Any]]:
     """An entry for each turn of an arm's answers."""
-    theirs: Sequence[Measurement | None] = beside or [None] * len(own)
+    theirs = beside or [None] * len(own)
     return [
         {
             "run": arm,

@@ -37,7 +37,7 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
     def panels(shown: list[Block], only: str = f"Config('fingerprint') in {prints}") -> Block:
         return dict(kind="PanelGrid", runsets=[dict(kind="Runset", name="runs", filters=only, **own)], panels=shown)
 
-    examples = len({key for run in runs for key in run.keys})
+    examples = len({key for run in runs for key in run.answered})
     values = {"model": [run.model for run in runs], "device": [run.device for run in runs]}
     values["commit"] = [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs]
     about = "; ".join(f"{name}: {', '.join(sorted(set(own)))}" for name, own in values.items())

@@ -26,7 +26,7 @@ from eval.analysis.run_table import arm_groups
 from eval.analysis.table import Table
 from eval.run.config import QUIET
 from eval.run.settings import TrackerConfig
-from eval.store.join import beside
+from eval.store.aggregate import beside
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun
 from eval.store.visit import Visit

@@ -17,7 +17,6 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
-from eval.store.join import beside
 from eval.store.visit import MEASURED
 
 RESAMPLES = 2000
@@ -42,8 +41,22 @@ _COMPARED = ("score", "cache_bytes", "peak_memory_bytes")
 _OF_BOTH = tuple(f"{side}_{name}" for name in _COMPARED for side in ("own", "reference"))
 _COLUMN = {name: number for number, name in enumerate(dict.fromkeys((*VALUES, *_OF_BOTH)))}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
+_VISIT = ["folder", "dataset", "id", "turn", "visit"]  # what two answers share that may be compared
+
 _FORMS = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
 COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "turns", "datasets", "score_seed_std", *_FORMS]
+
+
+def beside(rows: Any, among: Any) -> Any:
+    """For each of these rows of `Results.frame`, the row of its run's baseline of the same visit and turn.
+
+    The only way from an arm's answers to the baseline's: two answers may be compared only if they were measured within
+    seconds of each other, on the same prompt. among: the whole frame. The result has the index of `rows`, and NaN where
+    the visit holds no baseline's answer.
+    """
+    wanted = pd.MultiIndex.from_frame(rows[_VISIT])
+    found = among[among["is_baseline"]].set_index(_VISIT, drop=False).reindex(wanted)
+    return found.set_axis(rows.index)
 
 
 def by_task(frame: pd.DataFrame) -> pd.DataFrame:
@@ -105,14 +118,10 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.ndarray]:
-    """Columns with a value for each example, in order of appearance: dataset, turns, and means over its answers.
+    """Columns with a value for each example: dataset, turns, means over its answers, `pairs` (how many have a
+    baseline), `has_pair` (1 or 0), and over these `own_<value>` and `reference_<value>`: sums of costs, else means.
 
-    For what compares with the baseline: `pairs`, the number of answers with one, `has_pair`, 1 if there is any, else 0,
-    and over these answers `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of
-    `_OF_PAIRS` are means over these too.
-
-    references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
-    of appearance.
+    references: [rows] the baselines of the same visits. codes: [rows] each row's example, from 0 as they appear.
     """
     times, seeds = np.bincount(codes), rows.groupby(codes)["seed"].nunique().to_numpy()
     first = np.unique(codes, return_index=True)[1]
@@ -142,10 +151,8 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.
 
 @lru_cache(maxsize=32)
 def _weights(dataset: str, n: int) -> np.ndarray:
-    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then n - 1 draws with replacement.
-
-    Each dataset has its own seed, so that a row does not depend on the other rows. NaN below `FEWEST` examples.
-    """
+    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then n - 1 draws, or NaN if n is below
+    `FEWEST`. Each dataset has its own seed, so that a row does not depend on the other rows."""
     if n < FEWEST:
         return np.vstack([np.ones((1, n)), np.full((RESAMPLES, n), np.nan)])
     picks = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n - 1))
@@ -230,13 +237,12 @@ def drawn_means(values: pd.DataFrame) -> np.ndarray:
     return np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
 
 
-def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Both ends of the 95 % interval of the mean; NaN below `FEWEST` values."""
-    if len(values) < FEWEST:
-        return float("nan"), float("nan")
-    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values) - 1)).mean(axis=1)
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return float(low), float(high)
+def drawn_mean(values: np.ndarray) -> np.ndarray:
+    """[1 + RESAMPLES] the mean of values, then those of the resamples, which are NaN below `FEWEST` values."""
+    drawn = np.full((RESAMPLES, 1), np.nan)
+    if len(values) >= FEWEST:
+        drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values) - 1))
+    return np.append(values.mean(), drawn.mean(axis=1))
 
 
 def _seed_scores(frame: pd.DataFrame, codes: np.ndarray, sizes: dict[str, int]) -> Any:

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -40,12 +40,12 @@ VERSION = 3  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
 
-class InUseError(UserError):
-    """Another process works in the run folder."""
-
-
 # Exceptions raised by parsing an invalid line
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+
+class InUseError(UserError):
+    """Another process works in the run folder."""
 
 
 def job_event(line: bytes) -> dict[str, Any]:
@@ -72,12 +72,14 @@ class RunStore:
     visits: {example: its visits, in order} of all jobs of the run.
     """
 
-    def __init__(self, folder: Path, part: str = "", about: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, part: str, about: dict[str, Any]) -> None:
         self.folder = folder
-        self.about = about or {}
+        self.about = about
         self._files = {name: folder / f"{name}{part}.jsonl" for name in _PARSE}
-        for name, file in self._files.items():
-            _mend([one for one in ([file] if part else files_of(folder, name)) if one.suffix != ".gz"], name)
+        for name, own in self._files.items():
+            for file in files_of(folder, name):
+                if file.suffix != ".gz" and (not part or file == own):
+                    _mend(file, name)
         self.reload()
 
     def reload(self) -> None:
@@ -176,22 +178,19 @@ def _append_line(file: Path, line: str) -> None:
         ) from error
 
 
-def _mend(files: Sequence[Path], name: str) -> None:
-    """Set the bad lines of files aside, into new files, and remove a last line that is incomplete. Raises UserError."""
-    for file in files:
-        if not file.exists():
-            continue
-        lines = _lines([file], name)
-        if bad := [line for line in lines if line.fault is not None]:
-            names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
-            aside = next(path for path in names if not path.exists())
-            write_whole(aside, b"".join(line.data + b"\n" for line in bad))
-            shown = [f"line {line.number}: {line.fault}" for line in bad]
-            about = "; ".join(shown[:3] + ["..."] * (len(shown) > 3))
-            log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about)
-        good = b"".join(line.data + b"\n" for line in lines if line.fault is None)
-        if good != _data(file):
-            write_whole(file, good)
+def _mend(file: Path, name: str) -> None:
+    """Set a file's bad lines aside, into a new one, and remove a last line that is incomplete. Raises UserError."""
+    lines = _lines(file, name)
+    if bad := [line for line in lines if line.fault is not None]:
+        names = (file.with_name(f"{file.name}.damaged-{number}") for number in count(1))
+        aside = next(path for path in names if not path.exists())
+        write_whole(aside, b"".join(line.data + b"\n" for line in bad))
+        shown = [f"line {line.number}: {line.fault}" for line in bad]
+        about = "; ".join(shown[:3] + ["..."] * (len(shown) > 3))
+        log.warning("%s: damaged lines are set aside in %s: %d (%s)", file, aside.name, len(shown), about)
+    good = b"".join(line.data + b"\n" for line in lines if line.fault is None)
+    if good != _data(file):
+        write_whole(file, good)
 
 
 def read_visits(folder: Path) -> list[Visit]:
@@ -241,39 +240,36 @@ def files_of(folder: Path, name: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of a file: its number (from 1), its bytes, its value, and why it does not count; None if it does."""
-
     file: Path
-    number: int
+    number: int  # from 1
     data: bytes
     value: Any
-    fault: str | None
+    fault: str | None  # why it does not count; None if it does
 
 
-def _lines(files: Iterable[Path], name: str) -> list[_Line]:
-    """The lines of files of one kind of `_PARSE` that are not blank. Raises UserError if a file cannot be read.
+def _lines(file: Path, name: str) -> list[_Line]:
+    """The lines of a file of one kind of `_PARSE` that are not blank. Raises UserError if it cannot be read.
 
     A last line without its newline counts if it can be parsed: an incomplete one is not JSON, and is left out.
     """
     lines: list[_Line] = []
-    for file in files:
-        *ended, tail = _data(file).split(b"\n")
-        for number, data in enumerate([*ended, tail], start=1):
-            if not data.strip():
+    whole = _data(file).split(b"\n")
+    for number, data in enumerate(whole, start=1):
+        if not data.strip():
+            continue
+        try:
+            value, fault = _PARSE[name](data), None
+        except NO_LINE as error:
+            if number == len(whole):
                 continue
-            try:
-                value, fault = _PARSE[name](data), None
-            except NO_LINE as error:
-                if number > len(ended):
-                    continue
-                value, fault = None, f"not a line of {name} ({type(error).__name__}: {error})"
-            lines.append(_Line(file, number, data, value, fault))
+            value, fault = None, f"not a line of {name} ({type(error).__name__}: {error})"
+        lines.append(_Line(file, number, data, value, fault))
     return lines
 
 
 def _sound_lines(folder: Path, name: str) -> list[_Line]:
     """The lines of all of a run's files of one kind. Raises UserError at the first with a fault."""
-    lines = _lines(files_of(folder, name), name)
+    lines = [line for file in files_of(folder, name) for line in _lines(file, name)]
     for line in lines:
         if line.fault is not None:
             raise UserError(

@@ -5,9 +5,8 @@ A *setting* is a method with its hyperparameters but without its seed; an arm is
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eval.benchmarks.datasets import DATASETS, format_value
-from eval.store.folder import files_of, read_about, read_planned, read_visits
+from eval.store.folder import read_about, read_planned, read_visits
 from eval.store.visit import MEASURED, SCALES, Measurement, Visit
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, machine_warnings
@@ -81,7 +80,34 @@ class StoredRun:
     @cached_property
     def rows(self) -> pd.DataFrame:
         """A row for each arm's answer to a turn: the columns of `Results.frame` from `arm` on. Raises UserError."""
-        return rows_of_visits(self.visits, self.arms)
+        import pandas as pd
+
+        keys: list[tuple[Any, ...]] = []
+        measured: list[Measurement] = []
+        times, answered = dict[tuple[str, str], int](), set[tuple[str, str, str]]()
+        for visit in self.visits:
+            number = times[visit.key] = times.get(visit.key, -1) + 1
+            for arm in self.arms.keys() & visit.answers.keys():
+                is_first = (*visit.key, arm) not in answered
+                answered.add((*visit.key, arm))
+                for turn, (asked, answer) in enumerate(zip(visit.turns, visit.answers[arm], strict=True), start=1):
+                    keys.append((arm, visit.dataset, visit.id, visit.groups, asked.tokens, turn, number, is_first))
+                    measured.append(answer)
+        names = ["arm", "dataset", "id", "groups", "prompt_tokens", "turn", "visit", "counts"]
+        frame: Any = pd.DataFrame(keys, columns=names)
+        numbers = np.array([_NUMBERS(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
+        frame[[*SCALES]] = numbers * [*SCALES.values()]
+        derived = np.array([_derived(one) for one in measured], dtype=float).reshape(-1, 3)
+        frame[["step_s", "generated_tokens", "pct_answered"]] = derived
+        for column in ("method", "label", "seed", "is_baseline"):
+            frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
+        settings = {name: json.dumps(arm.settings, sort_keys=True) for name, arm in self.arms.items()}
+        frame["settings"] = frame["arm"].map(settings)
+        for name in ("task", "suite"):
+            frame[name] = frame["dataset"].map({key: getattr(dataset, name) for key, dataset in DATASETS.items()})
+        # arms in the order of tables, whatever was measured first
+        places = frame["arm"].map({name: place for place, name in enumerate(self.arms)})
+        return frame.iloc[places.argsort(kind="stable")].reset_index(drop=True)[[*ROW_COLUMNS]]
 
     @cached_property
     def answered(self) -> dict[tuple[str, str], set[str]]:
@@ -91,11 +117,6 @@ class StoredRun:
             if visit.answers:
                 answered.setdefault(visit.key, set()).update(visit.answers)
         return answered
-
-    @property
-    def keys(self) -> list[tuple[str, str]]:
-        """(dataset, id) of each example that any arm has answered."""
-        return list(self.answered)
 
     @property
     def done(self) -> set[tuple[str, str]]:
@@ -130,8 +151,10 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """The model's short name (`short_name`), then `variant`."""
-        return short_name(self.about["config"]) + self.variant
+        """A preset, the last part of a folder or hub id, or the whole name of a server's model; then `variant`."""
+        config = self.about["config"]
+        name, is_served = config["model"]["name"], (config.get("server") or {}).get("url") is not None
+        return (name if is_served else Path(name).name) + self.variant
 
     @property
     def paper_model(self) -> str | None:
@@ -164,45 +187,9 @@ class StoredRun:
         return machine_warnings(self.device, self.kernels, *numbers, float(weights))
 
     @property
-    def visits_sha256(self) -> dict[str, str]:
-        """{name: SHA-256} of the files of visits."""
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files_of(self.folder, "visits")}
-
-    @property
     def traces(self) -> list[Path]:
         """Files with a `Trace`, one for each traced example and arm."""
         return sorted((self.folder / "traces").glob("*.json"))
-
-
-def rows_of_visits(visits: Sequence[Visit], arms: Mapping[str, StoredArm]) -> pd.DataFrame:
-    """`StoredRun.rows` of these visits, whose arms are among `arms`."""
-    import pandas as pd
-
-    keys: list[tuple[Any, ...]] = []
-    measured: list[Measurement] = []
-    times, answered = dict[tuple[str, str], int](), set[tuple[str, str, str]]()
-    for visit in visits:
-        number = times[visit.key] = times.get(visit.key, -1) + 1
-        for arm in arms.keys() & visit.answers.keys():
-            is_first = (*visit.key, arm) not in answered
-            answered.add((*visit.key, arm))
-            for turn, (asked, answer) in enumerate(zip(visit.turns, visit.answers[arm], strict=True), start=1):
-                keys.append((arm, visit.dataset, visit.id, visit.groups, asked.tokens, turn, number, is_first))
-                measured.append(answer)
-    names = ["arm", "dataset", "id", "groups", "prompt_tokens", "turn", "visit", "counts"]
-    frame: Any = pd.DataFrame(keys, columns=names)
-    numbers = np.array([_NUMBERS(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
-    frame[[*SCALES]] = numbers * [*SCALES.values()]
-    for name, value_of in _DERIVED.items():
-        frame[name] = np.array([value_of(one) for one in measured], dtype=float)
-    for column in ("method", "label", "seed", "is_baseline"):
-        frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in arms.items()})
-    frame["settings"] = frame["arm"].map({name: canonical_json(arm.settings) for name, arm in arms.items()})
-    for name in ("task", "suite"):
-        frame[name] = frame["dataset"].map({key: getattr(dataset, name) for key, dataset in DATASETS.items()})
-    # arms in the order of tables, whatever was measured first
-    places = frame["arm"].map({name: place for place, name in enumerate(arms)})
-    return frame.iloc[places.argsort(kind="stable")].reset_index(drop=True)[[*ROW_COLUMNS]]
 
 
 ROW_COLUMNS = (
@@ -211,35 +198,12 @@ ROW_COLUMNS = (
 )  # fmt: skip
 
 
-def _step_s(one: Measurement) -> float | None:
-    """The mean decoding step in seconds, by the server's count of tokens behind one."""
+def _derived(one: Measurement) -> tuple[float | None, int | None, int]:
+    """step_s, generated_tokens and pct_answered; a server's answer has its mean step and its count of tokens."""
+    step_s, tokens = (one.request.tpot_s, one.request.completion_tokens) if one.request else (None, None)
     if one.decode_step_s:
-        return float(np.mean(one.decode_step_s))
-    return None if one.request is None else one.request.tpot_s
-
-
-def _generated_tokens(one: Measurement) -> int | None:
-    if one.token_ids is not None:
-        return len(one.token_ids)
-    return None if one.request is None else one.request.completion_tokens
-
-
-_DERIVED: dict[str, Callable[[Measurement], float | None]] = {
-    "step_s": _step_s,
-    "generated_tokens": _generated_tokens,
-    "pct_answered": lambda one: 100 if one.text else 0,
-}
-
-
-def canonical_json(settings: Mapping[str, Any]) -> str:
-    """Settings as text that is equal for equal settings."""
-    return json.dumps(settings, sort_keys=True)
-
-
-def short_name(config: Mapping[str, Any]) -> str:
-    """A preset, the last part of a folder or hub id, or the whole name of a server's model. config: of run.json."""
-    name = config["model"]["name"]
-    return name if (config.get("server") or {}).get("url") is not None else Path(name).name
+        step_s = float(np.mean(one.decode_step_s))
+    return step_s, tokens if one.token_ids is None else len(one.token_ids), 100 if one.text else 0
 
 
 def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:

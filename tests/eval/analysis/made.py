@@ -59,13 +59,13 @@ def stored(
     paper: str | None = None, seed: int = 0, folder: Path | None = None, **identity: Any,
 ) -> StoredRun:  # fmt: skip
     """A run of a method and its baseline, or of the baseline alone, in a folder of its own."""
-    if settings is None:
-        settings = {"schedule": "paper", "prune_generated": False, "revive": True} if method == "lazy" else {}
+    if method == "lazy":
+        settings = {"schedule": "paper", "prune_generated": False, "revive": True} | (settings or {})
     arms = {"baseline": {"method": {"name": "baseline"}}}
     if method == "baseline":
         visits = [replace(visit, answers={"baseline": visit.answers[ARM]}) for visit in visits]
     else:
-        arms[ARM] = {"method": {"name": method, "seed": seed, **json.loads(json.dumps(settings))}}
+        arms[ARM] = {"method": {"name": method, "seed": seed, **json.loads(json.dumps(settings or {}))}}
     about = {
         "identity": {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, **identity},
         "config": {"model": {"name": model, "paper": paper}},

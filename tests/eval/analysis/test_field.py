@@ -33,6 +33,9 @@ def test_field_by_hand() -> None:
     assert [marked[name] for name in ("TTFT speedup", "ideal", "% computed")] == ["(2.00)", "(1.50)", "(75.0)"]
     assert table.cells["method"].tolist() == ["baseline", "GemFilter", "oracle (diagnostic)"]
     assert line(table.cells, method="baseline")["ideal"] == "1.00"
+    visits = [example("trec", "a")]
+    named = [stored(visits, "server", {"label": "server two"}), stored(visits, "fastkv", {})]
+    assert set(field(Results(named)).cells["setting"]) == {"server two", "-"}
     assert line(field(Results([stored(over(("trec",)), "lazy")])).cells, method="LazyLLM")["ideal"] == "-"
 
 
@@ -54,24 +57,9 @@ def test_memory_by_hand() -> None:
     assert list(cells.values())[2:] == [
         "4", "1.000 ±0.000", "0.500 ±0.000", "1.500 ±0.000", "0.500", "9.0 ±0.0", "0.900",
     ]  # fmt: skip
-
-
-def test_memory_says_what_was_not_measured() -> None:
     visits = [alone(visit) for visit in over(("hops",))]
     cells = line(memory(Results([stored(visits)])).cells, method="lazy, schedule=paper")
     assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
-
-
-def test_field_keeps_a_setting_that_has_its_own_name() -> None:
-    visits = [example("trec", "a")]
-    runs = [stored(visits, "server", {"label": "server two"}), stored(visits, "fastkv", {})]
-    assert set(field(Results(runs)).cells["setting"]) == {"server two", "-"}
-
-
-def test_ttft_share_does_not_guess_the_length_of_an_answer() -> None:
-    table = ttft_share(Results([stored([example("trec", "a", token_ids=None)])]))  # of a server that does not count
-    assert [heading for heading in table.cells if "answer" in heading] == ["answer 1-4"]  # the baseline's
-    assert set(table.frame["answer_tokens"]) == {"1-4", "unknown", "all"}
 
 
 def test_ttft_share_by_hand() -> None:
@@ -100,6 +88,9 @@ def test_ttft_share_by_hand() -> None:
         "model": "tiny (embedded)", "method": "lazy, schedule=paper", "in steps": "1.7", "all": "31.2",
         "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0", "answer 5-16": "12.5",
     }  # fmt: skip
+    table = ttft_share(Results([stored([example("trec", "a", token_ids=None)])]))  # of a server that does not count
+    assert [heading for heading in table.cells if "answer" in heading] == ["answer 1-4"]  # the baseline's
+    assert set(table.frame["answer_tokens"]) == {"1-4", "unknown", "all"}
 
 
 def runs() -> list:

@@ -10,17 +10,13 @@ from eval.store.results import Results
 from tests.eval.analysis.made import drawn, example, stored, texts
 
 
-def lazy(keep: float) -> dict[str, Any]:
-    return {"schedule": {"2": keep}, "prune_generated": False, "revive": True}
-
-
 def runs(**where: Any) -> list:
     """Two tasks; two settings of LazyLLM, and one of random token drop with two seeds."""
     return [
         stored([example("hotpotqa", "a", score=0.5, ttft_s=0.2), example("trec", "a", score=1.0, ttft_s=0.1)],
-               settings=lazy(0.3), **where),
+               settings={"schedule": {"2": 0.3}}, **where),
         stored([example("hotpotqa", "a", score=0.9, ttft_s=0.25), example("trec", "a", score=0.8, ttft_s=0.4)],
-               settings=lazy(0.5), **where),
+               settings={"schedule": {"2": 0.5}}, **where),
         stored([example("hotpotqa", "a", score=0.2, ttft_s=0.1)], "random_drop", {"keep": 0.5}, **where),
         stored([example("hotpotqa", "a", score=0.4, ttft_s=0.3)], "random_drop", {"keep": 0.5}, seed=1, **where),
     ]  # fmt: skip
@@ -47,7 +43,7 @@ def test_figure5_by_hand() -> None:
 
 
 def test_figure5_draws_kl_in_panels_without_published_points() -> None:
-    frame = data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)], settings=lazy(0.3))]))
+    frame = data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)])]))
     assert frame.loc[frame["source"] == "measured", "kl"].tolist() == [0.02, 0.02]
     picture = drawn(plot, frame)
     scales = [axes.get_yscale() for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA"]
@@ -125,7 +121,7 @@ def test_figure5_leaves_out_scores_without_a_share() -> None:
 
 def test_figure5_joins_settings_given_by_a_speedup() -> None:
     swept = [
-        stored([example("trec", "a", score=score, ttft_s=ttft)], settings={"schedule": name, "revive": True})
+        stored([example("trec", "a", score=score, ttft_s=ttft)], settings={"schedule": name})
         for name, score, ttft in (("1.5x", 0.3, 0.2), ("2.0x", 0.4, 0.1), ("table1", 0.9, 0.05))
     ]
     frame: Any = data(Results(swept))

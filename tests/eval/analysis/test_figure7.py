@@ -19,7 +19,7 @@ def test_figure7_by_hand() -> None:
 
 
 def test_figure7_shows_one_setting_for_each_model() -> None:
-    one, other = ({"schedule": {"2": keep}, "prune_generated": False, "revive": True} for keep in (0.3, 0.5))
+    one, other = ({"schedule": {"2": keep}} for keep in (0.3, 0.5))
     runs = [
         stored([LONG], settings=one), stored([LONG, SHORT], settings=other), stored([SHORT], "static_pruning"),
         stored([LONG, SHORT], settings=other, model="big"), stored([LONG], model="big"),

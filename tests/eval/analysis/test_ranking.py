@@ -32,10 +32,7 @@ def test_ranking_by_hand() -> None:
     cells = line(table.cells, method="static_pruning, layer=2")
     assert cells["KL - first's"] == "+0.10000 (+0.10000, +0.10000)"
     assert table.cells["KL - first's"].tolist()[0] == "-"
-
-
-def test_ranking_puts_the_score_before_kl() -> None:
-    """A method may hit the first token's distribution and lose the answer after it."""
+    # a method may hit the first token's distribution and lose the answer after it
     runs = [swept("static_pruning", "2x", [0.0, 0.0], [1, 0], layer=2), swept("lazy", "2x", [0.2, 0.2], [1, 1])]
     assert ranking(Results(runs)).frame["method"].tolist() == ["lazy", "static_pruning"]
 
@@ -74,11 +71,7 @@ def test_effective_keep_by_hand() -> None:
         with_flops(0.8, {"a": 1.0, "b": 1.0, "c": 1.0}),
         with_flops(0.5, {"a": 1.0, "b": 0.985, "c": 0.0}),
         with_flops(0.2, {"a": 0.97, "b": 0.0}),
-        stored(
-            [example("hops", "a", prefill_flops=1500, baseline={"prefill_flops": 1000})],
-            "prompt_compression",
-            {"keep": 0.5},
-        ),
+        stored([example("hops", "a", 100, {"prefill_flops": 1000}, prefill_flops=1500)], "prompt_compression"),
         stored([example("hops", "a")], "baseline"),
     ]
     found = effective_keep(Results(runs)).frame.set_index(["method", "task", "prompt_tokens"])

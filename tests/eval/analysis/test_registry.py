@@ -69,10 +69,9 @@ def test_tables_name_random_weights() -> None:
 @pytest.mark.parametrize("changed", [{"revive": False}, {"prune_generated": True}])
 def test_figures_leave_out_ablations(name: str, changed: dict, tmp_path: Path) -> None:
     """Neither alone nor with more examples than the method itself."""
-    usual = {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
     method, ablation = [], []
     for layer in (2, 4):
-        settings = usual | {"schedule": {str(layer): 0.5}}
+        settings = {"schedule": {str(layer): 0.5}}
         folders = (tmp_path / f"{kind}-{layer}" for kind in ("method", "ablation"))
         method.append(with_traces(stored([SHORT], settings=settings), next(folders), small_trace()))
         more = stored([LONG, SHORT], settings=settings | changed)

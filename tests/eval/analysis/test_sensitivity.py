@@ -11,20 +11,16 @@ from tests.eval.analysis.made import drawn, example, over, stored, texts
 
 def test_sensitivity_by_hand() -> None:
     def run(schedule: Any, score: float, ttft_s: float, **others: Any) -> StoredRun:
-        settings = {"schedule": schedule, "prune_generated": False, "revive": True} | others
-        return stored(over(("hops",), score=score, ttft_s=ttft_s), "lazy", settings)
+        return stored(over(("hops",), score=score, ttft_s=ttft_s), settings={"schedule": schedule} | others)
 
-    table = sensitivity(
-        Results(
-            [
-                run({"2": 0.5}, 0.8, 0.2),
-                run({"2": 0.8}, 0.9, 0.3),
-                run({"2": 0.5, "10": 0.4}, 0.6, 0.1),
-                run({"2": 0.5}, 0.4, 0.2, revive=False),
-                run("paper", 0.95, 0.25),
-            ]
-        )
-    )
+    runs = [
+        run({"2": 0.5}, 0.8, 0.2),
+        run({"2": 0.8}, 0.9, 0.3),
+        run({"2": 0.5, "10": 0.4}, 0.6, 0.1),
+        run({"2": 0.5}, 0.4, 0.2, revive=False),
+        run("paper", 0.95, 0.25),
+    ]
+    table = sensitivity(Results(runs))
     rows = {row["label"]: row for row in table.frame.to_dict("records")}
     assert [row["ttft_speedup"] for row in rows.values()] == pytest.approx([0.4 / 0.3, 1.6, 2, 2, 4])
     slope = "score_change_per_0.1_keep"
@@ -41,11 +37,8 @@ def test_sensitivity_by_hand() -> None:
 
 
 def single(layer: int, keep: float, scores: tuple[float, float] = (0.5, 1.0), **where: Any):
-    settings = {"schedule": {str(layer): keep}, "prune_generated": False, "revive": True}
-    records = [
-        example("hotpotqa", "a", score=scores[0], ttft_s=0.2), example("trec", "a", score=scores[1], ttft_s=0.1),
-    ]  # fmt: skip
-    return stored(records, settings=settings, **where)
+    visits = [example("hotpotqa", "a", score=scores[0], ttft_s=0.2), example("trec", "a", score=scores[1], ttft_s=0.1)]
+    return stored(visits, settings={"schedule": {str(layer): keep}}, **where)
 
 
 RUNS = [

@@ -89,13 +89,7 @@ def test_short_axis_of_speedups_has_several_ticks(ends: tuple[float, float], sho
 
 def test_styled_restores_matplotlibs_settings() -> None:
     before = dict(mpl.rcParams)
-
-    @styled
-    def plot():
-        assert mpl.rcParams["font.size"] == 9
-        return new_figure(1, 1)
-
-    plot()
+    assert styled(lambda: mpl.rcParams["font.size"])() == 9
     assert dict(mpl.rcParams) == before
 
 

@@ -148,25 +148,20 @@ def test_records_are_shown_filtered_ordered_and_searched(page: webdriver.Chrome)
     assert first.find_element(By.CSS_SELECTOR, ".head").text.split("\n") == [
         "hotpotqa", "row-0", "lazy, schedule={2: 0.5}, seed 0",
     ]  # fmt: skip
-    numbers = {
-        pair.find_element(By.TAG_NAME, "dt").text: pair.find_element(By.TAG_NAME, "dd").text
-        for pair in first.find_elements(By.CSS_SELECTOR, ".numbers > div")
-    }
-    assert numbers == {
+    names, numbers = (texts(page, f".record:first-child .numbers {part}") for part in ("dt", "dd"))
+    assert dict(zip(names, numbers, strict=True)) == {
         "score": "25.0 ▼", "baseline": "50.0", "TTFT": "160.0 ms", "TTFT speedup": "2.50×",  # 0.4 s over 0.16 s
         "% computed": "75.0", "prompt tokens": "1,000, cut from 1,200", "answer tokens": "2, baseline 2",
     }  # fmt: skip
     columns = {
-        part: first.find_element(By.CSS_SELECTOR, f".{part}") for part in ("prompt", "method", "baseline", "gold")
+        "prompt": ("Prompt end\nQuestion: why?", []),
+        "method": ("Answer\nso it is", ["is"]),
+        "baseline": ("Baseline's answer\nso it was then", ["was then"]),
+        "gold": ("Gold\nit is\nso", []),
     }
-    assert columns["prompt"].text == "Prompt end\nQuestion: why?"
-    assert columns["method"].text == "Answer\nso it is"
-    assert columns["baseline"].text == "Baseline's answer\nso it was then"
-    assert columns["gold"].text == "Gold\nit is\nso"
-    marked = {
-        part: [mark.text for mark in column.find_elements(By.TAG_NAME, "mark")] for part, column in columns.items()
-    }
-    assert marked == {"prompt": [], "method": ["is"], "baseline": ["was then"], "gold": []}
+    for part, (text, marked) in columns.items():
+        column = first.find_element(By.CSS_SELECTOR, f".{part}")
+        assert (column.text, [mark.text for mark in column.find_elements(By.TAG_NAME, "mark")]) == (text, marked)
 
     def count() -> str:
         return one(page, "#record-count").text
@@ -278,11 +273,8 @@ def test_narrow_screen_and_paper_show_whole_figures_and_tables(page: webdriver.C
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media})
     try:
         assert page.execute_script("return document.documentElement.scrollWidth") <= width
-        figure = page.execute_script(
-            "const {left, right} = document.querySelector('#figure-hand svg').getBoundingClientRect();"
-            "return [left, right]"
-        )
-        assert 0 <= figure[0] < figure[1] <= width
+        figure = one(page, "#figure-hand svg").rect
+        assert 0 <= figure["x"] < figure["x"] + figure["width"] <= width
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -37,23 +37,15 @@ MACHINE = {"device": "one core", "cpu": "one core", "cpu_count": 1, "threads": 1
 PROVENANCE = {"git_commit": "c0ffee", "started": "2026-01-02T03:04:05Z", "versions": {"torch": "9"}, "machine": MACHINE}
 
 
-def store(
-    folder: Path,
-    method: dict,
-    visits: Sequence[Visit],
-    baseline: str | None = "baseline",
-    seed: int = 0,
-    warmup: int = 5,
-    **changes,
-) -> None:
+def store(folder: Path, method: dict, visits: list[Visit], changes: dict[str, str] | None = None, **identity) -> None:
     """Write a run folder by hand. changes: of its provenance."""
-    identity: dict[str, Any] = {"seed": seed, "baseline": baseline, "warmup": warmup, "data": {"hotpotqa": "aa bb"}}
-    if baseline is None:
+    identity = {"warmup": 5, "data": {"hotpotqa": "aa bb"}} | identity
+    if "baseline" in identity:  # without one
         identity["arms"] = {"lazy": {"method": method}}
     elif method == {"name": "baseline"}:
         identity["arms"] = {"baseline": {"method": method}}
         visits = [replace(visit, answers={"baseline": visit.answers["lazy"]}) for visit in visits]
-    write_run(folder, list(visits), method, "mini", provenance=PROVENANCE | changes, **identity)
+    write_run(folder, visits, method, "mini", provenance=PROVENANCE | (changes or {}), **identity)
 
 
 def example(
@@ -93,17 +85,9 @@ LAST_LAYERS = [[3, 1, 4, 3, 1, 4], [3, 4, 1, 1, 1, 4, 4], [1, 3, 4, 1, 4, 1, 3, 
 REVIVED = [[], [1], [4]]  # by hand: token 2 has passed all layers in prefill
 
 
-@pytest.mark.parametrize(
-    ("cell", "parts"),
-    [
-        (Cell("58.95 ±2.45", 58.951), ("58.95", " ±2.45")),
-        (Cell("−0.5 %", -0.5), ("−0.5", " %")),
-        (Cell("no run"), ("no run", "")),
-        (Cell("2 of 3"), ("2 of 3", "")),
-    ],
-)
-def test_cell_has_a_number_and_the_rest(cell: Cell, parts: tuple[str, str]) -> None:
-    assert cell.parts == parts
+def test_cell_has_a_number_and_the_rest() -> None:
+    cells = [Cell("58.95 ±2.45", 58.951), Cell("−0.5 %", -0.5), Cell("no run"), Cell("2 of 3")]
+    assert [cell.parts for cell in cells] == [("58.95", " ±2.45"), ("−0.5", " %"), ("no run", ""), ("2 of 3", "")]
 
 
 def shown(values: dict[str, list[str]], keys: int = 1, **how: Any) -> dict[str, Any]:
@@ -209,21 +193,16 @@ def test_examples_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def with_turns() -> Visit:
-    """A visit of row 1 with three turns, whose scores rise."""
-    made = visit(1, turns=3)
-    scored = [replace(answer, score=0.25 * number) for number, answer in enumerate(made.answers["lazy"], start=1)]
-    return replace(made, answers=made.answers | {"lazy": scored})
-
-
 def test_every_turn_of_an_example_is_embedded(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [visit(0), with_turns(), visit(2)])
+    turns = visit(1, turns=3)
+    turns.answers["lazy"] = [measurement(score=score) for score in (0.25, 0.5, 0.75)]
+    write_run(tmp_path / "a", [visit(0), turns, visit(2)])
     for most, rows in ((None, 3), (2, 2)):  # turns are no examples
         embedded = embed_answers(find_runs([tmp_path]), most)
         names = ["row-0", "row-1, turn 1", "row-1, turn 2", "row-1, turn 3", "row-2"]
         assert [embedded["strings"][shown["id"]] for shown in embedded["records"]] == names[: rows + 2]
         assert [shown["method"]["score"] for shown in embedded["records"]][1:4] == [25, 50, 75]
-    runs = find_runs([write_run(tmp_path / "b", [with_turns()], provenance={"started": "now"})])
+    runs = find_runs([write_run(tmp_path / "b", [turns], provenance={"started": "now"})])
     assert dict(overview.summary(runs))["Examples"] == "1, in 1 visit"
     assert overview.runs_table(runs).cells["examples"].tolist() == ["1"]
 
@@ -235,22 +214,18 @@ def test_warnings_name_their_runs(tmp_path: Path) -> None:
     store(tmp_path / "another suite", {"name": "lazy"}, [example(0, "needle")])  # has means of its own
     assert overview.warnings(find_runs([tmp_path]), None) == []
     store(tmp_path / "alone", {"name": "static_pruning"}, [example(0, baseline=None)], baseline=None, warmup=0)
-    store(tmp_path / "dirty", {"name": "random_drop"}, [example(0)], git_commit="c0ffee+changes")
-    expected = [
-        ("without a baseline", "(alone)"),
-        ("without warm-up", "(alone)"),
-        ("uncommitted code", "(dirty)"),
-        ("2 of the 3", "(alone, dirty)"),
-        ("only the first 2 examples are", "shown"),
-    ]
-    for text, (said, named) in zip(overview.warnings(find_runs([tmp_path]), 2), expected, strict=True):
-        assert said in text
-        assert named in text
+    store(tmp_path / "dirty", {"name": "random_drop"}, [example(0)], {"git_commit": "c0ffee+changes"})
+    expected = (
+        r"without a baseline.*\(alone\)", r"without warm-up.*\(alone\)", r"uncommitted code.*\(dirty\)",
+        r"2 of the 3.*\(alone, dirty\)", "only the first 2 examples are shown",
+    )  # fmt: skip
+    for text, pattern in zip(overview.warnings(find_runs([tmp_path]), 2), expected, strict=True):
+        assert re.search(pattern, text)
 
 
 def test_provenance_has_common_values_once_and_others_by_run(tmp_path: Path) -> None:
     store(tmp_path / "a", {"name": "lazy"}, [example(0)])
-    store(tmp_path / "b", {"name": "static_pruning"}, [example(0)], started="2026-01-03T00:00:00Z", warmup=1)
+    store(tmp_path / "b", {"name": "static_pruning"}, [example(0)], {"started": "2026-01-03T00:00:00Z"}, warmup=1)
     common, differing = overview.provenance(find_runs([tmp_path]))
     assert dict(common)["git_commit"] == "c0ffee"
     assert dict(common)["machine.device"] == "one core"
@@ -319,7 +294,7 @@ def measured(count: int, score: float, ttft_s: float, baseline: float | None = 0
 def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str, list[Visit]], expected: str) -> None:
     for name, visits in runs.items():
         has_baseline = name == "baseline" or "baseline" in visits[0].answers
-        store(tmp_path / name, {"name": name}, visits, "baseline" if has_baseline else None)
+        store(tmp_path / name, {"name": name}, visits, **({} if has_baseline else {"baseline": None}))
     (said,) = overview.findings(Results(find_runs([tmp_path])))
     assert re.match(rf"mini on longbench: .*{expected}", said)
 
@@ -392,7 +367,8 @@ def make_runs(folder: Path) -> list[StoredRun]:
         *(example(number, "trec", text=f"class {number}", score=0.75) for number in range(3, 45)),
     ]
     store(folder / "lazy", {"name": "lazy", "schedule": {"2": 0.5}}, visits)
-    store(folder / "static", {"name": "static_pruning", "keep": 0.5}, [example(n, baseline=None) for n in (0, 1)], None)
+    unpaired = [example(number, baseline=None) for number in (0, 1)]
+    store(folder / "static", {"name": "static_pruning", "keep": 0.5}, unpaired, baseline=None)
     (folder / "lazy" / "traces").mkdir()
     (folder / "lazy" / "traces" / "one.json").write_text(TRACE.to_json(), encoding="utf-8")
     return find_runs([folder])
@@ -416,12 +392,13 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path
 
 def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
+    monkeypatch.setattr("eval.analysis.registry.SUBJECTS", SUBJECTS)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
-    assert command.main(["runs"], SUBJECTS) == 0
+    assert command.main(["runs"]) == 0
     assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "runs/report.html" in capsys.readouterr().out
     out = tmp_path / "new" / "page.html"
-    assert command.main(["runs", "--out", str(out), "--examples", "1"], SUBJECTS) == 0
+    assert command.main(["runs", "--out", str(out), "--examples", "1"]) == 0
     assert "only the first example is" in out.read_text(encoding="utf-8")
 
 
@@ -430,6 +407,6 @@ def test_report_refuses_bad_arguments_and_traces(tmp_path: Path) -> None:
     make_runs(tmp_path / "runs")
     (tmp_path / "runs" / "lazy" / "traces" / "two.json").write_text("{}")
     with pytest.raises(UserError, match=r"two\.json"):
-        command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")], {})
+        command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")])
     assert not (tmp_path / "page.html").exists()
     assert cli.main(["report", str(tmp_path), "--examples", "0"]) == 2

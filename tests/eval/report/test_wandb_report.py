@@ -3,7 +3,9 @@
 import json
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,13 +40,9 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) 
 
 def of_kind(value: Any, kind: str) -> list[dict[str, Any]]:
     """All blocks of a kind within a specification."""
-    if isinstance(value, list):
-        return [block for item in value for block in of_kind(item, kind)]
-    if not isinstance(value, dict):
-        return []
-    return ([value] if value["kind"] == kind else []) + [
-        block for item in value.values() for block in of_kind(item, kind)
-    ]
+    own = [value] if isinstance(value, dict) and value["kind"] == kind else []
+    parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return [*own, *(block for part in parts for block in of_kind(part, kind))]
 
 
 def written(*arguments: str) -> dict[str, Any]:
@@ -106,19 +104,9 @@ def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeyp
     from wandb_workspaces.reports.v2 import Report
 
     logged: dict[str, Any] = {}
-
-    class Run:
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-        def log(self, values: dict[str, Any]) -> None:
-            logged.update(values)
-
+    run = nullcontext(SimpleNamespace(log=logged.update))
     monkeypatch.setattr("wandb.login", lambda **_: True)
-    monkeypatch.setattr("wandb.init", lambda **place: logged.update(place) or Run())
+    monkeypatch.setattr("wandb.init", lambda **place: logged.update(place) or run)
     monkeypatch.setattr(Report, "save", lambda self: logged.update(saved=self))
     monkeypatch.setattr(Report, "url", "https://example.org/report")
     assert main(["wandb-report", "runs", "--publish", "--entity", "me", "--project", "mine"]) == 0

@@ -8,9 +8,8 @@ import pytest
 
 from eval.analysis.run_table import arm_groups, comparisons, run_table
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import COLUMNS, by_task
+from eval.store.aggregate import COLUMNS, beside, by_task
 from eval.store.aggregate import VALUES as TABLE_VALUES
-from eval.store.join import beside
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun
 from eval.store.visit import SCALES, Failure, Measurement, Request, Visit

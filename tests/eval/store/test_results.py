@@ -156,17 +156,12 @@ def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path
     assert {*Results(find_runs([tmp_path])).counting["folder"]} == {str(tmp_path / "again")}  # as many, but newer
 
 
-@pytest.mark.parametrize(
-    ("method", "settings", "label"),
-    [
-        ("baseline", {}, "baseline"),
-        ("lazy", {"schedule": {"2": 0.3}, "prune_generated": False, "revive": True}, "lazy, schedule={2: 0.3}"),
-        ("lazy", {"schedule": "paper", "revive": False}, "lazy, schedule=paper, revive=false"),
-        ("prompt_compression", {"keep": 0.5, "scorer": None}, "prompt_compression, keep=0.5"),
-    ],
-)
-def test_label_leaves_out_usual_values(method: str, settings: dict[str, Any], label: str) -> None:
-    assert label_of(method, json.loads(json.dumps(settings))) == label
+def test_label_leaves_out_usual_values() -> None:
+    assert label_of("baseline", {}) == "baseline"
+    usual = {"schedule": {"2": 0.3}, "prune_generated": False, "revive": True}
+    assert label_of("lazy", usual) == "lazy, schedule={2: 0.3}"
+    assert label_of("lazy", {"schedule": "paper", "revive": False}) == "lazy, schedule=paper, revive=false"
+    assert label_of("prompt_compression", {"keep": 0.5, "scorer": None}) == "prompt_compression, keep=0.5"
 
 
 def test_unfinished_runs_are_named(tmp_path: Path) -> None:
