@@ -68,11 +68,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         start(work, arguments)
     finally:  # a job that failed does not hide the others
-        if len(finished) > 1:
+        whole = [result.results for result in finished if result.results is not None]
+        if len(whole) > 1:
             from eval.run.loop import show_together  # the jobs have imported it
 
-            show_together(finished)
-    whole = [result.results for result in finished if result.results is not None]
+            show_together(whole)
     if bounds is None or (finished and not whole):  # the last shard to end checks the gate
         return 0
     from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it

@@ -134,13 +134,10 @@ def _summarise(run: Run, results: Results, table: Table, trackers: list[Tracker]
     return pictures
 
 
-def show_together(results: Sequence[RunResult]) -> None:
+def show_together(results: Sequence[Results]) -> None:
     """Print one table of a sweep's runs, each joined within itself."""
-    whole = [result.results for result in results if result.results is not None]
-    if len(whole) > 1:
-        together = Results([run for one in whole for run in one.runs])
-        screen = console()
-        screen.print(run_table(together, "All runs of the sweep").to_rich(screen.width))
+    together, screen = Results([run for one in results for run in one.runs]), console()
+    screen.print(run_table(together, "All runs of the sweep").to_rich(screen.width))
 
 
 def _stored(run: Run, store: RunStore) -> StoredRun:
@@ -153,7 +150,7 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
     """Raise UserError if the store holds an example with another prompt than the current one."""
     for case in cases:
         for visit in store.visits.get(case.key, ()):
-            if [turn.sha256 for turn in visit.turns] != case.sha256:
+            if [turn.sha256 for turn in visit.turns] != [message.sha256 for message in case.prompts]:
                 raise UserError(
                     f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the "
                     "current one; give another folder with out=FOLDER"

@@ -72,16 +72,14 @@ def solved(
 ) -> dict[str, Any]:
     """A method's settings for one dataset and model, presets replaced by numbers.
 
-    settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
-    length: the prompt length in tokens to solve for; None for the suite's.
-    Raises UserError if the method takes no such preset, OutOfReachError if it cannot reach the speedup.
+    settings: `name` and hyperparameters, as `check` takes them. column: the paper's for this model, llama2 or xgen;
+    None takes llama2's. length: the prompt length in tokens to solve for; None for the suite's.
+    Raises OutOfReachError if the method cannot reach the speedup.
     """
     if not uses_preset(settings):
         return settings
-    check(settings)
     kind = by_name(settings["name"])
-    fixed = {key: value for key, value in kind.table1.items() if settings.get(key) == "table1"}
-    settings = settings | fixed
+    settings = settings | {key: value for key, value in kind.table1.items() if settings.get(key) == "table1"}
     value = settings.get(kind.target_parameter or "")
     if not is_preset(value):
         return settings

@@ -117,7 +117,7 @@ def test_preset_has_longbench_prompt_limit() -> None:
 @pytest.mark.parametrize("chosen", [[], ["dataset=embedded"], ["dataset=[lookup,hops]"], ["dataset=lookup"]])
 def test_embedded_suite_has_its_limit_however_it_is_chosen(chosen: list[str]) -> None:
     assert run_of(*chosen).limit == 12
-    assert {len(examples) for examples in run_of(*chosen).examples.values()} == {12}
+    assert {len(data.examples) for data in run_of(*chosen).loaded} == {12}
     assert run_of(*chosen, "limit=3").limit == 3
     assert (run_of("model=coder").limit, run_of("dataset=all").limit) == (24, None)
 

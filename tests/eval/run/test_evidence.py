@@ -9,7 +9,7 @@ import torch
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
-from eval.benchmarks.prompts import BuiltPrompt, build_prompt
+from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import Example
 from eval.run.evidence import evidence_computed, evidence_positions
 from eval.run.measure import Todo
@@ -83,10 +83,8 @@ def test_evidence_of_all_tokens_equals_the_counters(method: Method) -> None:
 
 def test_tokens_that_hold_some_of_the_evidence() -> None:
     spans = np.array([[0, 0], [0, 3], [3, 7], [7, 8], [8, 12], [12, 12]], dtype=np.int32)
-    prompt = BuiltPrompt("twelve chars", (1, 2, 3, 4, 5, 6), 6, False, "", spans=spans, evidence=((2, 4), (8, 9)))
-    assert evidence_positions(prompt).tolist() == [1, 2, 4]
-    assert evidence_positions(replace(prompt, evidence=())).tolist() == []
-    assert evidence_positions(replace(prompt, spans=None)).tolist() == []
+    assert evidence_positions(spans, ((2, 4), (8, 9))).tolist() == [1, 2, 4]
+    assert evidence_positions(spans, ()).tolist() == evidence_positions(None, ((2, 4),)).tolist() == []
 
 
 EXAMPLE = Example(

@@ -109,8 +109,6 @@ def test_early_depths_serve_speedups_beyond_late_ones() -> None:
 def test_presets_of_other_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(settings)
-    with pytest.raises(UserError, match=message):
-        solved(settings, DATASETS["lcc"], LLAMA2, None)
 
 
 @pytest.mark.parametrize(("target", "instead"), [("40x", "give less"), ("0.5x", "give 1x")])
