@@ -85,7 +85,7 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, settings) for each value of each list, and each of `seeds`. Raises UserError."""
+    """(label, settings) for each value of each list, and each of `seeds`."""
     name, defaults, are_lists = settings.get("name", ""), dict[str, Any](), set[str]()
     if name != SERVER:
         defaults = settings_of(by_name(name))
@@ -119,7 +119,7 @@ def method_asked(settings: dict[str, Any]) -> Method:
 
 
 def build_method(settings: Mapping[str, Any]) -> Method:
-    """A method from its settings: `name` and hyperparameters. Raises UserError."""
+    """A method from its settings: `name` and hyperparameters. Raises UserError if no method has them."""
     turns = settings.get("turns", "continue")
     require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
     own = {key: value for key, value in settings.items() if key not in _NOT_THE_METHODS}
@@ -130,7 +130,7 @@ def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A method's settings in a run's identity: equal for all ways to write the same method.
 
     Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and
-    `shown_parameters`. Raises UserError.
+    `shown_parameters`.
     """
     with about_the_method():
         settings = targets.at_depth(settings, num_layers)

@@ -116,7 +116,7 @@ def _meaning(node: Any) -> Any:
 
 
 def identity_of(run: Any) -> dict[str, Any]:
-    """What must agree for two visits of a run to share a folder. Raises UserError."""
+    """What must agree for two visits of a run to share a folder."""
     config = run.config
     limit, chat = run.max_prompt_tokens, _chat_identity(run)  # refused before rows are made, which may take minutes
     # splits share no table; rounding differs by the number of answers that decode together

@@ -42,7 +42,7 @@ MESSAGE = "stopped: every finished example is safe, and the same command goes on
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command `run`: one run, or a sweep (-m). Returns the exit code. Raises UserError.
+    """The command `run`: one run, or a sweep (-m). Returns the exit code.
 
     --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every arm's score difference and TTFT speedup lie
     above these bounds.
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_gate(text: str) -> dict[str, float]:
-    """{"score": -1.0, "ttft": 1.2} of `score>=-1 ttft>=1.2`. Raises UserError."""
+    """{"score": -1.0, "ttft": 1.2} of `score>=-1 ttft>=1.2`. Raises UserError for any other text."""
     bounds = [_BOUND.fullmatch(word) for word in text.split()]
     if not bounds or None in bounds:
         raise UserError(f"--gate {text!r}: expected bounds such as 'score>=-1 ttft>=1.2'")
@@ -111,7 +111,7 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
 
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
-    """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError."""
+    """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError for what Hydra refuses."""
     configs: list[RunConfig] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
     own = prepared(own)
@@ -122,7 +122,7 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
 
 
 def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
-    """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`. Raises UserError."""
+    """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
     before = sys.argv
     # Hydra refuses -m among the settings

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from eval.analysis.run_table import run_json, run_table
 from eval.analysis.table import Table, console
+from eval.benchmarks.subsets import parse_shard
 from eval.run import device_lock, identity
 from eval.run.cases import Case
 from eval.run.measure import Bench, Todo, in_turn, released
@@ -44,7 +45,6 @@ DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earli
 class RunResult:
     """A finished run. results, table: None while other shards have examples to measure. failed: as of `_failed`."""
 
-    folder: Path
     results: Results | None
     table: Table | None
     failed: str = ""
@@ -59,7 +59,7 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
     config = run.config
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     log.info("reading %s", ", ".join(dataset.name for dataset in run.datasets))
-    part = run.shard.file_part if run.shard is not None else ""
+    part = "" if config.shard is None else parse_shard(config.shard).file_part
     with open_store(run.folder, run.identity, run.about, part) as store:
         _check_prompts(run.cases, store)
         write_whole(run.folder / PLANNED, planned_text(_all_keys(run, store)))
@@ -91,12 +91,12 @@ def _result(run: Run, store: RunStore) -> RunResult:
     if pending:
         left = counted(len(pending), "example")
         log.info("%s: %s left for other shards; the last makes the table", run.folder, left)
-        return RunResult(run.folder, None, None, failed)
+        return RunResult(None, None, failed)
     if not stored.answered:
         raise FailedExamplesError(f"no answer: {failed}")
     results = Results([stored])
     title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
-    return RunResult(run.folder, results, run_table(results, title), failed)
+    return RunResult(results, run_table(results, title), failed)
 
 
 def _failed(run: StoredRun) -> str:

@@ -150,7 +150,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
-    """The cost of each arm of each run; shards are one run, arms out of reach are left out. Raises UserError."""
+    """The cost of each arm of each run; shards are one run, arms out of reach are left out."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
     runs = [Run(config) for config in jobs_of(whole)]
     if any(run.is_served for run in runs):
@@ -218,7 +218,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `plan`. Returns the exit code. Raises UserError."""
+    """The command `plan`. Returns the exit code."""
     parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
     parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU")

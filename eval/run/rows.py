@@ -18,7 +18,7 @@ from lazyllm.files import write_whole
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show the prompts, or write the rows, with a line for each dataset. Returns the exit code. Raises UserError."""
+    """Show the prompts, or write the rows, with a line for each dataset. Returns the exit code."""
     _, arguments = parser_of("rows", __doc__).parse_known_args(arguments)
     run = Run(run_config(arguments))
     if run.config.out is None:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, chat_format
 from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
-from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, shard_numbers
+from eval.benchmarks.subsets import in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
 from eval.run.arms import Arm, arms_asked, build_method, method_asked
@@ -180,10 +180,6 @@ class Run:
             chosen.append(replace(data, examples=examples, total=data.total or len(data.examples)))
         return chosen
 
-    @property
-    def shard(self) -> Shard | None:
-        return None if self.config.shard is None else parse_shard(self.config.shard)
-
     @cached_property
     def servers(self) -> dict[str, Server]:
         """{label of an arm: its server}, asked what they are; {} for a model in this process."""
@@ -278,9 +274,9 @@ class Run:
     @cached_property
     def ours(self) -> list[Case]:
         """The cases that this job measures: all, or its shard's (`eval.benchmarks.subsets`)."""
-        shard = self.shard
-        if shard is None:
+        if self.config.shard is None:
             return self.cases
+        shard = parse_shard(self.config.shard)
         numbers = shard_numbers({case.key: len(case.prompt.token_ids) for case in self.cases}, shard.count)
         return [case for case in self.cases if numbers[case.key] == shard.number]
 
@@ -402,7 +398,7 @@ def check_writable(folder: Path) -> None:
 
 
 def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
-    """Refuse what servers cannot do, and URLs that cannot be one's. Raises UserError."""
+    """Refuse what servers cannot do, and URLs that cannot be one's."""
     model, server = config.model, config.server
     is_mapping = isinstance(server.extra_body or {}, dict)
     require(is_mapping, "server.extra_body", server.extra_body, "a mapping of fields, such as {top_k: 1}")
@@ -435,7 +431,7 @@ def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
 
 
 def _check_unused(group: str, settings: Any, instead: str) -> None:
-    """Refuse settings that were changed and would change nothing. Raises UserError."""
+    """Refuse settings that were changed and would change nothing."""
     for item in fields(settings):
         value = getattr(settings, item.name)
         require(value == getattr(type(settings)(), item.name), f"{group}.{item.name}", value, instead)

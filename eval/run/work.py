@@ -47,7 +47,7 @@ class Model:
     @classmethod
     @cache
     def of(cls, spec: ModelSpec) -> Model:
-        """The shapes of a preset need no files. Raises UserError."""
+        """The shapes of a preset need no files."""
         import torch  # this and others not at the top: planning refuses arguments before it imports torch
         from transformers import AutoModelForCausalLM
 

@@ -60,11 +60,7 @@ ROOT = Path(identity.__file__).parents[2]
 
 
 def test_engine_is_what_all_runs_share() -> None:
-    files = {
-        file.relative_to(ROOT).as_posix()
-        for part in ENGINE
-        for file in ((ROOT / part).rglob("*.py") if (ROOT / part).is_dir() else [ROOT / part])
-    }
+    files = {file.relative_to(ROOT).as_posix() for part in ENGINE for file in identity._sources(ROOT / part)}
     assert {"lazyllm/engine/batch.py", "lazyllm/models/load.py", "lazyllm/presets.yaml", "eval/run/measure.py"} <= files
     assert "lazyllm/methods/support/bases.py" in files
     assert not [file for file in files if file.startswith(("lazyllm/bench", "lazyllm/integrations", "eval/report"))]
@@ -122,10 +118,8 @@ def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest
     """As in a notebook, where a class has no file."""
 
     def kind(kept: str) -> type:
-        source = (
-            "@dataclass(frozen=True)\nclass Mine(Prune):\n    layer: int = 2\n"
-            f"    def kept(self, layers, n):\n        return {kept}\n"
-        )
+        source = "@dataclass(frozen=True)\nclass Mine(Prune):\n    layer: int = 2\n"
+        source += f"    def kept(self, layers, n):\n        return {kept}\n"
         file = f"<cell {kept}>"
         linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # as IPython does
         names: dict[str, Any] = {"__name__": "__main__", "dataclass": dataclass, "Prune": Prune}

@@ -119,10 +119,10 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
     run = small_run(None, compare=arms, dataset={"lookup": True}, limit=2, split="test", label="two")
     generations = Mock(side_effect=generate)
     monkeypatch.setattr(eval.run.measure, "generate", generations)
-    result = measure(run)
+    measure(run)
     assert generations.call_count == 2 * 4  # the baseline once for all
     (folder,) = Path("runs").iterdir()
-    assert folder == result.folder == run.folder
+    assert folder == run.folder
     assert folder.name.startswith("tiny-two-lookup-")
     assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup, test\n")
     assert {file.name for file in (folder / "figures").iterdir()} == {"comparison.png", "comparison.svg"}
