@@ -10,10 +10,10 @@ import yaml
 from eval.benchmarks.datasets import format_value
 from eval.run import targets
 from eval.run.config import CONF
-from eval.run.settings import RunConfig
+from eval.run.settings import SERVER, RunConfig
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
-from lazyllm.methods import Method, about_the_method, by_name, is_file, known, make, name_of, settings_of
+from lazyllm.methods import Method, about_the_method, by_name, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
 AA_TEST = "baseline again"  # the label of the arm of `aa_test`
@@ -85,39 +85,41 @@ def _shipped(name: str) -> dict[str, Any]:
 
 
 def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(label, settings) for each value of each list, and each of `seeds`. Raises UserError."""
-    name = settings.get("name", "")
-    # a server has no class; others are refused by `build_method`
-    kind = by_name(name) if name in known() or is_file(name) else None
+    """(label, settings) for each value of each list, and each of `seeds`."""
+    name, defaults, are_lists = settings.get("name", ""), dict[str, Any](), set[str]()
+    if name != SERVER:
+        defaults = settings_of(by_name(name))
+        for parameter in fields(by_name(name)):  # type: ignore[arg-type]  # a method is a dataclass
+            is_annotated = str(parameter.type).startswith(("list", "tuple", "Sequence"))
+            if is_annotated or isinstance(defaults.get(parameter.name), list | tuple):
+                are_lists.add(parameter.name)
     seeds, own = settings.get("seeds"), {key: value for key, value in settings.items() if key != "seeds"}
-    has_seed = kind is not None and "seed" in settings_of(kind)
-    lists = _list_fields(kind) if kind is not None else set()
-    choices = {key: value for key, value in own.items() if isinstance(value, list) and key not in lists}
-    if seeds is not None:
-        require(has_seed, f"{label}.seeds", seeds, f"no seeds, as method {name} has no seed")
-        is_number = isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0
-        require(is_number, f"{label}.seeds", seeds, "a number of seeds, such as 5 for 0 to 4")
+    choices = {key: value for key, value in own.items() if isinstance(value, list) and key not in are_lists}
     for key, values in choices.items():
         require(bool(values), f"{label}.{key}", values, "at least one value")
+    if "seed" in defaults:
+        own.setdefault("seed", seed)
+    if seeds is not None:
+        require("seed" in defaults, f"{label}.seeds", seeds, f"no seeds, as method {name} has no seed")
+        is_number = isinstance(seeds, int) and not isinstance(seeds, bool) and seeds > 0
+        require(is_number, f"{label}.seeds", seeds, "a number of seeds, such as 5 for 0 to 4")
+        choices["seed"] = list(range(seeds))
     for values in product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
-        named = " ".join([label, *(f"{key}={format_value(value)}" for key, value in chosen.items())])
-        for number in [None] if seeds is None else range(seeds):
-            if number is not None:
-                chosen["seed"] = number
-            elif has_seed:
-                chosen.setdefault("seed", own.get("seed", seed))
-            yield named if number is None else f"{named} seed {number}", own | chosen
+        named = {key: f"{key}={format_value(value)}" for key, value in chosen.items()}
+        if seeds is not None:
+            named["seed"] = f"seed {chosen['seed']}"
+        yield " ".join([label, *named.values()]), own | chosen
 
 
-def _list_fields(kind: type[Method]) -> set[str]:
-    """The hyperparameters of a method that are lists themselves."""
-    annotated = {field.name for field in fields(kind) if str(field.type).startswith(("list", "tuple", "Sequence"))}  # type: ignore[arg-type]  # a method is a dataclass
-    return annotated | {name for name, default in settings_of(kind).items() if isinstance(default, list | tuple)}
+def method_asked(settings: dict[str, Any]) -> Method:
+    """`build_method` of settings as they were asked for, with placeholders for presets and tuned schedules."""
+    with about_the_method():
+        return build_method(targets.check(settings))
 
 
 def build_method(settings: Mapping[str, Any]) -> Method:
-    """A method from its settings: `name` and hyperparameters. Raises UserError."""
+    """A method from its settings: `name` and hyperparameters. Raises UserError if no method has them."""
     turns = settings.get("turns", "continue")
     require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
     own = {key: value for key, value in settings.items() if key not in _NOT_THE_METHODS}
@@ -128,7 +130,7 @@ def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A method's settings in a run's identity: equal for all ways to write the same method.
 
     Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and
-    `shown_parameters`. Raises UserError.
+    `shown_parameters`.
     """
     with about_the_method():
         settings = targets.at_depth(settings, num_layers)

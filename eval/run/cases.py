@@ -33,11 +33,6 @@ class Case:
         return self.prompt, *self.prompt.turns
 
     @property
-    def sha256(self) -> list[str]:
-        """Of the token ids of each turn's text."""
-        return [message.sha256 for message in self.prompts]
-
-    @property
     def answering(self) -> dict[str, Any]:
         """The options of `lazyllm.generate`."""
         least = 1 if self.dataset.newline_ends else 0
@@ -61,7 +56,7 @@ def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
     end_ids = end_token_ids(run.tokenizer, () if run.is_served else load_end_ids(run.spec), dataset)
     thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
     max_new_tokens = min(data.max_new_tokens, run.config.max_new_tokens or data.max_new_tokens) + thinking
-    for example in run.examples[dataset.name]:
+    for example in data.examples:
         prompt = build_prompt(example, dataset, run.tokenizer, limit if dataset.truncate else None, run.chat)
         where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))
         for method in methods:

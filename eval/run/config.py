@@ -105,7 +105,7 @@ def model_nodes() -> dict[str, dict[str, Any]]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{setting: default} in a config's syntax, with `turns`, the run's `seed`, and `seeds`. Raises UserError."""
+    """{setting: default} in a config's syntax, with `turns`, the run's `seed`, and `seeds`."""
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
@@ -121,7 +121,7 @@ def _defaults(name: str) -> dict[str, Any]:
 def check_arguments(arguments: Sequence[str]) -> None:
     """Refuse unknown options, a launcher that is not installed, Hydra's own keys without a sweep, and an unread method.
 
-    arguments: the command line without the program's name. Raises UserError.
+    arguments: the command line without the program's name.
     """
     sweep = {"-m", "--multirun", "--cfg", "-c", "--info", "-i"} & set(arguments)
     for argument in arguments:
@@ -166,14 +166,14 @@ def _check_method_is_read(arguments: Sequence[str]) -> None:
 
 
 def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> list[str]:
-    """Hydra's arguments, checked. Registers the schema and the files of `dataset` and `method`. Raises UserError."""
+    """Hydra's arguments, checked. Registers the schema and the files of `dataset` and `method`."""
     register_schema(schema)
     check_arguments(arguments)
     return _with_own_files(arguments)
 
 
 def _with_own_files(arguments: Sequence[str]) -> list[str]:
-    """The arguments with names that Hydra knows for `dataset=FILE.yaml` and `method=FILE.py`. Raises UserError."""
+    """The arguments with names that Hydra knows for `dataset=FILE.yaml` and `method=FILE.py`."""
     named = list[str]()
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -193,7 +193,7 @@ def _with_own_files(arguments: Sequence[str]) -> list[str]:
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """The config of one run: the defaults in conf with the overrides. Raises UserError."""
+    """The config of one run: the defaults in conf with the overrides."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", list(overrides))
@@ -204,7 +204,7 @@ def compose_config(overrides: Sequence[str]) -> DictConfig:
 
 
 def run_config(arguments: Sequence[str]) -> RunConfig:
-    """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError."""
+    """The settings of `lazyllm-bench run ARGUMENTS`, one run. Raises UserError for keys and values that cannot be."""
     return to_run_config(compose_config(prepared(arguments)))
 
 
@@ -240,7 +240,7 @@ def one_line(error: Exception) -> UserError:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The composed config as dataclasses with allowed values (`eval.run.run.Run` checks the rest). Raises UserError."""
+    """The composed config as dataclasses with allowed values (`eval.run.run.Run` checks the rest)."""
     try:
         # into the schema again, as `++` adds any key
         schema = OmegaConf.structured(OmegaConf.get_type(config))

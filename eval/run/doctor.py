@@ -179,7 +179,7 @@ def examine(models: Sequence[str]) -> dict[str, State]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `doctor`. Returns the exit code. Raises UserError."""
+    """The command `doctor`. Returns the exit code."""
     parser = parser_of("doctor", __doc__)
     parser.add_argument("model", nargs="?", default="model=llama2", metavar="model=NAME,...", help="default: llama2")
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")

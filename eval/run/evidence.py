@@ -1,7 +1,6 @@
 """Which tokens of the evidence each layer computed."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from lazyllm import Generation
 
 def of_evidence(prompt: BuiltPrompt, turn: int, out: Generation, earlier: Sequence[Generation]) -> dict[str, Any]:
     """The evidence's fields of `Measurement` for a turn; none if it is unknown. earlier: as of `evidence_computed`."""
-    positions = evidence_positions(replace(prompt, evidence=(prompt, *prompt.turns)[turn].evidence))
+    positions = evidence_positions(prompt.spans, (prompt, *prompt.turns)[turn].evidence)
     if not len(positions):
         return {}
     prefill, revived = (shares.tolist() for shares in evidence_computed(out, positions, earlier))
@@ -20,13 +19,13 @@ def of_evidence(prompt: BuiltPrompt, turn: int, out: Generation, earlier: Sequen
     return {**found, "evidence_prefill": prefill, "evidence_revived": revived}
 
 
-def evidence_positions(prompt: BuiltPrompt) -> np.ndarray:
-    """Ascending positions of the tokens that overlap the evidence; none if it is not known."""
-    if prompt.spans is None:
+def evidence_positions(spans: np.ndarray | None, evidence: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Ascending positions of the tokens whose spans of the text overlap the evidence's; none without spans."""
+    if spans is None:
         return np.empty(0, dtype=int)
-    starts, stops = prompt.spans.T
+    starts, stops = spans.T
     inside = np.zeros(len(starts), dtype=bool)
-    for first, last in prompt.evidence:
+    for first, last in evidence:
         inside |= (starts < last) & (stops > first) & (starts < stops)
     return np.flatnonzero(inside)
 

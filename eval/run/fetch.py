@@ -17,7 +17,7 @@ from lazyllm.models.checkpoint import HubError, read_config
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command `fetch`; prints a line for each thing in the caches. Returns the exit code. Raises UserError."""
+    """The command `fetch`; prints a line for each thing in the caches. Returns the exit code."""
     _, arguments = parser_of("fetch", __doc__).parse_known_args(arguments or ["--help"])
     say_once = cache(partial(print, flush=True))
     try:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fetched(run: Run) -> Iterator[str]:
-    """Download everything that a run needs; yields a line for each thing afterwards. Raises UserError."""
+    """Download everything that a run needs; yields a line for each thing afterwards."""
     models = () if run.is_served else (run.spec, *run.other_models)
     for spec in models:
         read_config(spec)  # what the hub refuses is reported before torch is imported

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmarks.rows import sha256_of
 from eval.run import targets
-from eval.run.arms import Arm, build_method, canonical
+from eval.run.arms import Arm, canonical, method_asked
 from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import by_name, code_of, name_of
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
@@ -69,7 +69,7 @@ def _sources(path: Path) -> list[Path]:
 
 def suite_code(module: str) -> str:
     """`code_sha256` of a suite, by the module of one of its functions, and of what all suites share."""
-    own = _own_files(".".join(module.split(".")[:3]), "eval.benchmarks")
+    own = _own_files(module, "eval.benchmarks")
     return code_sha256(tuple(sorted(own | {f"eval/benchmarks/{name}" for name in _PROMPTS})))
 
 
@@ -80,14 +80,12 @@ def method_code(name: str) -> str:
         functions = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
         own = [part for part in functions if part.__code__.co_filename != "<string>"]  # not those of `dataclass`
         return code_of(name) or sha256_of([inspect.getsource(part) for part in own])[:16]
-    module = ".".join(kind.__module__.split(".")[:3])
-    return code_sha256(tuple(sorted(_own_files(module, "lazyllm.methods"))))
+    return code_sha256(tuple(sorted(_own_files(kind.__module__, "lazyllm.methods"))))
 
 
 def _own_files(module: str, package: str) -> set[str]:
     """The files of a module of a package, and of the modules there that it imports; not those in `ENGINE`."""
-    paths = dict[str, Path]()
-    names = [module]
+    paths, names = dict[str, Path](), [".".join(module.split(".")[:3])]
     for name in names:  # it grows
         path = _ROOT / name.replace(".", "/")
         paths[name] = path if path.is_dir() else path.with_suffix(".py")
@@ -118,7 +116,7 @@ def _meaning(node: Any) -> Any:
 
 
 def identity_of(run: Any) -> dict[str, Any]:
-    """What must agree for two visits of a run to share a folder. Raises UserError."""
+    """What must agree for two visits of a run to share a folder."""
     config = run.config
     limit, chat = run.max_prompt_tokens, _chat_identity(run)  # refused before rows are made, which may take minutes
     # splits share no table; rounding differs by the number of answers that decode together
@@ -149,7 +147,7 @@ def _data_identity(run: Any) -> dict[str, Any]:
         "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
     }
     if config.subset == "by_length":  # equal for all who chose the same rows
-        ids = {name: [one.id for one in examples] for name, examples in run.examples.items()}
+        ids = {one.dataset.name: [example.id for example in one.examples] for one in run.loaded}
         identity["subset"] = sha256_of(ids)[:16]
     return identity
 
@@ -163,7 +161,7 @@ def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
     # of the method's other models: a local one's hash, a hub model's commit
     others = [
         weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
-        for spec in build_method(targets.check(arm.settings)).models()
+        for spec in method_asked(arm.settings).models()
     ]
     solved = {data: settings | {"name": name_of(settings["name"])} for data, settings in arm.parameters.items()}
     return {

@@ -42,7 +42,7 @@ MESSAGE = "stopped: every finished example is safe, and the same command goes on
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command `run`: one run, or a sweep (-m). Returns the exit code. Raises UserError.
+    """The command `run`: one run, or a sweep (-m). Returns the exit code.
 
     --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every arm's score difference and TTFT speedup lie
     above these bounds.
@@ -68,11 +68,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         start(work, arguments)
     finally:  # a job that failed does not hide the others
-        if len(finished) > 1:
+        whole = [result.results for result in finished if result.results is not None]
+        if len(whole) > 1:
             from eval.run.loop import show_together  # the jobs have imported it
 
-            show_together(finished)
-    whole = [result.results for result in finished if result.results is not None]
+            show_together(whole)
     if bounds is None or (finished and not whole):  # the last shard to end checks the gate
         return 0
     from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse_gate(text: str) -> dict[str, float]:
-    """{"score": -1.0, "ttft": 1.2} of `score>=-1 ttft>=1.2`. Raises UserError."""
+    """{"score": -1.0, "ttft": 1.2} of `score>=-1 ttft>=1.2`. Raises UserError for any other text."""
     bounds = [_BOUND.fullmatch(word) for word in text.split()]
     if not bounds or None in bounds:
         raise UserError(f"--gate {text!r}: expected bounds such as 'score>=-1 ttft>=1.2'")
@@ -111,7 +111,7 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
 
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
-    """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError."""
+    """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError for what Hydra refuses."""
     configs: list[RunConfig] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
     own = prepared(own)
@@ -122,7 +122,7 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
 
 
 def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
-    """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`. Raises UserError."""
+    """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
     before = sys.argv
     # Hydra refuses -m among the settings

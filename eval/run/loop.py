@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from eval.analysis.run_table import run_json, run_table
 from eval.analysis.table import Table, console
+from eval.benchmarks.subsets import parse_shard
 from eval.run import device_lock, identity
 from eval.run.cases import Case
 from eval.run.measure import Bench, Todo, in_turn, released
@@ -44,7 +45,6 @@ DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earli
 class RunResult:
     """A finished run. results, table: None while other shards have examples to measure. failed: as of `_failed`."""
 
-    folder: Path
     results: Results | None
     table: Table | None
     failed: str = ""
@@ -59,7 +59,7 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
     config = run.config
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     log.info("reading %s", ", ".join(dataset.name for dataset in run.datasets))
-    part = run.shard.file_part if run.shard is not None else ""
+    part = "" if config.shard is None else parse_shard(config.shard).file_part
     with open_store(run.folder, run.identity, run.about, part) as store:
         _check_prompts(run.cases, store)
         write_whole(run.folder / PLANNED, planned_text(_all_keys(run, store)))
@@ -91,12 +91,12 @@ def _result(run: Run, store: RunStore) -> RunResult:
     if pending:
         left = counted(len(pending), "example")
         log.info("%s: %s left for other shards; the last makes the table", run.folder, left)
-        return RunResult(run.folder, None, None, failed)
+        return RunResult(None, None, failed)
     if not stored.answered:
         raise FailedExamplesError(f"no answer: {failed}")
     results = Results([stored])
     title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
-    return RunResult(run.folder, results, run_table(results, title), failed)
+    return RunResult(results, run_table(results, title), failed)
 
 
 def _failed(run: StoredRun) -> str:
@@ -134,13 +134,10 @@ def _summarise(run: Run, results: Results, table: Table, trackers: list[Tracker]
     return pictures
 
 
-def show_together(results: Sequence[RunResult]) -> None:
+def show_together(results: Sequence[Results]) -> None:
     """Print one table of a sweep's runs, each joined within itself."""
-    whole = [result.results for result in results if result.results is not None]
-    if len(whole) > 1:
-        together = Results([run for one in whole for run in one.runs])
-        screen = console()
-        screen.print(run_table(together, "All runs of the sweep").to_rich(screen.width))
+    together, screen = Results([run for one in results for run in one.runs]), console()
+    screen.print(run_table(together, "All runs of the sweep").to_rich(screen.width))
 
 
 def _stored(run: Run, store: RunStore) -> StoredRun:
@@ -153,7 +150,7 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
     """Raise UserError if the store holds an example with another prompt than the current one."""
     for case in cases:
         for visit in store.visits.get(case.key, ()):
-            if [turn.sha256 for turn in visit.turns] != case.sha256:
+            if [turn.sha256 for turn in visit.turns] != [message.sha256 for message in case.prompts]:
                 raise UserError(
                     f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the "
                     "current one; give another folder with out=FOLDER"

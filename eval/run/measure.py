@@ -6,7 +6,7 @@ An example of several turns is a conversation with each arm in its place; each c
 import logging
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -122,23 +122,21 @@ class Bench:
         shortest one takes its place.
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
-            options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
-            answer = partial(generate, self.model, case.prompt.as_input(), **options)
-            calls = [partial(answer, arm.method(case.dataset.name)) for arm in self.run.arms] * runs
-            try:
-                if calls:  # of a prefill alone, as decoding runs other kernels
-                    self.attention_kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
-                for call in calls:
-                    call()
+            failure, lacks_memory = self._tried(case, partial(self._warm_up, case, runs))
+            if failure is None:
                 return
-            except UserError:
-                raise
-            except Exception as error:
-                log.warning("warming up on %s, row %s failed (%s)", *case.key, reason_of(error))
-                lacks_memory = is_out_of_memory(error)
+            log.warning("warming up on %s, row %s failed (%s)", *case.key, failure.reason)
             if lacks_memory:
                 self._make_room()
-            free(*devices_of(self.model))
+
+    def _warm_up(self, case: Case, runs: int) -> None:
+        options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
+        answer = partial(generate, self.model, case.prompt.as_input(), **options)
+        calls = [partial(answer, arm.method(case.dataset.name)) for arm in self.run.arms] * runs
+        if calls:  # of a prefill alone, as decoding runs other kernels
+            self.attention_kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
+        for call in calls:
+            call()
 
     def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:
         """The visits: each arm's answers, or its failure: out of memory, logits that are not finite, an error in it.
@@ -158,18 +156,23 @@ class Bench:
             if len(outcomes[done]) == len(done.arms):
                 yield self._visit(done, outcomes.pop(done))
 
+    def _tried(self, case: Case, do: Callable[[], Any]) -> tuple[Any, bool]:
+        """What a call returns, or its failure, and whether memory lacked. A UserError is raised: all would fail."""
+        try:
+            return do(), False
+        except UserError:
+            raise
+        except Exception as error:
+            failure, lacks_memory = _failure(case, error), is_out_of_memory(error)
+        free(*devices_of(self.model))  # not in the handler, as the error's frames hold memory
+        return failure, lacks_memory
+
     def _answers_or_failure(self, case: Case, arm: Arm) -> _Answers | Failure:
-        """An arm's answers in a visit of its own place. Raises UserError: all other examples would fail too."""
-        while True:
-            try:
-                return self._answers(case, arm)
-            except UserError:
-                raise
-            except Exception as error:
-                failure, lacks_memory = _failure(case, error), is_out_of_memory(error)
-            free(*devices_of(self.model))  # not in the handler, as the error's frames hold memory
-            if not lacks_memory or not self._make_room(arm.method(case.dataset.name).models()):
-                return failure
+        """An arm's answers in a visit of its own place."""
+        outcome, lacks_memory = self._tried(case, partial(self._answers, case, arm))
+        while lacks_memory and self._make_room(arm.method(case.dataset.name).models()):
+            outcome, lacks_memory = self._tried(case, partial(self._answers, case, arm))
+        return outcome
 
     def _answers(self, case: Case, arm: Arm) -> _Answers:
         method, devices = arm.method(case.dataset.name), devices_of(self.model)
@@ -258,30 +261,23 @@ class Bench:
         baseline, measured = outcomes.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
         logits = partial(forced_logits, self.model, one.case.prompt.as_input())
         of_baseline = cache(partial(logits, Baseline()))
+
+        def measurements(own: _Answers) -> list[Measurement]:
+            turns = [self._measurement(one.case, turn, own) for turn in range(len(own.outs))]
+            if own is baseline or not isinstance(baseline, _Answers):
+                return turns
+            for turn, (theirs, ours) in enumerate(zip(baseline.outs, own.outs, strict=True)):
+                turns[turn] = replace(turns[turn], **of_generations(theirs, ours))
+            # forced in the first turn only: in later turns, the two have different texts before them
+            for name, ids in self._answers_to_force(one.case, baseline).items():
+                kl, log_likelihood = of_forced(of_baseline(ids), logits(own.method, ids), ids)
+                turns[0] = replace(turns[0], **{f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood})
+            return turns
+
         for label, own in outcomes.items():
-            if isinstance(own, Failure):
-                measured[label] = own
-                continue
-            try:
-                turns = [self._measurement(one.case, turn, own) for turn in range(len(own.outs))]
-                if isinstance(baseline, _Answers) and label != self.run.baseline:
-                    turns = [
-                        replace(turn, **of_generations(theirs, ours))
-                        for turn, theirs, ours in zip(turns, baseline.outs, own.outs, strict=True)
-                    ]
-                    # forced in the first turn only: in later turns, the two have different texts before them
-                    for name, ids in self._answers_to_force(one.case, baseline).items():
-                        kl, log_likelihood = of_forced(of_baseline(ids), logits(own.method, ids), ids)
-                        forced = {f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood}
-                        turns[0] = replace(turns[0], **forced)
-                measured[label] = turns
-            except UserError:
-                raise
-            except Exception as error:
-                measured[label] = _failure(one.case, error)
-        if any(isinstance(outcome, Failure) for outcome in measured.values()):
-            free(*devices_of(self.model))
-        return visit_of(one, self.run.arms, measured, attention_kernel=self.attention_kernel)
+            is_failure = isinstance(own, Failure)
+            measured[label] = own if is_failure else self._tried(one.case, partial(measurements, own))[0]
+        return visit_of(one, self.run.arms, measured, self.attention_kernel)
 
     def _answers_to_force(self, case: Case, baseline: _Answers) -> dict[str, tuple[int, ...]]:
         """The tokens of the baseline's answer and of the gold one; none unless `fidelity=answer`."""
@@ -327,9 +323,9 @@ def _arms_to_begin(waiting: deque[tuple[Todo, Arm]], inside: Mapping[Request, tu
 
 
 def visit_of(
-    one: Todo, arms: Sequence[Arm], outcomes: Mapping[str, list[Measurement] | Failure], **others: Any
+    one: Todo, arms: Sequence[Arm], outcomes: Mapping[str, list[Measurement] | Failure], kernel: str | None = None
 ) -> Visit:
-    """The visit of a case. arms: the run's, in order. outcomes: by arm. others: fields of `Visit`."""
+    """The visit of a case. arms: the run's, in order. outcomes: by arm. kernel: of attention."""
     case = one.case
     turns = [
         Turn(
@@ -349,7 +345,7 @@ def visit_of(
         order=[arm.label for arm in one.arms],
         answers={arm.label: own for arm in arms if isinstance(own := outcomes.get(arm.label), list)},
         failures={label: own for label, own in outcomes.items() if isinstance(own, Failure)},
-        **others,
+        attention_kernel=kernel,
     )
 
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.run.arms import Arm
 from eval.run.job import jobs_of
 from eval.run.run import Run, limit_of_prompts
 from eval.run.work import Model, Work, fitting_batch
@@ -43,21 +42,12 @@ def seconds_on(device: Accelerator, work: Work) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers.
-
-    is_estimate: whether these are published means, as nothing was there to count.
-    """
+    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers."""
 
     dataset: str
     messages: tuple[int, ...]
     new_tokens: int
     count: int
-    is_estimate: bool = False
-
-    @property
-    def length(self) -> int:
-        """Tokens of the last turn's text."""
-        return sum(self.messages) + (len(self.messages) - 1) * self.new_tokens
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
     run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without
-    a device. is_estimate: as of `Group`.
+    a device. is_estimate: prompts have published means, as nothing was there to count.
     """
 
     run: str
@@ -120,48 +110,47 @@ def estimated_groups(run: Run) -> list[Group]:
         thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
         new_tokens = min(size.max_new_tokens, config.max_new_tokens or size.max_new_tokens) + thinking
         whole = size.examples if config.split is None else -(-size.examples // 2)
-        groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole), is_estimate=True))
+        groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole)))
     return groups
 
 
 def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
-    model = Model.of(run.spec)
-    every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
-    longest, most = max(group.length for group in groups), max(group.new_tokens for group in groups)
-    memory = None if device is None else 1e9 * device.gigabytes
-    batch_size = fitting_batch(run.config.batch_size, run.spec, every, longest, most, memory)
-    return [_cost(run, arm, groups, model, device, batch_size) for arm in run.arms]
-
-
-def _cost(run: Run, arm: Arm, groups: Sequence[Group], model: Model, device: Accelerator | None, batch: int) -> Cost:
     from eval.run.measure import WARMUP_TOKENS
 
-    first = groups[0]
+    model, first, costs = Model.of(run.spec), groups[0], list[Cost]()
+    every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
+    # tokens of the last turn's text
+    lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
+    most, memory = max(group.new_tokens for group in groups), None if device is None else 1e9 * device.gigabytes
+    batch_size = fitting_batch(run.config.batch_size, run.spec, every, max(lengths), most, memory)
     warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
-    total, seconds, peaks = Work(0, 0, 0), 0.0, []
-    for group in (*groups, warm_up):
-        method = arm.method(group.dataset)
-        for work in model.conversation(method, group.messages, group.new_tokens, arm.turns, batch):
-            total += work * group.count
-            seconds += group.count * seconds_on(device, work) if device is not None else 0
-        peaks.append(model.memory(method, group.length, group.new_tokens, batch))
-    return Cost(
-        run=Path(run.spec.name).name,
-        arm=arm.label,
-        examples=sum(group.count for group in groups),
-        prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
-        longest=max(sum(group.messages) for group in groups),
-        answer_tokens=sum(group.count * len(group.messages) * group.new_tokens for group in groups),
-        work=total,
-        memory=max(peaks, key=lambda parts: sum(parts.values())),
-        seconds=seconds,
-        is_estimate=first.is_estimate,
-    )
+    for arm in run.arms:
+        works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
+        for group in (*groups, warm_up):
+            method, asked = arm.method(group.dataset), (group.messages, group.new_tokens)
+            works += [(work, group.count) for work in model.conversation(method, *asked, arm.turns, batch_size)]
+        for group, length in zip(groups, lengths, strict=True):
+            peaks.append(model.memory(arm.method(group.dataset), length, group.new_tokens, batch_size))
+        costs.append(
+            Cost(
+                run=Path(run.spec.name).name,
+                arm=arm.label,
+                examples=sum(group.count for group in groups),
+                prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
+                longest=max(sum(group.messages) for group in groups),
+                answer_tokens=sum(group.count * len(group.messages) * group.new_tokens for group in groups),
+                work=sum((work * count for work, count in works), Work(0, 0, 0)),
+                memory=max(peaks, key=lambda parts: sum(parts.values())),
+                seconds=0 if device is None else sum(count * seconds_on(device, work) for work, count in works),
+                is_estimate=is_estimated(run),
+            )
+        )
+    return costs
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
-    """The cost of each arm of each run; shards are one run, arms out of reach are left out. Raises UserError."""
+    """The cost of each arm of each run; shards are one run, arms out of reach are left out."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
     runs = [Run(config) for config in jobs_of(whole)]
     if any(run.is_served for run in runs):
@@ -229,7 +218,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `plan`. Returns the exit code. Raises UserError."""
+    """The command `plan`. Returns the exit code."""
     parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
     parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU")

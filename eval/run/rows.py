@@ -18,7 +18,7 @@ from lazyllm.files import write_whole
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Show the prompts, or write the rows, with a line for each dataset. Returns the exit code. Raises UserError."""
+    """Show the prompts, or write the rows, with a line for each dataset. Returns the exit code."""
     _, arguments = parser_of("rows", __doc__).parse_known_args(arguments)
     run = Run(run_config(arguments))
     if run.config.out is None:
@@ -28,9 +28,9 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{case.dataset.name}, row {case.example.id}: {len(case.prompt.token_ids)} tokens; gold: {gold}")
             print(case.prompt.text, end="\n\n")
         return 0
-    for name, examples in run.examples.items():
-        lines = [json.dumps(example.official, default=named) for example in examples]
-        file = Path(run.config.out) / f"{name}.jsonl"
+    for data in run.loaded:
+        lines = [json.dumps(example.official, default=named) for example in data.examples]
+        file = Path(run.config.out) / f"{data.dataset.name}.jsonl"
         write_whole(file, "".join(f"{line}\n" for line in lines))
         print(f"{file}: {counted(len(lines), 'row')}")
     return 0

@@ -16,16 +16,16 @@ from urllib.parse import urlsplit
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, chat_format
 from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
-from eval.benchmarks.subsets import Shard, in_split, in_subset, parse_shard, shard_numbers
-from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, Example, LoadedDataset, Suite
+from eval.benchmarks.subsets import in_split, in_subset, parse_shard, shard_numbers
+from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.arms import Arm, about_the_method, arms_asked, build_method
+from eval.run.arms import Arm, arms_asked, build_method, method_asked
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.errors import UserError, require
-from lazyllm.methods import name_of
+from lazyllm.methods import about_the_method, name_of
 from lazyllm.models.checkpoint import read_config
 from lazyllm.models.tokenizers import has_chat_template
 from lazyllm.spec import ModelSpec
@@ -92,8 +92,7 @@ class Run:
             _check_unused("load", self.config.load, with_server)
             for settings in arms.values():
                 require(settings.get("name") != SERVER, "method", SERVER, with_server)
-                with about_the_method():
-                    build_method(targets.check(settings))
+                method_asked(settings)
         return arms
 
     @property
@@ -155,39 +154,31 @@ class Run:
 
     @cached_property
     def loaded(self) -> list[LoadedDataset]:
-        """The datasets' rows. The error names each dataset whose rows do not fit."""
-        loaded, reasons = list[LoadedDataset](), {}
+        """The datasets with their examples after `split`, `limit`, `subset` and `turns`; total: the rows before that.
+
+        The error names each dataset whose rows do not fit.
+        """
+        config, whole, chosen, reasons = self.config, list[LoadedDataset](), list[LoadedDataset](), dict[str, str]()
         for dataset in self.datasets:
             try:
-                data = load(dataset, self.data)
+                whole.append(load(dataset, self.data))
             except DoesNotFitError as error:
                 reasons[dataset.name] = str(error)
-            else:
-                loaded.append(replace(data, total=data.total or len(data.examples)))
         if reasons:
-            others = f", or leave out {' '.join(f'dataset.{name}=false' for name in reasons)}" if loaded else ""
+            others = f", or leave out {' '.join(f'dataset.{name}=false' for name in reasons)}" if whole else ""
             raise UserError("; ".join(reasons.values()) + others)
-        return loaded
-
-    @cached_property
-    def examples(self) -> dict[str, list[Example]]:
-        """{dataset: its examples} after `split`, `limit`, `subset` and `turns`, in order."""
-        config, chosen = self.config, dict[str, list[Example]]()
         last = None if config.turns is None else config.turns - 1
-        for data in self.loaded:
+        for data in whole:
             name = data.dataset.name
             if last and not any(example.turns for example in data.examples):
                 raise UserError(f"turns={config.turns}: the rows of {name} hold one question each; leave it out")
             of_split = in_split(name, data.examples, config.split)
             if not of_split:
                 raise UserError(f"split={config.split} leaves no example of {name}: it has too few rows")
-            examples = in_subset(of_split, self.limit, config.subset, config.seed)
-            chosen[name] = [replace(example, turns=example.turns[:last]) for example in examples]
+            subset = in_subset(of_split, self.limit, config.subset, config.seed)
+            examples = tuple(replace(example, turns=example.turns[:last]) for example in subset)
+            chosen.append(replace(data, examples=examples, total=data.total or len(data.examples)))
         return chosen
-
-    @property
-    def shard(self) -> Shard | None:
-        return None if self.config.shard is None else parse_shard(self.config.shard)
 
     @cached_property
     def servers(self) -> dict[str, Server]:
@@ -249,7 +240,7 @@ class Run:
         """The models that the arms need besides `spec`, each once."""
         if self.is_served:
             return ()
-        methods = [build_method(targets.check(settings)) for settings in self.asked.values()]
+        methods = map(method_asked, self.asked.values())
         return tuple(dict.fromkeys(spec for method in methods for spec in method.models()))
 
     @cached_property
@@ -283,9 +274,9 @@ class Run:
     @cached_property
     def ours(self) -> list[Case]:
         """The cases that this job measures: all, or its shard's (`eval.benchmarks.subsets`)."""
-        shard = self.shard
-        if shard is None:
+        if self.config.shard is None:
             return self.cases
+        shard = parse_shard(self.config.shard)
         numbers = shard_numbers({case.key: len(case.prompt.token_ids) for case in self.cases}, shard.count)
         return [case for case in self.cases if numbers[case.key] == shard.number]
 
@@ -374,11 +365,11 @@ class Run:
             if layers is not None:  # in a nested config transformers finds it
                 for settings in self.asked.values():
                     with about_the_method():
-                        build_method(targets.check(targets.at_depth(settings, layers))).tokens_per_layer(layers, 1)
+                        method_asked(targets.at_depth(settings, layers)).tokens_per_layer(layers, 1)
         if self.is_served or spec.tokenizer is not None:  # refuse what is no tokenizer
             has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
         if suite.rows_here or (suite.length(self.data) is None and self.data.dir is not None):
-            _ = self.examples
+            _ = self.loaded
         _ = self.servers
         return self
 
@@ -407,7 +398,7 @@ def check_writable(folder: Path) -> None:
 
 
 def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
-    """Refuse what servers cannot do, and URLs that cannot be one's. Raises UserError."""
+    """Refuse what servers cannot do, and URLs that cannot be one's."""
     model, server = config.model, config.server
     is_mapping = isinstance(server.extra_body or {}, dict)
     require(is_mapping, "server.extra_body", server.extra_body, "a mapping of fields, such as {top_k: 1}")
@@ -440,7 +431,7 @@ def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
 
 
 def _check_unused(group: str, settings: Any, instead: str) -> None:
-    """Refuse settings that were changed and would change nothing. Raises UserError."""
+    """Refuse settings that were changed and would change nothing."""
     for item in fields(settings):
         value = getattr(settings, item.name)
         require(value == getattr(type(settings)(), item.name), f"{group}.{item.name}", value, instead)

@@ -73,7 +73,11 @@ class Servers:
                     answers[place][label] = future.result()
             for one, given in zip(block, answers, strict=True):
                 arms = tuple(sorted(one.arms, key=lambda arm: order.index(arm.label)))
-                yield self._visit(Todo(one.case, arms), given)
+                baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
+                for label, own in given.items():
+                    is_failure = isinstance(own, Failure)
+                    measured[label] = own if is_failure else self._measurements(one.case, own, baseline)
+                yield visit_of(Todo(one.case, arms), self.run.arms, measured)
 
     def _converse(self, arm: Arm, case: Case) -> list[Answer] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""
@@ -150,26 +154,16 @@ class Servers:
             text = text.removeprefix(begin)
         return {"prompt": text}, len(ids)
 
-    def _visit(self, one: Todo, given: dict[str, list[Answer] | Failure]) -> Visit:
-        baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
-        for label, own in given.items():
-            if isinstance(own, Failure):
-                measured[label] = own
-                continue
-            measured[label] = turns = self._measurements(one.case, own)
-            if isinstance(baseline, list) and label != self.run.baseline:
-                measured[label] = [
-                    replace(turn, same_answer=int(ours.text == theirs.text))
-                    for turn, ours, theirs in zip(turns, own, baseline, strict=True)
-                ]
-        return visit_of(one, self.run.arms, measured)
-
-    def _measurements(self, case: Case, answers: Sequence[Answer]) -> list[Measurement]:
+    def _measurements(
+        self, case: Case, answers: list[Answer], baseline: list[Answer] | Failure | None
+    ) -> list[Measurement]:
         chat, measured, so_far = self.run.chat, list[Measurement](), 0.0
         for turn, answer in enumerate(answers):
             thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
             text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
             fields = scored(case, text, chat, turn)
             fields |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
+            if isinstance(baseline, list) and answers is not baseline:
+                fields["same_answer"] = int(answer.text == baseline[turn].text)
             measured.append(Measurement(**fields, scoring_tokens=None, request=answer.request))
         return measured

@@ -106,15 +106,13 @@ def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[
         os.kill(event["process"], 0)
     except OSError as error:
         if not isinstance(error, PermissionError):  # another user's process lives
-            return (
-                FAILED,
-                f"{job} began at {event['time']} and died (killed, out of memory, or Ctrl-C in a long operation)",
-            )
+            why = "killed, out of memory, or Ctrl-C in a long operation"
+            return FAILED, f"{job} began at {event['time']} and died ({why})"
     return RUNNING, ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `status`. Returns the exit code. Raises UserError."""
+    """The command `status`. Returns the exit code."""
     parser = parser_of("status", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")

@@ -1,9 +1,9 @@
-"""Hyperparameters given as a target speedup: `2.0x`, or `table1` for the paper's speedup.
+"""Hyperparameters that follow from the model: a target speedup, shares of the depth, a schedule tuned by a search.
 
-The paper does not publish the parameters behind its Table 1. Ours are solved for (`Method.solve`): a method's
-`target_parameter` is set so that the *ideal* TTFT speedup (`lazyllm.engine.flops`) on a prompt of reference length is
-the one that the paper measured for the task and the model. `Method.table1` holds the parameters that are not solved
-for; eval/analysis/published/table1_parameters.csv lists all.
+A target is `2.0x`, or `table1` for the paper's speedup. The paper does not publish the parameters behind its Table 1.
+Ours are solved for (`Method.solve`): a method's `target_parameter` is set so that the *ideal* TTFT speedup
+(`lazyllm.engine.flops`) on a prompt of reference length is the one that the paper measured for the task and the model.
+`Method.table1` holds the parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
 import re
@@ -22,6 +22,9 @@ from lazyllm.methods.support.schedule import Schedule
 # Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are truncated to it)
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
 
+PREFIX = "tuned/"
+SHIPPED = Path(__file__).parents[1] / "conf" / "tuned"
+FILE = "tuned.yaml"  # of a study with a target
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
@@ -40,7 +43,7 @@ def uses_preset(settings: dict[str, Any]) -> bool:
 
 
 def check(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with placeholders for presets and tuned schedules, to check the others. Raises UserError."""
+    """The settings with placeholders for presets and tuned schedules, to check the others."""
     if is_tuned(settings.get("schedule")):
         settings = settings | {"schedule": "none"}
     name = settings.get("name", "")
@@ -72,16 +75,14 @@ def solved(
 ) -> dict[str, Any]:
     """A method's settings for one dataset and model, presets replaced by numbers.
 
-    settings: `name` and hyperparameters. column: the paper's for this model, llama2 or xgen; None takes llama2's.
-    length: the prompt length in tokens to solve for; None for the suite's.
-    Raises UserError if the method takes no such preset, OutOfReachError if it cannot reach the speedup.
+    settings: `name` and hyperparameters, as `check` takes them. column: the paper's for this model, llama2 or xgen;
+    None takes llama2's. length: the prompt length in tokens to solve for; None for the suite's.
+    Raises OutOfReachError if the method cannot reach the speedup.
     """
     if not uses_preset(settings):
         return settings
-    check(settings)
     kind = by_name(settings["name"])
-    fixed = {key: value for key, value in kind.table1.items() if settings.get(key) == "table1"}
-    settings = settings | fixed
+    settings = settings | {key: value for key, value in kind.table1.items() if settings.get(key) == "table1"}
     value = settings.get(kind.target_parameter or "")
     if not is_preset(value):
         return settings
@@ -110,11 +111,6 @@ def table1_speedup(task: str, method: str, column: str) -> float:
     if speedup is None:
         raise UserError(f"Table 1 has no speedup of method {method!r}: give a speedup such as 2.0x instead of table1")
     return speedup
-
-
-PREFIX = "tuned/"
-SHIPPED = Path(__file__).parents[1] / "conf" / "tuned"
-FILE = "tuned.yaml"  # of a study with a target
 
 
 def is_tuned(schedule: Any) -> bool:

@@ -16,11 +16,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from eval.analysis.run_table import arm_groups
 from eval.analysis.table import Table
@@ -29,7 +32,7 @@ from eval.run.settings import TrackerConfig
 from eval.store.aggregate import beside
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun
-from eval.store.visit import Visit
+from eval.store.visit import Measurement, Visit
 from lazyllm.errors import reason_of
 
 log = logging.getLogger(__name__)
@@ -64,7 +67,7 @@ class Tracker:
     arm: StoredArm
     number: int
     works: bool = True
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @_harmless
     def start(self, config: TrackerConfig, part: str) -> None:
@@ -97,26 +100,19 @@ class Tracker:
         own, reference = visit.answers.get(self.arm.name), visit.answers.get(self.run.identity["baseline"])
         if own is None:
             return
-
-        def add(name: str, values: Sequence[float | None]) -> None:
-            known = [value for value in values if value is not None]
-            mean = sum(known) / len(values) if len(known) == len(values) else float("nan")
-            self.sums[name] = self.sums.get(name, 0.0) + mean
-
-        add("examples", [1])
-        add("score", [100 * turn.score for turn in own])
-        add("pct_prompt_tokens_computed", [turn.pct_prompt_tokens_computed for turn in own])
-        if reference is not None:
-            for name in ("ttft_s", "total_s"):
-                add(name, [getattr(turn, name) for turn in own])
-                add(f"reference {name}", [getattr(turn, name) for turn in reference])
-        sums, examples = self.sums, self.sums["examples"]
-        shown = {name: sums[name] / examples for name in ("score", "pct_prompt_tokens_computed")}
-        if "ttft_s" in sums:
-            shown["ttft_speedup"] = sums["reference ttft_s"] / sums["ttft_s"]
-            shown["generation_speedup"] = sums["reference total_s"] / sums["total_s"]
+        sums = self.sums
+        sums["examples"] += 1
+        for name, scale in {"score": 100, "pct_prompt_tokens_computed": 1}.items():
+            sums[name] += scale * _mean(name, own)
+        shown = {name: sums[name] / sums["examples"] for name in ("score", "pct_prompt_tokens_computed")}
+        for name, speedup in {"ttft_s": "ttft_speedup", "total_s": "generation_speedup"}.items():
+            if reference is not None:
+                sums[name] += _mean(name, own)
+                sums[f"reference {name}"] += _mean(name, reference)
+            if name in sums:
+                shown[speedup] = sums[f"reference {name}"] / sums[name]
         known = {f"running/{name}": value for name, value in shown.items() if value == value}
-        self._run.log({"examples": int(examples), **known})
+        self._run.log({"examples": int(sums["examples"]), **known})
 
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
@@ -152,6 +148,11 @@ class Tracker:
         self._run.finish(exit_code=exit_code)
         if self._run.offline:
             log.info("W&B was offline; send it with  wandb sync %s", os.path.relpath(Path(self._run.dir).parent))
+
+
+def _mean(name: str, turns: Sequence[Measurement]) -> float:
+    """The mean of a field; NaN if a turn lacks it."""
+    return float(np.mean([getattr(turn, name) for turn in turns], dtype=float))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Model:
     @classmethod
     @cache
     def of(cls, spec: ModelSpec) -> Model:
-        """The shapes of a preset need no files. Raises UserError."""
+        """The shapes of a preset need no files."""
         import torch  # this and others not at the top: planning refuses arguments before it imports torch
         from transformers import AutoModelForCausalLM
 
@@ -63,21 +63,14 @@ class Model:
         weights = int(others * size + linear * _BYTES.get(spec.quantise or spec.dtype, 2))
         return cls(spec, config, weights, size, 2 * shape.kv_heads * shape.head_dim * size)
 
-    def prefill(self, method: Method, n: int) -> Work:
-        """The work on n prompt tokens up to the first new token; of other models that score it, their FLOPs alone."""
-        return Work(method.first_token_flops(self.config, n), self.weights, self.config.num_hidden_layers)
-
-    def held(self, method: Method, n: int, later: int = 0, generated: int = 0) -> list[int]:
+    def held(self, method: Method, n: int, later: int, generated: int) -> list[int]:
         """The tokens in each layer's K and V: of the prompt's n and of `later` of later prompts those that the method
         stores, and all generated ones."""
         stored = method.stored_after_turns(self.config.num_hidden_layers, n, later)
         return [tokens + generated for tokens in stored]
 
-    def decoding(self, held: Sequence[int], steps: int, batch_size: int = 1) -> Work:
-        """The work of decoding steps that attend to the tokens `held` in each layer, and to those generated since.
-
-        batch_size: answers that decode together, which read the weights once.
-        """
+    def _decoding(self, held: Sequence[int], steps: int, batch_size: int) -> Work:
+        """The work of steps that attend to the tokens `held` in each layer, and to those generated since."""
         shape = LayerShape.of(self.config)
         after = [tokens + steps for tokens in held]
         flops = self._between(held, after, steps)
@@ -86,10 +79,6 @@ class Model:
         read = steps * self.weights // batch_size + attended * self.kv_bytes
         return Work(flops, read, steps * len(held) * (1 + FURTHER * (batch_size - 1)) / batch_size)
 
-    def turn(self, before: Sequence[int], after: Sequence[int]) -> Work:
-        """The work of a later turn's prompt, in one pass: tokens held in each layer before and after it."""
-        return Work(self._between(before, after, 1), self.weights + sum(after) * self.kv_bytes, len(after))
-
     def _between(self, before: Sequence[int], after: Sequence[int], logits: int) -> int:
         """FLOPs of the tokens that each layer holds after and not before, each attending to all before it."""
         return prefill_flops(self.config, after, logits) - prefill_flops(self.config, before, 0)
@@ -97,11 +86,12 @@ class Model:
     def conversation(
         self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue", batch_size: int = 1
     ) -> list[Work]:
-        """Prefill, decoding, and the same of each later turn. messages: tokens of each, the prompt first.
+        """Prefill, decoding, and the same of each later turn; of other models that score a prompt, their FLOPs alone.
 
-        turns: as in `lazyllm.start`. batch_size: answers that decode together, if there is one turn.
+        messages: tokens of each, the prompt first. turns: as in `lazyllm.start`. batch_size: answers that decode
+        together, if there is one turn; they read the weights once.
         """
-        together = batch_size if len(messages) == 1 else 1
+        together, layers = batch_size if len(messages) == 1 else 1, self.config.num_hidden_layers
         n, later, generated = 0, 0, 0
         # a diagnostic lets the full model answer first
         works = self.conversation(Baseline(), messages[:1], new_tokens) if method.diagnostic else list[Work]()
@@ -110,11 +100,13 @@ class Model:
             if turn > 0 and turns == "continue":
                 before = self.held(method, n, later, generated)
                 later, generated = later + message, generated + last
-                works.append(self.turn(before, self.held(method, n, later, generated)))
+                after = self.held(method, n, later, generated)
+                flops = self._between(before, after, 1)
+                works.append(Work(flops, self.weights + sum(after) * self.kv_bytes, layers))
             else:
                 n, later, generated = n + later + generated + last + message, 0, 0
-                works.append(self.prefill(method, n))
-            works.append(self.decoding(self.held(method, n, later, generated), new_tokens - 1, together))
+                works.append(Work(method.first_token_flops(self.config, n), self.weights, layers))
+            works.append(self._decoding(self.held(method, n, later, generated), new_tokens - 1, together))
             generated += new_tokens - 1
         return works
 

@@ -6,6 +6,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,8 +28,12 @@ with held([torch.device("mps")], "the other run"):
 """
 
 
-def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, monkeypatch, caplog) -> None:
+@pytest.fixture(autouse=True)
+def _own_locks(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+
+
+def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(device_lock, "POLL_S", 0.01)
     caplog.set_level(logging.INFO)
     order = []
@@ -41,7 +46,6 @@ def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, mon
         [sys.executable, "-c", HOLD], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as holder:
         try:
-            assert holder.stdout is not None
             assert holder.stdout.readline() == "has it\n"
             waiting = threading.Thread(target=run)
             waiting.start()
@@ -57,9 +61,8 @@ def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, mon
     assert (tmp_path / "locks" / "mps-0.holder").read_text() == "this run"
 
 
-def test_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkeypatch) -> None:
+def test_device_held_twice_is_free_when_both_have_ended(tmp_path: Path) -> None:
     """As in a comparison, which holds the lock for its model and again for each run."""
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     file = tmp_path / "locks" / "mps-0.lock"
     with held([DEVICE], "a comparison"):
         with held([DEVICE], "a run"):
@@ -71,7 +74,6 @@ def test_device_held_twice_is_free_when_both_have_ended(tmp_path: Path, monkeypa
 
 def test_devices_are_taken_in_one_order(tmp_path: Path, monkeypatch) -> None:
     """Otherwise two runs that name the same two devices in different order would wait for each other forever."""
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
     uuids = {0: "bbb", 1: "aaa"}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     taken: list[str] = []
@@ -86,11 +88,8 @@ def test_devices_are_taken_in_one_order(tmp_path: Path, monkeypatch) -> None:
     assert taken == ["aaa", "bbb", "aaa", "bbb"]
 
 
-def test_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch, caplog) -> None:
-    def no_locks(*_: object, **__: object) -> None:
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
+def test_file_system_without_locks_is_a_warning(monkeypatch, caplog) -> None:
+    no_locks = Mock(side_effect=OSError(37, "No locks available"))
     monkeypatch.setattr("eval.run.device_lock.FileLock.acquire", no_locks)
     with held([DEVICE], "this run"):
         pass

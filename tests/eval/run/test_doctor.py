@@ -82,16 +82,13 @@ def test_gpu_is_the_first_that_a_run_sees(visible: str | None, found: str, monke
 
 
 def test_gpu_that_shares_the_host_s_memory_is_no_fault(examined) -> None:
-    assert examined(gpu="NVIDIA GB10, 580.95.05, [N/A], GPU-1")["GPU"] == (
-        "ok",
-        "NVIDIA GB10, it does not report its memory",
-    )
+    found = examined(gpu="NVIDIA GB10, 580.95.05, [N/A], GPU-1")["GPU"]
+    assert found == ("ok", "NVIDIA GB10, it does not report its memory")
 
 
 def test_tiny_needs_nothing_but_torch(examined) -> None:
-    states = {thing: state for thing, (state, _) in examined("tiny").items()}
-    assert {states[thing] for thing in ("token", "rows", "GPU")} == {"not needed"}
-    assert {states[thing] for thing in ("Python", "torch", "disk", "tiny")} == {"ok"}
+    states = {thing: state for thing, (state, _) in examined("tiny").items() if state != "ok"}
+    assert states == dict.fromkeys(("GPU", "token", "rows"), "not needed")
 
 
 def test_exit_code_is_2_if_something_is_missing(examined, capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,7 +174,6 @@ def test_gold_tokens_go_on_from_the_prompt(prompt: str, gold: str, expected: lis
 
 def test_gold_tokens_of_llama2_have_no_added_space(shared: Path) -> None:
     tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))
-    assert tokenizer is not None
     for prompt, gold in (("[/INST]", " Paris"), ("Answer:", " Paris"), ("line\n", "Paris"), ("line\n", "salmon")):
         ids = tokenizer.encode(prompt + gold)[len(tokenizer.encode(prompt)) :]
         assert gold_token_ids(tokenizer, prompt, gold.strip()) == ids

@@ -73,7 +73,6 @@ def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert process.stdout is not None
         blocked = any(line == "blocked\n" for line in process.stdout)
         if blocked:
             process.send_signal(signal.SIGINT)

@@ -4,7 +4,9 @@ import gc
 import json
 import re
 import weakref
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,20 +30,14 @@ generate = eval.run.measure.generate
 
 def failing(monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception]) -> None:
     """Make the generations with these numbers fail, in the order of calls."""
-    calls = 0
+    calls = count()
 
     def generate_or_fail(*arguments, **settings) -> Generation:
-        nonlocal calls
-        calls += 1
-        if calls - 1 in errors:
-            raise errors[calls - 1]
+        if (call := next(calls)) in errors:
+            raise errors[call]
         return generate(*arguments, **settings)
 
     monkeypatch.setattr(eval.run.measure, "generate", generate_or_fail)
-
-
-def no_weights(*_: object, **__: object) -> None:
-    raise UserError("no such weights")
 
 
 def test_failure_of_an_arm_is_its_own_and_the_same_command_visits_that_example_again(
@@ -91,7 +87,7 @@ def test_later_visit_holds_the_missing_arms_and_the_baseline_for_the_clock(tmp_p
 
 @pytest.mark.slow
 def test_shard_in_which_all_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch) -> None:
-    first, second = (small_run(tmp_path / "run").changed(shard=f"{number}/2") for number in (1, 2))
+    first, second = (small_run(tmp_path / "run", shard=f"{number}/2") for number in (1, 2))
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
     result = measure(first, show=False)
     assert result.results is None
@@ -121,12 +117,12 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     arms = {"mine": {"name": "lazy", "schedule": {2: 0.5}}, "drop": {"name": "random_drop", "keep": 0.5, "seeds": 2}}
     run = small_run(None, compare=arms, dataset={"lookup": True}, limit=2, split="test", label="two")
-    generations: list[int] = []
-    monkeypatch.setattr(eval.run.measure, "generate", lambda *a, **k: [generations.append(1), generate(*a, **k)][1])
-    result = measure(run)
-    assert len(generations) == 2 * 4  # the baseline once for all
+    generations = Mock(side_effect=generate)
+    monkeypatch.setattr(eval.run.measure, "generate", generations)
+    measure(run)
+    assert generations.call_count == 2 * 4  # the baseline once for all
     (folder,) = Path("runs").iterdir()
-    assert folder == result.folder == run.folder
+    assert folder == run.folder
     assert folder.name.startswith("tiny-two-lookup-")
     assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup, test\n")
     assert {file.name for file in (folder / "figures").iterdir()} == {"comparison.png", "comparison.svg"}
@@ -136,9 +132,7 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
 
 def test_run_without_a_baseline_has_a_table_and_no_picture(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", baseline=False, dataset={"lookup": True}, limit=2)
-    result = measure(run, show=False)
-    assert result.table is not None
-    assert result.table.frame["ttft_speedup"].isna().all()
+    assert measure(run, show=False).table.frame["ttft_speedup"].isna().all()
     assert not (tmp_path / "run" / "figures").exists()
 
 
@@ -146,15 +140,13 @@ def test_model_loads_once_only_if_needed_and_leaves_the_memory(tmp_path: Path, m
     loaded: list[weakref.ref] = []
 
     def counted(spec):
-        model = load_weights(spec)
-        loaded.append(weakref.ref(model))
+        loaded.append(weakref.ref(model := load_weights(spec)))
         return model
 
     monkeypatch.setattr("eval.run.loop.load_weights", counted)
     tables = [measure(small_run(tmp_path / "run"), show=False).table for _ in range(2)]
     assert len(loaded) == 1
-    first, stored = (table.to_csv() for table in tables if table is not None)
-    assert first == stored
+    assert tables[0].to_csv() == tables[1].to_csv()
     gc.collect()
     assert loaded[0]() is None  # its memory is free for the next job of a sweep
 
@@ -189,8 +181,6 @@ def test_shards_visit_each_example_once_and_the_last_makes_the_table(tmp_path: P
     assert [Visit.from_json(line) for file in files for line in file] == visits
     assert outcomes(tmp_path / "run") == outcomes(tmp_path / "whole")
     assert len(outcomes(tmp_path / "run")) == 12
-    assert whole.table is not None
-    assert results[2].table is not None
     assert results[2].table.frame["score"].tolist() == whole.table.frame["score"].tolist()
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("measured again")))
     for shard in (None, "1/2"):
@@ -204,7 +194,7 @@ def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(tmp_path: Pat
         if event["event"] == "end":
             raise UserError("jobs.jsonl: no room")
 
-    monkeypatch.setattr("eval.run.loop.load_weights", no_weights)
+    monkeypatch.setattr("eval.run.loop.load_weights", Mock(side_effect=UserError("no such weights")))
     with pytest.raises(UserError, match="no such weights"):
         measure(small_run(tmp_path / "run"), show=False)
     begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
@@ -217,9 +207,7 @@ def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(tmp_path: Pat
 
 
 def test_device_that_does_not_recover_ends_the_run_with_its_visits_safe(tmp_path: Path, monkeypatch, caplog) -> None:
-    def broken(_: torch.device) -> None:
-        raise RuntimeError("CUDA error: an illegal memory\naccess was encountered")
-
+    broken = Mock(side_effect=RuntimeError("CUDA error: an illegal memory\naccess was encountered"))
     monkeypatch.setattr("eval.run.measure.release_memory", broken)
     failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
     with pytest.raises(UserError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
@@ -229,16 +217,11 @@ def test_device_that_does_not_recover_ends_the_run_with_its_visits_safe(tmp_path
 
 
 def test_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
-    asked: list[torch.device] = []
+    synchronize = Mock(side_effect=[None, RuntimeError("CUDA error: unspecified launch failure")])
     monkeypatch.setattr("eval.run.measure.release_memory", lambda _: None)
-    monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
+    monkeypatch.setattr("torch.accelerator.synchronize", synchronize)
     free(torch.device("cuda", 1))
-    assert asked == [torch.device("cuda", 1)]
-
-    def gone(_: torch.device) -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    monkeypatch.setattr("torch.accelerator.synchronize", gone)
+    synchronize.assert_called_once_with(torch.device("cuda", 1))
     with pytest.raises(UserError, match="cuda:1 does not recover"):
         free(torch.device("cuda", 1))
 
@@ -249,12 +232,8 @@ def test_full_disk_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
     size = (tmp_path / "whole" / "visits.jsonl").stat().st_size
     about = (tmp_path / "whole" / "run.json").stat().st_size
     assert about < 0.7 * size
-    with (
-        full_disk(int(0.7 * size)),
-        pytest.raises(
-            UserError, match=r"visits\.jsonl: the line could not be written .*free some disk space, then run the same"
-        ),
-    ):
+    said = r"visits\.jsonl: the line could not be written .*free some disk space, then run the same"
+    with full_disk(int(0.7 * size)), pytest.raises(UserError, match=said):
         measure(config, show=False)
     file = tmp_path / "run" / "visits.jsonl"
     before = file.read_bytes()

@@ -34,9 +34,7 @@ def plan(turns: int) -> Run:
     return small_run(None, limit=2, turns=turns, dataset={"lookup": True})
 
 
-@cache
-def model() -> Any:
-    return load_model(plan(1))
+model = cache(lambda: load_model(plan(1)))
 
 
 class Recorder:

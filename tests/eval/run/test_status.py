@@ -22,9 +22,8 @@ BEGAN, ENDED = "2026-11-21T10:00:00Z", "2026-11-21T10:00:10Z"
 
 def make(folder: Path, done: int, planned: int | None = None, **identity: Any) -> Path:
     with open_store(folder, IDENTITY | identity, ABOUT) as store:
-        for number in range(done):
-            if not store.visits.get(visit(number).key):
-                store.append(visit(number))
+        for number in range(len(store.visits), done):
+            store.append(visit(number))
     if planned is not None:
         (folder / PLANNED).write_text(planned_text(("hotpotqa", f"row-{number}") for number in range(planned)))
     return folder
@@ -85,11 +84,7 @@ def test_failed_answers_say_which_arm_and_why(tmp_path: Path) -> None:
     [
         ({"error": "UserError: No space left"}, "failed", f"job ended at {ENDED}: UserError: No space left"),
         ({"error": "KeyboardInterrupt: "}, "incomplete", "stopped; 1 example missing; the same command goes on"),
-        (
-            {"ended": False, "process": 2**22 + 1},
-            "failed",
-            f"job began at {BEGAN} and died (killed, out of memory, or Ctrl-C in a long operation)",
-        ),
+        ({"ended": False, "process": 2**22 + 1}, "failed", f"job began at {BEGAN} and died (killed, out of memory, or"),
         ({"part": "-1-of-2", "host": "node7", "ended": False}, "unclear", f"running or died on node7 since {BEGAN}"),
     ],
     ids=["error", "ctrl-c", "killed", "another machine"],

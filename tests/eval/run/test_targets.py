@@ -37,11 +37,7 @@ def kept(ratio: float, n: int) -> int:
 def test_parameters_reach_the_papers_speedup_by_hand() -> None:
     table = pd.read_csv(PAPER / "table1.csv").set_index(["task", "method"])
     for dataset in (dataset for dataset in DATASETS.values() if dataset.suite == "longbench"):
-        n = 3376
-        speedup = {
-            name: table.loc[(dataset.task, name), "llama2_ttft_speedup"]
-            for name in ("lazy", "static_pruning", "random_drop")
-        }
+        n, speedup = 3376, table["llama2_ttft_speedup"][dataset.task]
         schedule = solved(LAZY, dataset, LLAMA2, "llama2")["schedule"]
         assert len(set(schedule.values())) == 1
         counts, left = [], n
@@ -109,8 +105,6 @@ def test_early_depths_serve_speedups_beyond_late_ones() -> None:
 def test_presets_of_other_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(settings)
-    with pytest.raises(UserError, match=message):
-        solved(settings, DATASETS["lcc"], LLAMA2, None)
 
 
 @pytest.mark.parametrize(("target", "instead"), [("40x", "give less"), ("0.5x", "give 1x")])
@@ -150,9 +144,8 @@ def test_tuned_schedule_is_read_from_a_folder_and_a_file(tmp_path: Path) -> None
 
 def test_run_with_a_tuned_schedule_is_one_with_its_numbers(tmp_path: Path) -> None:
     reference = written(tmp_path, {2: 0.3, 5: 0.55}, 8)
-    runs = []
-    for schedule in (reference, {2: 0.3, 5: 0.55}, {2: 0.3, 5: 0.5}):
-        runs.append(small_run(tmp_path / "run", method={"name": "lazy", "schedule": schedule}))
+    schedules = (reference, {2: 0.3, 5: 0.55}, {2: 0.3, 5: 0.5})
+    runs = [small_run(None, method={"name": "lazy", "schedule": schedule}) for schedule in schedules]
     assert runs[0].identity == runs[1].identity
     assert runs[0].identity["arms"]["lazy"]["method"]["schedule"] == {"2": 0.3, "5": 0.55}
     assert runs[0].identity != runs[2].identity

@@ -1,4 +1,4 @@
-"""Traces: the tokens' texts make up prompt and answer, and the file can be read back unchanged."""
+"""Traces: the tokens' texts make up prompt and answer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ import lazyllm
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.run.tracing import _texts_of_prompt, traces
-from eval.store.visit import Trace, read_trace
+from eval.store.visit import Trace
 from lazyllm.methods import Lazy
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
@@ -35,18 +35,13 @@ def test_trace_equals_the_generation_of_each_arm(name: str) -> None:
     assert len(lazy.generated) == len(out.token_ids)
 
 
-def test_trace_comes_back_from_its_file(tmp_path: Path) -> None:
-    (found,) = traces(MODEL, TOKENIZER, case_of("lookup", TOKENIZER, 12), ARMS[1:])
-    file = tmp_path / Trace.file_name("lookup", "../a b", "drop")
-    assert file.parent == tmp_path
-    file.write_text(found.to_json())
-    assert read_trace(file) == found
+def test_file_of_a_trace_is_in_the_runs_folder() -> None:
+    assert "/" not in Trace.file_name("lookup", "../a b", "drop")
 
 
 def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:
     """The text of each token equals the prompt's, including spaces and characters that span several tokens."""
     tokenizer = load_tokenizer_of(ModelSpec("llama2", "dummy", tokenizer=str(shared / "tokenizers" / "llama2")))
-    assert tokenizer is not None
     loaded = load_rows(DATASETS["multifieldqa_en"], str(shared / "longbench"))
     example = loaded.examples[0]
     example = replace(example, input=f" 你好 \U0001f600 {example.input}")

@@ -35,14 +35,8 @@ def run_of(**changes: Any) -> Run:
     return small_run(**({"out": None} | settings | changes))
 
 
-@cache
-def plan() -> Run:
-    return run_of()
-
-
-@cache
-def model() -> Any:
-    return load_model(run_of())
+plan = cache(run_of)
+model = cache(lambda: load_model(plan()))
 
 
 def case() -> Case:
@@ -63,7 +57,7 @@ def turns_of(turns: str = "continue") -> Visit:
 
 
 def token_ids(measured: list[Measurement]) -> list[list[int]]:
-    return [one.token_ids or [] for one in measured]
+    return [one.token_ids for one in measured]
 
 
 def read(number: int, answers: list[list[int]]) -> list[int]:
@@ -142,15 +136,13 @@ def test_counts_by_hand() -> None:
             so_far += computed
             assert (measured.tokens_computed, measured.tokens_computed_so_far) == (computed, so_far)
             assert measured.revived_tokens == 0
-            stored = kept + sum(new_tokens(answers)[1 : number + 1]) + len(measured.token_ids or ()) - 1
+            stored = kept + sum(new_tokens(answers)[1 : number + 1]) + len(measured.token_ids) - 1
             assert measured.kv_bytes == 2 * LAYERS * shape.kv_heads * shape.head_dim * 8 * stored
-            pairs = [0] * 2
-            for place in range(sum(asked[:number]), sum(asked[: number + 1])):
-                pairs[0] += 2 * (place + 1)  # in the two layers that compute every token
-            behind = 0 if number == 0 else kept + sum(asked[1:number])
-            for place in range(behind, behind + (kept if number == 0 else asked[number])):
-                pairs[1] += 6 * (place + 1)
-            flops = int(8 * computed) * shape.linear_flops + sum(pairs) * shape.pair_flops + vocabulary
+            # two layers compute every token
+            pairs = 2 * sum(place + 1 for place in range(sum(asked[:number]), sum(asked[: number + 1])))
+            behind, ran = (0, kept) if number == 0 else (kept + sum(asked[1:number]), asked[number])
+            pairs += 6 * sum(place + 1 for place in range(behind, behind + ran))
+            flops = int(8 * computed) * shape.linear_flops + pairs * shape.pair_flops + vocabulary
             assert measured.prefill_flops == flops
 
 
@@ -169,17 +161,16 @@ def test_revived_tokens_are_counted_turn_by_turn() -> None:
         for number, one in enumerate(measured):
             more = None if number == 0 else read(number, token_ids(measured))[conversation.num_tokens :]
             out = conversation.answer(more, 8, END_IDS)
-            seconds += one.total_s or 0
+            seconds += one.total_s
             assert one.revived_tokens == out.revived.mean()
             assert (one.kv_bytes, one.aux_bytes) == (out.kv_bytes, out.aux_bytes)
             assert one.tokens_computed_so_far == out.computed[-1].mean()
             assert one.total_s_so_far == pytest.approx(seconds)
-    assert sum(one.revived_tokens or 0 for one in measured[1:]) > 0
+    assert sum(one.revived_tokens for one in measured[1:]) > 0
 
 
 def test_evidence_of_a_turn_counts_tokens_computed_by_its_first_one() -> None:
     spans, turns = case().prompt.spans, case().prompt.turns
-    assert spans is not None
     out = lazyllm.generate(model(), case().prompt.as_input(), METHOD, 8, END_IDS)
     kept = set(out.selected[0][2])
     for turn, measured in zip(turns, turns_of().answers["method"][1:], strict=True):

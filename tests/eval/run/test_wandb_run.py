@@ -4,16 +4,16 @@ W&B has no reader of its offline files in Python, so values are compared in the 
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from eval.analysis.run_table import run_table
-from eval.analysis.table import Table
 from eval.run.loop import measure
 from eval.run.settings import TrackerConfig
 from eval.run.wandb_run import open_trackers
@@ -66,63 +66,51 @@ AFTER_SECOND = {
 def _a_users_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) -> None:
     """A key that must not be written, an empty home folder, and the test's own working folder."""
     (tmp_path / "home").mkdir()
-    for name, value in {"HOME": tmp_path / "home", "WANDB_API_KEY": SECRET, "HF_TOKEN": f"hf_{SECRET}"}.items():
-        monkeypatch.setenv(name, str(value))
+    os.environ |= {"HOME": str(tmp_path / "home"), "WANDB_API_KEY": SECRET, "HF_TOKEN": f"hf_{SECRET}"}
     monkeypatch.setattr(sys, "argv", ["run.py", f"anything={SECRET}"])
     monkeypatch.chdir(tmp_path)
 
 
-class Shown:
-    """A stand-in for W&B: a run for each `wandb.init`, and what is logged to it. fails: the call that raises."""
+def stand_in(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> list[Mock]:
+    """The runs that W&B's stand-in makes, one for each `wandb.init`, whose arguments are `given`. fails: a call."""
+    runs: list[Mock] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str = "") -> None:
-        self.runs: list[dict[str, list[Any]]] = []
+    def init(**given: Any) -> Mock:
+        runs.append(run := Mock(given=given, offline=True, dir="wandb/offline/files"))
+        error = OSError("no such server")
+        if fails == "init":
+            raise error
+        run.configure_mock(**({f"{fails}.side_effect": error} if fails else {}))
+        return run
 
-        def init(**given: Any) -> Any:
-            calls: dict[str, list[Any]] = {}
-            self.runs.append(calls)
-
-            def taken(name: str) -> Any:
-                def call(*arguments: Any, **keywords: Any) -> None:
-                    calls.setdefault(name, []).append(arguments[0] if arguments else keywords)
-                    if name == fails:
-                        raise OSError("no such server")
-
-                return call
-
-            taken("init")(**given)
-            run = SimpleNamespace(summary=SimpleNamespace(update=taken("summary")))
-            run.offline, run.id, run.dir = True, "abc", "wandb/offline/files"
-            for name in ("define_metric", "log", "log_artifact", "finish"):
-                setattr(run, name, taken(name))
-            return run
-
-        monkeypatch.setattr("wandb.init", init)
+    monkeypatch.setattr("wandb.init", init)
+    return runs
 
 
-def results() -> Results:
-    return Results([StoredRun(Path("run"), ABOUT, [FIRST, SECOND])])
+def logged(run: Mock, key: str = "examples") -> list[dict[str, Any]]:
+    """What was logged with this key: by default, the history."""
+    return [call.args[0] for call in run.log.call_args_list if key in call.args[0]]
 
 
-def tracked(*pictures: Path) -> Table:
-    """Track a run of two examples; returns its table."""
-    table = run_table(results(), "a run")
+RESULTS = Results([StoredRun(Path("run"), ABOUT, [FIRST, SECOND])])
+
+
+def tracked(second: Visit = SECOND) -> None:
+    """Track a run of two examples."""
     Path("run").mkdir()
     Path("run/visits.jsonl").write_text("{}\n")
     Path("run/other.txt").write_text("not shared")
-    with open_trackers(CONFIG, results().runs[0]) as trackers:
-        for visit in (FIRST, SECOND):
-            for tracker in trackers:
-                tracker.visit(visit)
+    with open_trackers(CONFIG, RESULTS.runs[0]) as trackers:
         for tracker in trackers:
-            tracker.finish(results(), table, pictures)
-    return table
+            tracker.visit(FIRST)
+            tracker.visit(second)
+            tracker.finish(RESULTS, run_table(RESULTS, "a run"), [])
 
 
 def test_each_arm_is_a_run_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch)
+    runs = stand_in(monkeypatch)
     tracked()
-    first, second = (calls["init"][0] for calls in shown.runs)
+    first, second = (run.given for run in runs)
     assert (first["id"], second["id"]) == ("abc-0", "abc-1")
     assert (first["name"], second["name"]) == ("tiny, baseline", "tiny, mine")
     for init, arm in ((first, "baseline"), (second, "mine")):
@@ -133,46 +121,41 @@ def test_each_arm_is_a_run_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_arm_shows_history_summary_table_and_the_first_one_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch)
+    runs = stand_in(monkeypatch)
     tracked()
-    baseline, calls = shown.runs
-    first, second, last = calls["log"]
-    assert [first, second] == [pytest.approx(AFTER_FIRST), pytest.approx(AFTER_SECOND)]
-    assert [row["running/score"] for row in baseline["log"][:2]] == [50, 75]
-    assert [row["running/ttft_speedup"] for row in baseline["log"][:2]] == [1, 1]
+    baseline, mine = runs
+    assert logged(mine) == [pytest.approx(AFTER_FIRST), pytest.approx(AFTER_SECOND)]
+    assert [row["running/score"] for row in logged(baseline)] == [50, 75]
+    assert [row["running/ttft_speedup"] for row in logged(baseline)] == [1, 1]
     # by hand, of FIRST (hotpotqa, multi_doc_qa) and SECOND (trec, few_shot)
     expected = {
         "multi_doc_qa/score": 100, "multi_doc_qa/ttft_speedup": 3, "few_shot/score": 0, "few_shot/ttft_speedup": 5 / 3,
         "all/score": 50, "all/pct_prompt_tokens_computed": 60, "all/examples": 2, "few_shot/kv_bytes": 640,
     }  # fmt: skip
-    (summary,) = calls["summary"]
+    reference, summary = (run.summary.update.call_args.args[0] for run in runs)
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
-    assert (baseline["summary"][0]["all/score"], baseline["summary"][0]["all/ttft_speedup"]) == (75, 1)
-    table = last["per_example"]
+    assert (reference["all/score"], reference["all/ttft_speedup"]) == (75, 1)
+    table = logged(mine, "per_example")[0]["per_example"]
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.data]
     shared = ("dataset", "id", "prompt_tokens", "score", "ttft_s", "ttft_speedup", "answer", "gold")
     assert [[row[column] for column in shared] for row in rows] == [
         ["hotpotqa", "a", 100, 100, 0.1, pytest.approx(3), "yes", "yes | so"],
         ["trec", "b", 200, 0, 0.3, pytest.approx(5 / 3), "yes", ""],
     ]
-    (artifact,) = baseline["log_artifact"]
-    assert set(artifact.manifest.entries) == {"visits.jsonl"}
-    assert "log_artifact" not in calls
-    assert baseline["finish"] == calls["finish"] == [{"exit_code": 0}]
+    assert set(baseline.log_artifact.call_args.args[0].manifest.entries) == {"visits.jsonl"}
+    mine.log_artifact.assert_not_called()
+    for run in runs:
+        run.finish.assert_called_once_with(exit_code=0)
 
 
 def test_arm_without_an_answer_in_a_visit_shows_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch)
-    lone = replace(SECOND, answers={"mine": SECOND.answers["mine"]})
-    with open_trackers(CONFIG, results().runs[0]) as trackers:
-        for visit in (FIRST, lone):
-            for tracker in trackers:
-                tracker.visit(visit)
-    baseline, mine = shown.runs
-    assert len(baseline["log"]) == 1
+    runs = stand_in(monkeypatch)
+    tracked(replace(SECOND, answers={"mine": SECOND.answers["mine"]}))
+    baseline, mine = map(logged, runs)
+    assert [row["examples"] for row in baseline] == [1]
+    assert [row["examples"] for row in mine] == [1, 2]
     # a speedup is of the visits that hold both
-    assert [row["running/ttft_speedup"] for row in mine["log"]] == [pytest.approx(3)] * 2
-    assert mine["log"][1]["examples"] == 2
+    assert [row["running/ttft_speedup"] for row in mine] == [pytest.approx(3)] * 2
 
 
 def test_offline_run_of_wandb_writes_no_secret(caplog: pytest.LogCaptureFixture) -> None:
@@ -189,19 +172,19 @@ def test_offline_run_of_wandb_writes_no_secret(caplog: pytest.LogCaptureFixture)
     assert "W&B failed" not in caplog.text
 
 
-@pytest.mark.parametrize("call", ["init", "define_metric", "log", "summary", "log_artifact", "finish"])
+@pytest.mark.parametrize("call", ["init", "define_metric", "log", "summary.update", "log_artifact", "finish"])
 def test_run_is_whole_if_wandb_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call) -> None:
-    Shown(monkeypatch, fails=call)
+    stand_in(monkeypatch, fails=call)
     tracked()
     told = caplog.text.count("W&B failed (OSError: no such server); the run goes on without it")
     assert told == (1 if call == "log_artifact" else 2)  # once for each arm's
 
 
 def test_trackers_end_with_error_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch)
-    with pytest.raises(ZeroDivisionError), open_trackers(CONFIG, results().runs[0]):
+    runs = stand_in(monkeypatch)
+    with pytest.raises(ZeroDivisionError), open_trackers(CONFIG, RESULTS.runs[0]):
         _ = 1 / 0
-    assert [calls["finish"] for calls in shown.runs] == [[{"exit_code": 1}]] * 2
+    assert [run.finish.call_args.kwargs for run in runs] == [{"exit_code": 1}] * 2
 
 
 def test_online_run_without_a_key_or_without_wandb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +196,14 @@ def test_online_run_without_a_key_or_without_wandb_is_refused(monkeypatch: pytes
 
 
 def test_run_passes_trackers_its_visits_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch)
+    runs = stand_in(monkeypatch)
     quick = ["dataset=lookup", "limit=2", "max_new_tokens=3", "warmup=0", "out=run", "baseline=false"]
     measure(run_of("tracker=wandb", "label=mine", *quick), show=False)
     about, visits = read_about(Path("run/run.json")), read_visits(Path("run"))
-    (calls,) = shown.runs
-    assert (calls["init"][0]["id"], calls["init"][0]["group"]) == (f"{about['fingerprint']}-0", "mine")
-    assert [row["examples"] for row in calls["log"] if "examples" in row] == [1, 2]
-    (table,) = [row["per_example"] for row in calls["log"] if "per_example" in row]
+    (run,) = runs
+    assert (run.given["id"], run.given["group"]) == (f"{about['fingerprint']}-0", "mine")
+    assert [row["examples"] for row in logged(run)] == [1, 2]
+    table = logged(run, "per_example")[0]["per_example"]
     assert table.get_column("id") == [visit.id for visit in visits]
     assert table.get_column("ttft_speedup") == [None, None]
-    assert {name.partition("/")[0] for row in calls["log"] for name in row if "figures" in name} == {"figures"}
+    assert any(name.startswith("figures/") for call in run.log.call_args_list for name in call.args[0])
