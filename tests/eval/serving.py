@@ -12,9 +12,11 @@ from tests.runs import run_of
 
 
 @contextmanager
-def tiny_server() -> Iterator[str]:
+def tiny_server(*overrides: str) -> Iterator[str]:
     """The URL of a server with LazyLLM: models tiny, tiny/lazy and tiny/baseline."""
-    endpoint = endpoint_of(run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}", "baseline=false"))
+    endpoint = endpoint_of(
+        run_of("model=tiny", "method=lazy", "method.schedule={2: 0.3}", "baseline=false", *overrides)
+    )
     assert list(endpoint.methods) == ["tiny", "tiny/lazy", "tiny/baseline"]
     server = uvicorn.Server(uvicorn.Config(make_app(endpoint), log_level="error"))
     with listen("127.0.0.1", "0") as listening:  # clients wait until it has started
