@@ -26,8 +26,8 @@ def score_folder(path: str | Path) -> dict[str, Any]:
     """Score every `<dataset>.jsonl` of a folder of official `pred.py` output.
 
     Returns the object of `--json`; scores are 0 to 100, rounded to 2 digits:
-    datasets: {"dataset", "task", "suite", "metric", "rows", "score", "rouge_score"} of each; the last is ROUGE-L F, None
-        if the metric is not ROUGE.
+    datasets: {"dataset", "task", "suite", "metric", "rows", "score", "rouge_score"} of each; the last is ROUGE-L F,
+        None if the metric is not ROUGE.
     tasks: {"task", "suite", "score", "datasets", "missing"} of each; its score is the mean over its datasets. `missing`
         are its datasets without a file, which published scores have.
     folder, ignored: its name, and its files of LongBench's Chinese datasets, which are not scored.
