@@ -1,7 +1,7 @@
 """The parts of scripts/first_gpu_hour.sh: attention by backend, rounding by dtype, batches, then times at true shapes.
 
-Each part is a process of its own, killed after nine minutes, and writes one JSON file, case by case; `summary.md` shows
-all files.
+Each part is a process of its own, killed after nine minutes, and writes one JSON file, those of the bench case by
+case; `summary.md` shows all files.
 """
 
 import json
@@ -79,27 +79,23 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_part(part: str, file: str) -> None:
-    """Measure one part and write its file. Cases that the file holds are not measured again."""
+    """Measure one part and write its file."""
     if part in PARTS:
         tiny = f"--shape {_TINY} --tokens 60 --new-tokens 3 --repeats 1 --warmup 0" if is_tiny() else ""
         bench([*PARTS[part], *tiny.split(), "--json", file])  # the last of an option counts
         return
-    device = as_device("auto")
-    about: dict[str, Any] = {
-        "device": device_name(device),
-        "capability": list(torch.cuda.get_device_capability()) if device.type == "cuda" else None,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
-    }
-    held = json.loads(Path(file).read_text(encoding="utf-8")) if Path(file).is_file() else {}
-    results = held.get("results", {}) if {key: held.get(key) for key in about} == about else {}
+    device, results = as_device("auto"), dict[str, Any]()
     for name, measure in CHECKS[part](device):
-        if name in results:
-            continue
         try:
             results[name] = measure()
         except Exception as error:  # the other cases are worth having, and the message is a finding
             results[name] = f"{type(error).__name__}: {error}"
-        write_whole(Path(file), json.dumps({**about, "results": results}, indent=1) + "\n")
+    about = {
+        "device": device_name(device),
+        "capability": list(torch.cuda.get_device_capability()) if device.type == "cuda" else None,
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+    }
+    write_whole(Path(file), json.dumps({**about, "results": results}, indent=1) + "\n")
 
 
 def is_tiny() -> bool:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from lazyllm import bench
 from scripts import gpu_hour
@@ -36,30 +35,6 @@ def test_parts_write_their_files_and_are_left_out_the_next_time(
     capsys.readouterr()
     assert gpu_hour.main([str(tmp_path), *parts]) == 0
     assert "---" not in capsys.readouterr().out.partition("# The first hour")[0]
-
-
-@pytest.mark.parametrize("killed_at", range(3))
-def test_a_killed_part_goes_on_after_its_last_case(
-    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-
-    def cases(device: torch.device) -> gpu_hour.Cases:
-        def measure(name: str) -> int:
-            ran.append(name)
-            if len(ran) == killed_at + 1:
-                raise KeyboardInterrupt
-            return len(ran)
-
-        return ((name, lambda name=name: measure(name)) for name in "abc")
-
-    monkeypatch.setitem(gpu_hour.CHECKS, "made", cases)
-    file = tmp_path / "made.partial"
-    with pytest.raises(KeyboardInterrupt):
-        gpu_hour.run_part("made", str(file))
-    gpu_hour.run_part("made", str(file))
-    assert "".join(ran) == "abc"[: killed_at + 1] + "abc"[killed_at:]  # only the case that was killed ran twice
-    assert [*json.loads(file.read_text())["results"]] == ["a", "b", "c"]
 
 
 def test_a_case_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
