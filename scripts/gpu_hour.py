@@ -107,18 +107,19 @@ Cases = Iterator[tuple[str, Callable[[], Any]]]  # (name, its measurement)
 
 def attention(device: torch.device) -> Cases:
     """Seconds of attention by backend at lengths that have never run, and at one that has: a prefill's and a step's."""
-    heads, k = (4, 40) if is_tiny() else (32, 4000)
+    heads, n = (4, 40) if is_tiny() else (32, 4000)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def of_backend(backend: SDPBackend, is_prefill: bool) -> dict[str, Any]:
         found = {}
-        for length in (k, k + 1, k + 2):
+        for length in (n, n + 1, n + 2):
             queries, times = length if is_prefill else 1, list[float]()
-            parts = [torch.rand(1, heads, size, 128, device=device, dtype=dtype) for size in (queries, length, length)]
+            sizes = (queries, length, length)
+            q, k, v = (torch.rand(1, heads, size, 128, device=device, dtype=dtype) for size in sizes)
             with sdpa_kernel(backend):
                 for _ in range(4):
                     began = read_clock(device)
-                    scaled_dot_product_attention(*parts, is_causal=is_prefill)
+                    scaled_dot_product_attention(q, k, v, is_causal=is_prefill)
                     times.append(read_clock(device) - began)
             found[f"k={length}"] = {"first": times[0], "later": statistics.median(times[1:])}
         return found
