@@ -6,8 +6,7 @@ rouge-score's ROUGE-L for the datasets scored by ROUGE.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,50 +22,22 @@ CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_ret
 _SCORED = {name: each for name, each in DATASETS.items() if each.metric in {one.metric for one in longbench.DATASETS}}
 
 
-@dataclass(frozen=True)
-class DatasetScore:
-    """One dataset's results, 0 to 100, rounded to 2 digits. rouge_score: ROUGE-L F; None if the metric is not ROUGE."""
-
-    dataset: str
-    task: str
-    suite: str
-    metric: str
-    rows: int
-    score: float
-    rouge_score: float | None
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """One task's result: the mean of its datasets' scores. missing: datasets without a file; published ones have it."""
-
-    task: str
-    suite: str
-    score: float
-    datasets: tuple[str, ...]
-    missing: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class FolderScores:
-    """All results of one folder. ignored: files of LongBench's Chinese datasets, which are not scored."""
-
-    folder: str
-    datasets: tuple[DatasetScore, ...]
-    tasks: tuple[TaskScore, ...]
-    ignored: tuple[str, ...]
-
-
-def score_folder(path: str | Path) -> FolderScores:
+def score_folder(path: str | Path) -> dict[str, Any]:
     """Score every `<dataset>.jsonl` of a folder of official `pred.py` output.
 
+    Returns the object of `--json`; scores are 0 to 100, rounded to 2 digits:
+    datasets: {"dataset", "task", "suite", "metric", "rows", "score", "rouge_score"} of each; the last is ROUGE-L F,
+        None if the metric is not ROUGE.
+    tasks: {"task", "suite", "score", "datasets", "missing"} of each; its score is the mean over its datasets. `missing`
+        are its datasets without a file, which published scores have.
+    folder, ignored: its name, and its files of LongBench's Chinese datasets, which are not scored.
     Raises UserError for a missing folder, no file to score, an unknown dataset, an invalid line or a missing field.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; expected one with <dataset>.jsonl files of LongBench's pred.py")
     files = {file.stem: file for file in sorted(folder.glob("*.jsonl")) if not file.name.startswith(".")}
-    ignored = tuple(file.name for name, file in files.items() if name in CHINESE_DATASETS)
+    ignored = [file.name for name, file in files.items() if name in CHINESE_DATASETS]
     unknown = [name for name in files if name not in (*_SCORED, *CHINESE_DATASETS)]
     if unknown:
         raise UserError(f"{files[unknown[0]]}: unknown dataset {unknown[0]!r}; expected one of {', '.join(_SCORED)}")
@@ -74,15 +45,16 @@ def score_folder(path: str | Path) -> FolderScores:
     if not predictions:
         beside = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""
         raise UserError(f"{folder}: no <dataset>.jsonl to score{beside}; known datasets are {', '.join(_SCORED)}")
-    datasets = tuple(_score(DATASETS[name], rows) for name, rows in predictions.items())
-    scores, tasks = {one.dataset: one.score for one in datasets}, list[TaskScore]()
+    datasets = [_score(DATASETS[name], rows) for name, rows in predictions.items()]
+    scores, tasks = {one["dataset"]: one["score"] for one in datasets}, list[dict[str, Any]]()
     for suite in SUITES.values():
         for task in suite.all_tasks:
             names = [dataset.name for dataset in suite.datasets if dataset.task == task]
-            if here := tuple(name for name in names if name in scores):
-                mean = round(sum(scores[name] for name in here) / len(here), 2)
-                tasks.append(TaskScore(task, suite.name, mean, here, tuple(name for name in names if name not in here)))
-    return FolderScores(str(folder), datasets, tuple(tasks), ignored)
+            if here := [name for name in names if name in scores]:
+                score = round(sum(scores[name] for name in here) / len(here), 2)
+                missing = [name for name in names if name not in here]
+                tasks.append({"task": task, "suite": suite.name, "score": score, "datasets": here, "missing": missing})
+    return {"folder": str(folder), "datasets": datasets, "tasks": tasks, "ignored": ignored}
 
 
 # without `length`, which only LongBench-E's buckets need
@@ -106,28 +78,35 @@ def _read(file: Path, dataset: Dataset) -> list[dict[str, Any]]:
     return rows
 
 
-def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> DatasetScore:
+def _score(dataset: Dataset, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One dataset's score. As in the official `eval.py`, the class names of the last line hold for all lines."""
     classes = rows[-1]["all_classes"]
-    score = dataset_score([score_example(dataset, row["pred"], row["answers"], classes) for row in rows])
     seconds = [second_score(dataset, row["pred"], row["answers"]) for row in rows]
-    rouge_score = dataset_score([second for second in seconds if second is not None]) if None not in seconds else None
-    return DatasetScore(dataset.name, dataset.task, dataset.suite, dataset.metric, len(rows), score, rouge_score)
+    return {
+        "dataset": dataset.name,
+        "task": dataset.task,
+        "suite": dataset.suite,
+        "metric": dataset.metric,
+        "rows": len(rows),
+        "score": dataset_score([score_example(dataset, row["pred"], row["answers"], classes) for row in rows]),
+        "rouge_score": None if None in seconds else dataset_score([second for second in seconds if second is not None]),
+    }
 
 
-def as_text(scores: FolderScores) -> str:
+def as_text(scores: Mapping[str, Any]) -> str:
     """The results as a plain text table."""
     lines = [f"{'dataset':24}{'task':16}{'metric':16}{'rows':>9}{'score':>8}  rouge-score"]
-    for entry in scores.datasets:
-        beside = "" if entry.rouge_score is None else f"{entry.rouge_score:.2f}"
-        lines.append(f"{entry.dataset:24}{entry.task:16}{entry.metric:16}{entry.rows:>9}{entry.score:>8.2f}  {beside}")
+    for entry in scores["datasets"]:
+        beside = "" if entry["rouge_score"] is None else f"{entry['rouge_score']:.2f}"
+        lines.append("{dataset:24}{task:16}{metric:16}{rows:>9}{score:>8.2f}  ".format(**entry) + beside)
     lines.append(f"\n{'task':24}{'suite':32}{'datasets':>9}{'score':>8}")
-    for task in scores.tasks:
-        part = f"{len(task.datasets)} of {len(task.datasets) + len(task.missing)}"
-        lacks = f"without {', '.join(task.missing)}" if task.missing else ""
-        lines.append(f"{task.task:24}{task.suite:32}{part:>9}{task.score:>8.2f}  {lacks}")
-    if scores.ignored:
-        lines.append(f"\nnot scored (Chinese, not among the paper's 16): {', '.join(scores.ignored)}")
+    for entry in scores["tasks"]:
+        here, missing = entry["datasets"], entry["missing"]
+        part = f"{len(here)} of {len(here) + len(missing)}"
+        lacks = f"without {', '.join(missing)}" if missing else ""
+        lines.append(f"{entry['task']:24}{entry['suite']:32}{part:>9}{entry['score']:>8.2f}  {lacks}")
+    if scores["ignored"]:
+        lines.append(f"\nnot scored (Chinese, not among the paper's 16): {', '.join(scores['ignored'])}")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -138,5 +117,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args(arguments)
     scores = score_folder(options.folder)
-    print(json.dumps(asdict(scores), indent=2, ensure_ascii=False) if options.json else as_text(scores))
+    print(json.dumps(scores, indent=2, ensure_ascii=False) if options.json else as_text(scores))
     return 0

@@ -15,8 +15,7 @@ nothing is left to revive. --field times all methods instead, each at the ideal 
 
 --against hf also times transformers' own `model(...)` and `generate(...)`, each after a generation of the baseline.
 --turn times the second turn of a conversation, N tokens after the prompt and one answer token. Those of a pair run
-one after the other; transformers continues from its KV cache. --repeats 0 takes one generation of each, alone, for
-prompts that take many minutes.
+one after the other; transformers continues from its KV cache.
 
 Columns: "ideal" is the TTFT speedup by FLOPs. "baseline's MFU" is model FLOPs utilisation: FLOPs / TTFT over the
 device's peak, on a CPU over the rate of a matrix product. "without revival" compares the steps in which LazyLLM
@@ -161,12 +160,11 @@ def main(arguments: Sequence[str]) -> None:
         options.shape, "dummy", options.dtype, options.device, attn_implementation=options.attention, seed=options.seed
     )
     spec.check()
-    for name, numbers in (("--tokens", options.tokens), ("--new-tokens", options.new_tokens), ("--turn", options.turn)):
+    counts = {"--tokens": options.tokens, "--new-tokens": options.new_tokens, "--turn": options.turn}
+    for name, numbers in (counts | {"--repeats": [options.repeats]}).items():
         require(all(number > 0 for number in numbers), name, " ".join(map(str, numbers)), "1 or more")
     if options.field and (options.method or options.against or options.turn):
         raise UserError("--field times all methods: leave out --method, --against and --turn")
-    if options.repeats == 0 and (options.against or options.turn):
-        raise UserError("--repeats 0 is one generation of each method, alone: leave out --against and --turn")
     fields, named = fields_of(options.shape), dict[str, Method]()
     for text in options.method or ["paper"]:
         try:
@@ -246,14 +244,14 @@ def measure(
     for tokens, turn, new_tokens in _sizes(options):
         text = torch.randint(0, model.config.vocab_size, (tokens + turn,), generator=draw)
         prompt, later = text[:tokens], text[tokens:]
-        alone, peak = (None, None) if turn else run_alone(model, Baseline(), prompt, new_tokens)
+        peak = None if turn else peak_alone(model, Baseline(), prompt, new_tokens)
         named: dict[str, Method | None] = {**contenders[tokens], **({"hf": None} if options.against else {})}
         for name, method in named.items():
             if (name, tokens, turn, new_tokens) in done:
                 continue
-            own, own_peak = run_alone(model, method, prompt, new_tokens) if alone and method else (None, None)
-            pairs = [Pair(alone, own)] if alone and own and not options.repeats else []
-            for number in range(options.warmup + options.repeats if options.repeats else 0):
+            own_peak = None if turn or method is None else peak_alone(model, method, prompt, new_tokens)
+            pairs = []
+            for number in range(options.warmup + options.repeats):
                 # transformers' prefill is the last that it runs, so the baseline's is next to it
                 baseline_first = number % 2 == 0 and method is not None
                 order = [Baseline(), method] if baseline_first else [method, Baseline()]
@@ -305,16 +303,16 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
         return first + [run for run in map(next, generations) if run is not None]
 
 
-def run_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> tuple[Run, int | None]:
-    """A generation, and the peak of its memory in bytes beyond what was held before; None if it is unknown."""
+def peak_alone(model: PreTrainedModel, method: Method, prompt: Tensor, new_tokens: int) -> int | None:
+    """The peak memory of a generation in bytes, beyond what was held before; None if it is unknown."""
     from lazyllm.measuring import read_peak, release_memory, reset_peak
 
     release_memory(model.device)
     reset_peak(model.device)
     before = read_peak(model.device)
-    [run] = in_turns(model, [method], prompt, new_tokens)
+    in_turns(model, [method], prompt, new_tokens)
     peak = read_peak(model.device)
-    return run, None if peak is None or before is None else peak - before
+    return None if peak is None or before is None else peak - before
 
 
 def timed(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[float, Any]:
@@ -443,7 +441,7 @@ def parser() -> argparse.ArgumentParser:
     add("--turn", type=int, nargs="+", default=[], help="tokens of a second turn, which is measured")
     add("--speedups", type=float, nargs="+", default=[1.5, 2, 3], help="of --field")
     add("--against", choices=["hf"], help="also time transformers' own model(...) and generate(...)")
-    add("--repeats", type=int, default=7, help="timed pairs; 0: one generation of each, alone")
+    add("--repeats", type=int, default=7, help="timed pairs")
     add("--warmup", type=int, default=2, help="pairs before the timed ones")
     add("--seed", type=int, default=0)
     add("--threads", type=int, help="CPU threads")

@@ -166,13 +166,9 @@ def version_of(package: str) -> str:
 
 def git_commit() -> str | None:
     """The commit of the checkout that the code runs from, with "+changes" if it is not clean; None outside one."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
+    described = ["describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]  # by its hash, not by a tag
+    command = ["git", "-C", str(Path(__file__).parent), *described]
     try:
-        commit = git("rev-parse", "HEAD")
-        return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

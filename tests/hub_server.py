@@ -5,12 +5,13 @@ with access. Left out: redirects to the hub's caches and storage, which the clie
 """
 
 import hashlib
-import http.server
-import json
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from urllib.parse import unquote, urlsplit
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+
+from tests.eval.serving import served
 
 
 @dataclass(frozen=True)
@@ -35,97 +36,76 @@ class HubServer:
     asked: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        self.thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_port}"
+        self._served = served(app_of(self))
+        self.url = self._served.__enter__()
 
     def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
-        self.thread.join()
+        self._served.__exit__(None, None, None)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    hub: HubServer
+def app_of(hub: HubServer) -> FastAPI:
+    app = FastAPI()
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    def token(request: Request) -> str:
+        return request.headers.get("Authorization", "").removeprefix("Bearer ")
 
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.hub.asked.append((self.command, path))
-        if path in self.hub.others:
-            return self.reply(200, self.hub.others[path])
-        if path.startswith("/api/"):
-            return self.api(path.removeprefix("/api/"))
-        name, found, rest = path.removeprefix("/datasets/").lstrip("/").partition("/resolve/")
-        return self.file(name, *rest.split("/", 1)) if found else self.refuse(404)
+    def refusal(status: int, code: str, message: str, commit: str = "") -> HTTPException:
+        return HTTPException(
+            status, headers={"X-Error-Code": code, "X-Error-Message": message, "X-Repo-Commit": commit}
+        )
 
-    @property
-    def token(self) -> str | None:
-        return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+    def repository_of(name: str, request: Request, kind: str | None = None) -> Repository:
+        found = hub.repositories.get(name)
+        if found is None or kind not in (None, found.kind):  # without login, it may be hidden
+            raise refusal(404 if token(request) else 401, "RepoNotFound", "Repository not found")
+        return found
 
-    def api(self, path: str) -> None:
-        if path == "whoami-v2":
-            return self.json({"type": "user", "name": "reader", "auth": {}}) if self.token else self.refuse(401)
-        kind, owner, name, *rest = [*path.split("/"), "", ""]
-        repository = self.repository(f"{owner}/{name}", kind)
-        if repository is None:
-            return None
-        if rest[0] == "tree":
+    def check_access(name: str, repository: Repository, request: Request) -> None:
+        if repository.gated is not None and token(request) not in repository.gated:
+            raise refusal(403 if token(request) else 401, "GatedRepo", f"Access to model {name} is restricted.")
+
+    @app.middleware("http")
+    async def noted(request: Request, answer: Any) -> Response:
+        hub.asked.append((request.method, request.scope["path"]))
+        return await answer(request)
+
+    @app.get("/api/whoami-v2")
+    def user(request: Request) -> Any:
+        if not token(request):
+            raise HTTPException(401)
+        return {"type": "user", "name": "reader", "auth": {}}
+
+    @app.get("/api/{kind}/{owner}/{name}")
+    @app.get("/api/{kind}/{owner}/{name}/{part:path}")
+    def about(kind: str, owner: str, name: str, request: Request, part: str = "") -> Any:
+        repository = repository_of(f"{owner}/{name}", request, kind)
+        if part.startswith("tree"):
             sizes = {path: len(content) for path, content in repository.files.items()}
-            return self.json(
-                [{"type": "file", "path": path, "size": size, "oid": path} for path, size in sizes.items()]
-            )
-        if rest[0] == "auth-check":
-            return self.json({}) if self.may_read(f"{owner}/{name}", repository) else None
-        about = {"id": f"{owner}/{name}", "sha": repository.commit, "gated": repository.gated is not None and "manual"}
-        return self.json(about | {"siblings": [{"rfilename": path} for path in repository.files]})
+            return [{"type": "file", "path": path, "size": size, "oid": path} for path, size in sizes.items()]
+        if part == "auth-check":
+            check_access(f"{owner}/{name}", repository, request)
+            return {}
+        gated, files = repository.gated is not None and "manual", [{"rfilename": path} for path in repository.files]
+        return {"id": f"{owner}/{name}", "sha": repository.commit, "gated": gated, "siblings": files}
 
-    def file(self, name: str, revision: str, path: str) -> None:
-        repository = self.repository(name)
-        if repository is None or not self.may_read(name, repository):
-            return None
-        commit = {"X-Repo-Commit": repository.commit}
-        if revision not in ("main", repository.commit):
-            return self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}", commit)
+    @app.api_route("/{site:path}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
+    def file(site: str, revision: str, path: str, request: Request) -> Response:
+        name = site.removeprefix("datasets/")
+        repository = repository_of(name, request)
+        check_access(name, repository, request)
+        commit = repository.commit
+        if revision not in ("main", commit):
+            raise refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}", commit)
         if path not in repository.files:
-            return self.refuse(404, "EntryNotFound", "Entry not found", commit)
+            raise refusal(404, "EntryNotFound", "Entry not found", commit)
         content = repository.files[path]
-        return self.reply(200, content, commit | {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'})
+        etag = f'"{hashlib.sha256(content).hexdigest()}"'
+        return Response(content, headers={"X-Repo-Commit": commit, "ETag": etag})
 
-    def repository(self, name: str, kind: str | None = None) -> Repository | None:
-        """The repository, or None after answering that it is missing (without login: that it may be hidden)."""
-        repository = self.hub.repositories.get(name)
-        if repository is None or kind not in (None, repository.kind):
-            return self.refuse(404 if self.token else 401, "RepoNotFound", "Repository not found")
-        return repository
+    @app.api_route("/{path:path}", methods=["GET", "HEAD"])
+    def other(path: str) -> Response:
+        if f"/{path}" not in hub.others:
+            raise HTTPException(404)
+        return Response(hub.others[f"/{path}"])
 
-    def may_read(self, name: str, repository: Repository) -> bool:
-        """Whether the user has access; if not, the refusal is sent."""
-        if repository.gated is None or self.token in repository.gated:
-            return True
-        self.refuse(403 if self.token else 401, "GatedRepo", f"Access to model {name} is restricted.")
-        return False
-
-    def json(self, content: object) -> None:
-        self.reply(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def refuse(self, status: int, code: str = "", message: str = "", headers: Mapping[str, str] | None = None) -> None:
-        about = {"X-Error-Code": code, "X-Error-Message": message} if code else {}
-        self.reply(status, message.encode(), {**about, **(headers or {})})
-
-    def reply(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
-        self.send_response(status)
-        for key, text in {"Content-Length": str(len(content)), **(headers or {})}.items():
-            self.send_header(key, text)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+    return app

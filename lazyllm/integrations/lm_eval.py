@@ -127,7 +127,11 @@ class PrunedLM(_HFLM):
         """(log-probability, whether greedy decoding gives it) of each request's continuation, in order."""
         by_context: dict[tuple[int, ...], list[int]] = {}
         for number, (_, context, continuation) in enumerate(requests):
-            by_context.setdefault(self._cut(context, continuation), []).append(number)
+            m, most = len(continuation), self.max_length
+            if not 1 <= m <= most:
+                raise ValueError(f"a continuation has {m} tokens, expected 1 to {most} (max_length)")
+            kept = context[m - 1 - most :]  # leaves room for the continuation without its last token
+            by_context.setdefault(tuple(kept), []).append(number)
         # each prefill answers a group of requests: one longer continuation at most, and those of one token, which need
         # its first logits only
         prefills, groups = list[Request](), list[tuple[Forced, list[int]]]()
@@ -149,13 +153,6 @@ class PrunedLM(_HFLM):
                 if key is not None:  # a window of a rolling request has no key
                     self.cache_hook.add_partial("loglikelihood", key, found[number])
         return [found[number] for number in range(len(requests))]
-
-    def _cut(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
-        """The context, truncated on the left to leave room for the continuation without its last token."""
-        m, most = len(continuation), self.max_length
-        if not 1 <= m <= most:
-            raise ValueError(f"a continuation has {m} tokens, expected 1 to {most} (max_length)")
-        return tuple(context[m - 1 - most :])
 
     def _score(self, logits: Tensor, continuation: list[int]) -> tuple[float, bool]:
         """The log-probability of the continuation's m tokens by logits [m, v], and whether greedy decoding gives it."""

@@ -14,8 +14,6 @@ from transformers.utils.import_utils import is_accelerate_available, is_bitsandb
 from lazyllm.errors import UserError
 from lazyllm.spec import QUANTISATIONS
 
-INT4_GROUP = 128  # number of weights in a row that share a scale
-
 
 def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse a quantisation, of `QUANTISATIONS`, that this machine cannot do. Raises UserError."""
@@ -42,7 +40,7 @@ def config_of(quantise: str, dtype: torch.dtype) -> Any:
 
             return transformers.TorchAoConfig(
                 Int4WeightOnlyConfig(
-                    group_size=INT4_GROUP,
+                    group_size=128,  # weights in a row that share a scale
                     set_inductor_config=False,
                     int4_packing_format=Int4PackingFormat.TILE_PACKED_TO_4D,
                 )

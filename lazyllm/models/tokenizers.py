@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models.checkpoint import hub_folder, read_json
-from lazyllm.models.xgen_tokenizer import is_xgen, load_xgen_tokenizer
+from lazyllm.models.xgen_tokenizer import load_xgen_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
             raise UserError(f"{source}: its tokenizer could not be loaded ({reason_of(error)}). {_INSTEAD}") from error
     if (folder / "tokenizer.model").is_file():
         return sentencepiece_tokenizer(folder / "tokenizer.model")
-    if (folder / _CONFIG).is_file() and is_xgen(folder / _CONFIG):
+    if (folder / _CONFIG).is_file() and read_json(folder / _CONFIG, source).get("tokenizer_class") == "XgenTokenizer":
         return load_xgen_tokenizer(folder / _CONFIG)
     raise UserError(
         f"{source} holds neither tokenizer.json nor tokenizer.model; a repository's own tokenizer code is not run. "

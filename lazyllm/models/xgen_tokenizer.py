@@ -49,11 +49,6 @@ _INSTEAD = (
 )
 
 
-def is_xgen(config_file: Path) -> bool:
-    """Whether a `tokenizer_config.json` names XGen 7B's tokenizer. Raises UserError if the file is damaged."""
-    return read_json(config_file, str(config_file.parent)).get("tokenizer_class") == "XgenTokenizer"
-
-
 def load_xgen_tokenizer(config_file: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of an XGen 7B checkpoint: GPT-2's merges from the checkpoint's folder, else from the hub, once.
 

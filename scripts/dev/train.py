@@ -16,7 +16,7 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,9 @@ IDS = {token.replace("\u0120", " ").replace("\u010a", "\n"): i for token, i in _
 TOKENS_PER_STEP, WARMUP, SHOW_EVERY = 4096, 100, 100  # the last two in steps
 
 Labelled = tuple[list[int], list[int]]  # token ids, and the label of each
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The sequences of one step, padded to `length`."""
-
-    length: int
-    rate: float  # share of the peak learning rate
-    sequences: list[Labelled]
-    weights: list[float]  # of each sequence's tokens in the loss
-    # of each sequence, the task whose accuracy counts the first tokens of its answers; -1 for none
-    tasks: list[int] = field(default_factory=list)
+# A sequence, the weight of its tokens in the loss, and the task whose accuracy counts its answers' first tokens, or -1
+Row = tuple[Labelled, float, int]
+Batch = tuple[int, float, list[Row]]  # of one step: the length that rows are padded to, the share of the peak rate
 
 
 class Trainer:
@@ -71,15 +62,16 @@ class Trainer:
             torch.optim.AdamW(others, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
-    def update(self, batch: Batch) -> None:
+    def update(self, length: int, rate: float, drawn: list[Row]) -> None:
         """One step: the loss on the labels, the gradient clipped to norm 1, the running means."""
-        ids = torch.full((len(batch.sequences), batch.length), PAD)
+        sequences, weight_of, task_of = zip(*drawn, strict=True)
+        ids = torch.full((len(drawn), length), PAD)
         labels = torch.full_like(ids, IGNORE)
-        for row, (tokens, wanted) in enumerate(batch.sequences):
+        for row, (tokens, wanted) in enumerate(sequences):
             ids[row, : len(tokens)], labels[row, : len(tokens)] = torch.tensor(tokens), torch.tensor(wanted)
         is_wanted = labels[:, 1:] != IGNORE
         rows, is_first = is_wanted.nonzero()[:, 0], (labels[:, :-1] == IGNORE)[is_wanted]
-        labels, weights, tasks = labels[:, 1:][is_wanted], torch.tensor(batch.weights)[rows], torch.tensor(batch.tasks)
+        labels, weights, tasks = labels[:, 1:][is_wanted], torch.tensor(weight_of)[rows], torch.tensor(task_of)[rows]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
             logits = self.model.lm_head(hidden[:, :-1][is_wanted]).float()
@@ -89,21 +81,21 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.peak_rate * min(1.0, (self.step + 1) / WARMUP) * batch.rate
+                group["lr"] = self.peak_rate * min(1.0, (self.step + 1) / WARMUP) * rate
             optimizer.step()
         self.loss += (loss.item() - self.loss) * (0.03 if self.step else 1.0)
         right = logits.argmax(-1) == labels
         for task, accuracy in enumerate(self.accuracy):
-            if len(chosen := right[is_first & (tasks[rows] == task)]):
+            if len(chosen := right[is_first & (tasks == task)]):
                 self.accuracy[task] += (chosen.float().mean().item() - accuracy) * 0.03
         self.step, self.tokens = self.step + 1, self.tokens + ids.numel()
 
     def train(self, folder: Path) -> None:
         """Train, and write the model, in the shipped one's type, and its tokenizer, in `from_pretrained` form."""
-        for batch in self.batches():
-            self.update(batch)
+        for length, rate, drawn in self.batches():
+            self.update(length, rate, drawn)
             if self.step % SHOW_EVERY == 0:
-                shown = {"step": self.step, "tokens": self.tokens, "length": batch.length, "loss": self.loss}
+                shown = {"step": self.step, "tokens": self.tokens, "length": length, "loss": self.loss}
                 print(json.dumps(shown | {"accuracy": self.accuracy}), flush=True)
         self.model.to(self.model.config.dtype).save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
@@ -214,15 +206,15 @@ class TinyTrainer(Trainer):
                 current.tokens or sum(self.accuracy) / tasks >= ADVANCE
             ):
                 stage = rng.choice(earlier) if earlier and rng.random() < 0.25 else current
-                sequences, counted, offset = list[Labelled](), list[int](), rng.randrange(tasks)
+                rows, offset = list[Row](), rng.randrange(tasks)
                 for place in range(max(1, TOKENS_PER_STEP // stage.length)):
                     task = (offset + place) % tasks
-                    is_copy = rng.random() < stage.copying
-                    name = embedded.NAMES[task]
-                    sequences.append(copy_sequence(rng, stage.length) if is_copy else task_sequence(rng, name, stage))
-                    counted.append(-1 if is_copy or stage != current else task)
-                rate = max(0.02, current.rate - done / current.decay)
-                yield Batch(stage.length, rate, sequences, [1.0] * len(sequences), counted)
+                    if rng.random() < stage.copying:
+                        rows.append((copy_sequence(rng, stage.length), 1.0, -1))
+                    else:
+                        sequence = task_sequence(rng, embedded.NAMES[task], stage)
+                        rows.append((sequence, 1.0, task if stage == current else -1))
+                yield stage.length, max(0.02, current.rate - done / current.decay), rows
             self.accuracy = [value * 0.5 for value in self.accuracy]
 
 
@@ -341,9 +333,8 @@ class CoderTrainer(Trainer):
             left = (CODER_TOKENS - self.tokens) / (0.2 * CODER_TOKENS)  # below 1, the rate falls
             length = self.rng.choices(LENGTHS, SHARES if left >= 1 else LAST_SHARES)[0]
             kinds = self.rng.choices([*KINDS], [*KINDS.values()], k=max(1, TOKENS_PER_STEP // length))
-            sequences = [self.sequence(kind, length) for kind in kinds]
-            weights = [4.0 if kind in ("tasks", "copy") else 1.0 for kind in kinds]
-            yield Batch(length, min(1.0, max(0.02, left)), sequences, weights)
+            rows = [(self.sequence(kind, length), 4.0 if kind in ("tasks", "copy") else 1.0, -1) for kind in kinds]
+            yield length, min(1.0, max(0.02, left)), rows
 
 
 def main() -> None:

@@ -50,6 +50,7 @@ def submit(folder: Path, visits: list[Visit] = TWO, **changes: Any) -> Path:
 
 
 def refused(board: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The message with which the command refuses a board."""
     assert cli.main(["board", str(board)]) == 2
     assert not (board / "README.md").exists()
     return capsys.readouterr().err
@@ -62,9 +63,7 @@ def test_committed_page_agrees_with_committed_answers() -> None:
     page, committed = board_page(board, BOARD), (BOARD / "README.md").read_text(encoding="utf-8")
     assert NUMBER.sub("#", page) == NUMBER.sub("#", committed), "make it anew: lazyllm-bench board"
     numbers, expected = ([float(number) for number in NUMBER.findall(text)] for text in (page, committed))
-    assert numbers == pytest.approx(
-        expected, abs=0.011
-    )  # the last digit may depend on the processor's order of summation
+    assert numbers == pytest.approx(expected, abs=0.011)  # a processor's order of summation may change the last digit
     links = re.findall(r"\]\((.*?)\)", page)
     assert links
     assert [link for link in links if not (BOARD / link).is_dir()] == []
@@ -122,9 +121,8 @@ def test_board_refuses_runs_without_provenance_or_gold_answers(tmp_path, capsys,
 def test_board_refuses_removed_records_and_edited_runs(tmp_path, capsys) -> None:
     run = submit(tmp_path / "board" / "two")
     (run / PLANNED).write_text(planned_text([*(visit.key for visit in TWO), ("hotpotqa", "row-3")]))
-    assert "no record of 2 planned answers, such as hotpotqa, row row-3, baseline" in refused(
-        tmp_path / "board", capsys
-    )
+    said = refused(tmp_path / "board", capsys)
+    assert "no record of 2 planned answers, such as hotpotqa, row row-3, baseline" in said
     (run / PLANNED).unlink()
     about = json.loads((run / "run.json").read_text())
     about["identity"]["arms"]["lazy"]["method"] = LAZY | {"schedule": {"2": 0.1}}
@@ -147,6 +145,5 @@ def test_class_names_come_from_the_rows_of_the_run(tmp_path, capsys) -> None:
     submit(tmp_path / "board" / "two", visits, data={"shots": rows.data_sha256[:16] + " b"})
     assert [problem for submission in read_board(tmp_path / "board") for problem in submission.problems] == []
     submit(tmp_path / "other" / "two", visits, data={"shots": "aa bb v1"})
-    assert "class names are in the rows of shots, which differ here from the run's" in refused(
-        tmp_path / "other", capsys
-    )
+    said = refused(tmp_path / "other", capsys)
+    assert "class names are in the rows of shots, which differ here from the run's" in said

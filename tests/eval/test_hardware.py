@@ -64,13 +64,6 @@ def test_peak_by_dtype() -> None:
     assert [accelerator(f"NVIDIA {kind.name}") for kind in ACCELERATORS.values()] == [*ACCELERATORS.values()]
 
 
-def test_a_card_may_run_a_little_above_its_rated_clock() -> None:
-    kind = ACCELERATORS["rtx4090"]
-    assert kind.share(1.04 * 165e12) == pytest.approx(1.04)
-    with pytest.raises(UserError, match="106% of the peak of RTX 4090"):
-        kind.share(1.06 * 165e12)
-
-
 @pytest.mark.parametrize(
     ("settings", "allowed"),
     [
@@ -101,12 +94,11 @@ def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch
     model = SimpleNamespace(config=load_config(ModelSpec("tiny")), device=torch.device("cuda"))
     monkeypatch.setattr(measuring, "devices_of", lambda model: [model.device])
     monkeypatch.setattr(measuring, "device_name", lambda _: H100)
-    for dtype, teraflops, share in ((torch.bfloat16, 98.9, 0.5), (torch.float32, 6.7, 0.5), (torch.float64, 1, None)):
+    for dtype, teraflops, share in ((torch.float32, 33.5, 0.5), (torch.float64, 1, None), (torch.bfloat16, 1029, 1.04)):
         model.dtype = dtype
-        assert utilisation(model, teraflops * 1e12, 0.2) == (share and pytest.approx(share))
-    model.dtype = torch.bfloat16
-    with pytest.raises(UserError, match=r"impossible clock: 4945 TFLOP/s are 500% of the peak of H100, 989.*synchroni"):
-        utilisation(model, 98.9e12, 0.02)
+        assert utilisation(model, teraflops * 1e12, 1) == (share and pytest.approx(share, rel=1e-3))
+    with pytest.raises(UserError, match=r"impossible clock: 1048 TFLOP/s are 106% of the peak of H100, 989.*synchroni"):
+        utilisation(model, 1.06 * 989e12, 1)
 
 
 def test_share_of_a_cpus_measured_rate_may_be_any() -> None:
@@ -187,11 +179,7 @@ def stored_on(device: str, made: Visit, folder: Path) -> StoredRun:
         ("NVIDIA A100-SXM4-80GB", at(0.5, 9000, FLASH_2), []),
         ("AMD EPYC 7742", at(0.1, 9000), []),  # its peak was measured, not promised
         # 14 GB of weights, which an H100 reads in 4.2 ms
-        (
-            H100,
-            at(0.5, 1000, prefill_flops=14 * 10**12, decode_step_s=[0.021, 0.025]),
-            ["6 times as long as NVIDIA H100"],
-        ),
+        (H100, at(0.5, 1000, prefill_flops=14 * 10**12, decode_step_s=[0.021, 0.025]), ["6 times as long as NVIDIA"]),
         (H100, at(0.5, 1000, prefill_flops=14 * 10**12, decode_step_s=[0.012]), []),
     ],
 )

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 import lazyllm
-from lazyllm.bench import BenchCase, Pair, Run, cells_of, in_turns, main, turn_flops
+from lazyllm.bench import BenchCase, Pair, Run, case_of, cells_of, in_turns, main, turn_flops
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.methods import METHODS, Baseline, Lazy
 from lazyllm.methods.support.schedule import keep_count
@@ -27,13 +27,8 @@ PAIR = Pair(
 def cases_of(arguments: str, file) -> dict[tuple[str, int, int, int], list[Pair]]:
     """{(name, prompt tokens, tokens of the turn, new tokens): pairs} of a call of the command."""
     main([*arguments.split(), "--json", str(file)])
-    cases = json.loads(file.read_text())["cases"]
-    return {
-        (case["name"], case["tokens"], case["turn"], case["new_tokens"]): [
-            Pair(Run(**pair["baseline"]), Run(**pair["other"])) for pair in case["pairs"]
-        ]
-        for case in cases
-    }
+    cases = map(case_of, json.loads(file.read_text())["cases"])
+    return {(case.name, case.tokens, case.turn, case.new_tokens): case.pairs for case in cases}
 
 
 def test_row_has_medians_and_quartiles() -> None:
@@ -101,11 +96,6 @@ def test_command_measures_methods_and_transformers(tmp_path, capsys) -> None:
     shown = capsys.readouterr().out
     assert "0.00 GB of weights" in shown.splitlines()[0]
     assert shown.count("\n| ") == len(cases) + 2
-
-
-def test_command_measures_long_prompts_once(tmp_path) -> None:
-    [pairs] = cases_of(f"{SHAPE} --tokens 20 --new-tokens 2 --repeats 0", tmp_path / "out.json").values()
-    assert [(len(pair.baseline.step_s), len(pair.other.step_s)) for pair in pairs] == [(1, 1)]
 
 
 def test_command_measures_second_turns(tmp_path) -> None:

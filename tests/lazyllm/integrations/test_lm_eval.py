@@ -98,6 +98,12 @@ def instances(kind: str, *arguments: tuple) -> list[Instance]:
     return [Instance(kind, {}, argument, number) for number, argument in enumerate(arguments)]
 
 
+def check(found: Any, expected: Any, tolerance: float) -> None:
+    """Of (log-probability, whether greedy decoding gives it) of each request."""
+    assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=tolerance)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
 @pytest.mark.slow
 def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path, hf: HFLM) -> None:
     ours = evaluate(PrunedLM("tiny", batch_size=8, **KEEPS_ALL, **CPU), tasks)
@@ -112,11 +118,7 @@ def test_keeping_everything_gives_the_results_of_lm_evals_own_model(tasks: Path,
             if task == "own_answer":
                 assert sample["resps"] == other["resps"]
             elif task == "own_choice":
-                for (log, greedy), (their_log, their_greedy) in zip(
-                    sample["filtered_resps"], other["filtered_resps"], strict=True
-                ):
-                    assert log == pytest.approx(their_log, abs=2e-3)
-                    assert greedy == their_greedy
+                check(sample["filtered_resps"], other["filtered_resps"], 2e-3)
             else:
                 assert sample["filtered_resps"] == pytest.approx(other["filtered_resps"], rel=1e-4)
     # a wrong model would fail: the embedded task is solved, and its answers end at the stop string
@@ -128,11 +130,7 @@ def test_too_long_requests_are_cut_as_lm_eval_cuts_them(hf: HFLM) -> None:
     ours = PrunedLM("tiny", max_length=24, **KEEPS_ALL, **CPU)
     theirs = HFLM(hf.model, tokenizer=hf.tokenizer, max_length=24)
     pairs = instances("loglikelihood", (CONTEXT, " window wizard wagon"), (CONTEXT, " olive"), ("", "entry gurol"))
-    for (log, greedy), (their_log, their_greedy) in zip(
-        ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True
-    ):
-        assert log == pytest.approx(their_log, abs=1e-3)
-        assert greedy == their_greedy
+    check(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), 1e-3)
     texts = instances("loglikelihood_rolling", (CONTEXT,), (CONTEXT[:40],))  # more than one window, and one
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), rel=1e-4)
     with pytest.raises(ValueError, match=r"a continuation has \d+ tokens, expected 1 to 24"):
@@ -156,11 +154,8 @@ def test_pruned_likelihoods_are_the_oracles(pruned: PrunedLM) -> None:
     asked = instances("loglikelihood", *((CONTEXT, continuation) for continuation in continuations))
     found = pruned.loglikelihood(asked)
     context = pruned.tok_encode(CONTEXT)
-    for text, (log, greedy) in zip(continuations, found, strict=True):
-        continuation = pruned.tok_encode(CONTEXT + text)[len(context) :]
-        expected, expected_greedy = forced_log(pruned, context, continuation)
-        assert log == pytest.approx(expected, abs=1e-3)
-        assert greedy == expected_greedy
+    tokens = [pruned.tok_encode(CONTEXT + text)[len(context) :] for text in continuations]
+    check(found, [forced_log(pruned, context, continuation) for continuation in tokens], 1e-3)
     other = PrunedLM("tiny", **KEEPS_ALL, **CPU).loglikelihood(asked)
     assert max(abs(ours[0] - theirs[0]) for ours, theirs in zip(found, other, strict=True)) > 1e-2
 
@@ -239,8 +234,7 @@ def test_requests_in_a_batch_give_what_each_gives_alone(pruned: PrunedLM, monkey
         if kind == "generate_until":
             assert found == expected
         else:
-            assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-4)
-            assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+            check(found, expected, 1e-4)
     assert {6, 3} <= set(sizes)  # six longer continuations; three answers
 
 

@@ -470,7 +470,6 @@ def filled_cache() -> DynamicCache:
         ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "pruning method"),
         ({"prompt_lookup_num_tokens": 3}, "pruning method"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "pruning method"),
-        ({"cache_implementation": "static"}, "pruning method"),
     ],
 )
 def test_generate_refuses_inputs_and_options(

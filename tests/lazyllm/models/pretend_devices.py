@@ -7,6 +7,8 @@ Kernels and streams of a real accelerator are not simulated.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,21 +57,18 @@ def placed(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     return held if place == CPU else Placed(held, place)
 
 
-class Pretending(TorchFunctionMode):
-    """Within it, a device with a number is a pretended one. `moves` counts the copies from device to device."""
+@contextmanager
+def pretending() -> Iterator[Counter[tuple[str, str]]]:
+    """Within it, a device with a number is a pretended one. Yields the counts of copies from device to device."""
+    above = _Above()
+    with _Below(), above:
+        yield above.moves
 
+
+class _Above(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.moves: Counter[tuple[str, str]] = Counter()
-        self._below = _Below()
-
-    def __enter__(self) -> Any:
-        self._below.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *caught: Any) -> None:
-        super().__exit__(*caught)
-        self._below.__exit__(*caught)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -253,11 +253,8 @@ def test_pickle_with_tied_weights_and_views_loads(tmp_path: Path) -> None:
 
 
 def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
-    edit(
-        folder / "config.json",
-        model_type="custom_type",
-        auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
-    )
+    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    edit(folder / "config.json", model_type="custom_type", auto_map=code)
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
     refused(folder, "its config.json could not be used")
     assert not (folder / "ran").exists()
@@ -266,17 +263,9 @@ def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        (
-            "config.json",
-            {"rope_parameters": {"rope_type": "yarn"}},
-            r"config\.json could not be used \(KeyError: .*factor",
-        ),
+        ("config.json", {"rope_parameters": {"rope_type": "yarn"}}, r"json could not be used \(KeyError: .*factor"),
         ("config.json", {"rope_parameters": {"rope_type": "none"}}, "could not be loaded: KeyError: 'none'"),
-        (
-            "config.json",
-            {"num_attention_heads": 3},
-            r"config\.json could not be used .* not a multiple of .* heads \(3\)",
-        ),
+        ("config.json", {"num_attention_heads": 3}, r"json could not be used .* not a multiple of .* heads \(3\)"),
         ("config.json", {"quantization_config": "fp8"}, r"config\.json could not be used \(AttributeError"),
         ("config.json", {"model_type": "t5"}, "its model_type t5 is not a causal language model"),
         ("generation_config.json", [], "could not be loaded: TypeError"),
@@ -322,10 +311,8 @@ def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(folder: P
     del weights["model.layers.3.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, "lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight")
-    norm, biases = (
-        "model.norm.weight",
-        {"model.layers.3.mlp.up_proj.bias": torch.ones(256), "lm_head.bias": torch.ones(2)},
-    )
+    norm = "model.norm.weight"
+    biases = {"model.layers.3.mlp.up_proj.bias": torch.ones(256), "lm_head.bias": torch.ones(2)}
     for changed, message in (
         (tiny.state_dict() | biases, "has 2 weights in its layers that the model has not, the first: lm_head.bias"),
         (tiny.state_dict() | {norm: torch.ones(9)}, f"has 1 weights of another shape .*, the first: {norm}"),
