@@ -7,17 +7,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from eval.cli import main
 from lazyllm.methods import Method
-from tests.eval.serving import tiny_server
 from tests.reference import attention_of, random_variant
 from tests.test_virtual_card import waits_and_most
 from tests.virtual_card import FEW, METHODS, VARIANTS, answers_of, parts_of
@@ -99,11 +95,3 @@ lazyllm.generate(model, [5] * 40, lazyllm.methods.Baseline(), 3)
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         orders.append(ran.stdout.splitlines()[-1])
     assert orders[0] == orders[1]
-
-
-def test_commands_run(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = ["model=tiny", "model.device=cuda", "method=lazy"]
-    assert main(["run", *model, "dataset=lookup", "limit=2", f"out={tmp_path}"]) == 0, capfd.readouterr().err
-    with tiny_server("model.device=cuda") as url:
-        answer = httpx2.post(f"{url}/completions", json={"prompt": "A text.", "max_tokens": 4}, timeout=120)
-    assert answer.json()["choices"]

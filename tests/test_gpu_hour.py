@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lazyllm import bench
+from lazyllm.machine import ACCELERATORS
 from scripts import gpu_hour
 
 
@@ -20,13 +22,19 @@ def test_parts_write_their_files_and_are_left_out_the_next_time(
 ) -> None:
     parts = [*gpu_hour.CHECKS, "llama2_hf"]
     assert gpu_hour.main([str(tmp_path), *parts]) == 0
-    rounding = json.loads((tmp_path / "rounding.json").read_text())["results"]
-    assert set(rounding) == {"baseline", "lazy", "static_pruning", "fastkv", "gemfilter"}
-    for found in rounding.values():
+    checks = json.loads((tmp_path / "checks.json").read_text())["results"]
+    assert set(checks) == {"baseline", "lazy", "static_pruning", "fastkv", "gemfilter"}
+    for found in checks.values():
         exact = found["torch.float64"]
-        assert (exact["same_tokens"], exact["largest_error_of_first_logits"] < 1e-9) == (True, True)
+        assert (exact["same_tokens"], exact["same_counts"], exact["largest_error_of_first_logits"] < 1e-9) == (
+            True,
+        ) * 3
     together = json.loads((tmp_path / "together.json").read_text())["results"]
     assert [together[f"batch of {rows}, lazy"]["same_answers"] for rows in (8, 16)] == [8, 16]
+    assert together["sampling"]["same_again"]
+    commands = json.loads((tmp_path / "commands.json").read_text())["results"]
+    assert commands["run"]["code"] == 0
+    assert commands["serve"]["answer"]["choices"]
     names = [case["name"] for case in json.loads((tmp_path / "llama2_hf.json").read_text())["cases"]]
     assert names == ["paper", "hf"]
     rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| ")]
@@ -35,6 +43,30 @@ def test_parts_write_their_files_and_are_left_out_the_next_time(
     capsys.readouterr()
     assert gpu_hour.main([str(tmp_path), *parts]) == 0
     assert "---" not in capsys.readouterr().out.partition("# The first hour")[0]
+
+
+@pytest.mark.parametrize("killed_at", range(3))
+def test_a_killed_part_goes_on_after_its_last_case(
+    killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def cases(device: torch.device) -> gpu_hour.Cases:
+        def measure(name: str) -> int:
+            ran.append(name)
+            if len(ran) == killed_at + 1:
+                raise KeyboardInterrupt
+            return len(ran)
+
+        return ((name, lambda name=name: measure(name)) for name in "abc")
+
+    monkeypatch.setitem(gpu_hour.CHECKS, "made", cases)
+    file = tmp_path / "made.partial"
+    with pytest.raises(KeyboardInterrupt):
+        gpu_hour.run_part("made", str(file))
+    gpu_hour.run_part("made", str(file))
+    assert "".join(ran) == "abc"[: killed_at + 1] + "abc"[killed_at:]  # only the case that was killed ran twice
+    assert [*json.loads(file.read_text())["results"]] == ["a", "b", "c"]
 
 
 def test_a_case_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +108,21 @@ def test_the_bench_goes_on_after_its_last_case(killed_at: int, tmp_path: Path, m
     again = json.loads(file.read_text())
     assert (again["settings"]["seed"], len(again["cases"])) == (1, 6)
     assert again["cases"][0] != cases[0]
+
+
+def test_every_part_ends_in_time_on_an_a100() -> None:
+    for part in gpu_hour.PARTS:
+        assert gpu_hour.seconds_of(part, ACCELERATORS["a100"]) < 480  # of 540, at half of the card's rates
+
+
+def test_plan_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """llama3.1-8b on 128,000 tokens: the baseline alone, LazyLLM alone, two pairs; 2.03 PFLOP of linear maps each."""
+    linear = 128_000 * 32 * 2 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336)
+    attention = 32 * 4 * 4096 * 128_000 * 128_001 / 2
+    a_step = max(2 * 2 * 8.03e9 / 2.04e12, 32 * 0.6e-3)  # reading the weights, or starting the kernels
+    expected = 60 + 6 * (2 * (linear + attention) / 312e12 + a_step)
+    assert gpu_hour.seconds_of("128k", ACCELERATORS["a100"]) == pytest.approx(expected, rel=0.01)
+    assert gpu_hour.main(["--plan"]) == 0
+    table = capsys.readouterr().out
+    assert len([line for line in table.splitlines() if line.startswith("| ")]) == 1 + len(gpu_hour.PARTS)
+    assert "Minutes at most" in table

@@ -1,4 +1,4 @@
-"""Every method on one virtual GPU: python -m tests.virtual_card prints what happened, as JSON.
+"""Every method on one virtual GPU: python -m tests.virtual_card [all | MUTATION] prints what happened, as JSON.
 
 The stand-in is `../shared/tools/virtual_cuda.py`: data on a CPU, devices as on CUDA. It stays registered with torch
 until the process ends, so tests run this file as a process of its own.
@@ -22,15 +22,16 @@ import torch
 
 import lazyllm
 from eval.cli import main as lazyllm_bench
-from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine import attention, masks
+from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import Method
+from lazyllm.methods.support import bases, lazy_session
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import attention_of, random_variant
 
 TOOL = Path(__file__).resolve().parents[2] / "shared" / "tools" / "virtual_cuda.py"
-# Variants of `tests.reference`. All methods run on the first one in bfloat16; a few on it in float32, and on a GPU
-# (tests/test_cuda.py) on the others
+# Variants of `tests.reference`. All methods run on the first one in bfloat16; a few on it in float32, and on the others
 VARIANTS = ("llama", "mistral, window", "qwen3", "phi3, LongRoPE and window", "gemma2", "gemma3", "granite", "qwen2")
 FEW = ("baseline", "lazy", "fastkv", "pyramidinfer")
 METHODS: dict[str, Method] = {name: row.pruning for name, row in LISTED.items()}
@@ -103,7 +104,7 @@ def parts_of(noted: Callable[[str], AbstractContextManager[None]], model: Any, m
 
 
 def parts_on(card: Any, model: Any, method: Method) -> dict[str, Any]:
-    """Of each part: waits, backends, and the precision of scores."""
+    """Of each part: waits, launches, backends, and the precision of scores."""
     found: dict[str, Any] = {}
     precisions, baddbmm = set[Any](), torch.baddbmm
 
@@ -121,15 +122,16 @@ def parts_on(card: Any, model: Any, method: Method) -> dict[str, Any]:
         for (a100, h100, shape, *_), number in machine.attention.items():
             calls[f"{a100} {h100}{' mask' if shape[2] else ''}"] += number
         waits = Counter(f"{operator} in {line}" for _, operator, line, _ in machine.waits)
-        found[part] = {"waits": waits, "attention": calls, "scores": [*precisions]}
+        launches = sum(machine.launches.values())
+        found[part] = {"waits": waits, "launches": launches, "attention": calls, "scores": [*precisions]}
 
     parts_of(noted, model, method)
     return found
 
 
-def run_methods(card: Any, dtype: str, names: Iterable[str]) -> dict[str, Any]:
-    """{"variant, dtype: method": its parts, or what failed}, of the first variant."""
-    found, variant = {}, VARIANTS[0]
+def run_methods(card: Any, variant: str, dtype: str, names: Iterable[str]) -> dict[str, Any]:
+    """{"variant, dtype: method": its parts, or what failed}."""
+    found = {}
     on_cpu: Any = random_variant(variant, 3, attention_of(variant), getattr(torch, dtype), hidden_size=64)
     for name in names:
         method, what = METHODS[name], f"{variant}, {dtype}: {name}"
@@ -161,29 +163,78 @@ def run_commands(card: Any) -> dict[str, str]:
     return found
 
 
-def selftest(card: Any) -> list[str]:
-    """Mistakes of the stand-in, and of what `_with_elements` adds."""
-    found = card.selftest()
-    with card.virtual_cuda():
-        x = torch.ones(5, device="cuda")
-        for index, waits in ((3, 1), (-1, 1), (slice(3, 4), 0)):
-            card.MACHINE.reset()
-            x[index] = 1.0
-            if len(card.MACHINE.waits) != waits:
-                found.append(f"x[{index}] = 1.0: {len(card.MACHINE.waits)} waits")
-    return found
+@contextmanager
+def wrong_device() -> Iterator[None]:
+    """Positions of a step's tokens stay on the host."""
+    embed: Callable[..., Any] = Decoder.embed
+
+    def on_host(self: Decoder, token_ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        return embed(self, token_ids, positions.cpu())
+
+    with patch.object(Decoder, "embed", on_host):
+        yield
 
 
-def main() -> None:
+@contextmanager
+def _before_splits(act: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """`act` gets the scores whenever the prompt's tokens are split."""
+
+    def split(scores: torch.Tensor, keep: int) -> Any:
+        act(scores)
+        return split_prompt(scores, keep)
+
+    split_prompt = bases.split_prompt
+    with patch.object(bases, "split_prompt", split), patch.object(lazy_session, "split_prompt", split):
+        yield
+
+
+def wait_in_prefill() -> AbstractContextManager[None]:
+    """A score is read while the prompt's tokens are split."""
+    return _before_splits(lambda scores: scores[0].item())
+
+
+@contextmanager
+def mask_in_step() -> Iterator[None]:
+    """A query that attends to all tokens gets a mask that says so."""
+
+    class Masked(masks.AttentionMask):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.is_everything = False
+
+        def visible(self, rows: slice, keys: slice) -> torch.Tensor:
+            return torch.ones(1, keys.stop - keys.start, dtype=torch.bool, device=self._positions.device)
+
+    with patch.object(attention, "AttentionMask", Masked):
+        yield
+
+
+def number_in_prefill() -> AbstractContextManager[None]:
+    """A number is put in one element of the scores."""
+    return _before_splits(lambda scores: scores.__setitem__(-1, float("inf")))
+
+
+MUTATIONS = {one.__name__: one for one in (wrong_device, wait_in_prefill, number_in_prefill, mask_in_step)}
+
+
+def main(what: str = "quick") -> None:
     torch.set_num_threads(1)
-    machine = card()
-    mistakes = selftest(machine)
+    machine, found = card(), dict[str, Any]()
+    mistakes = machine.selftest()
     # as on a GPU with a cuDNN that torch prefers on Hopper
     with patch("torch.backends.cudnn.is_available", lambda: True), patch("torch.backends.cudnn.version", lambda: 91900):
-        found = run_methods(machine, "bfloat16", METHODS) | run_methods(machine, "float32", FEW)
-        commands = run_commands(machine)
+        if what in MUTATIONS:
+            with MUTATIONS[what]():
+                found |= run_methods(machine, "llama", "bfloat16", ["baseline", "lazy"])
+        else:
+            found |= run_methods(machine, "llama", "bfloat16", METHODS)
+            found |= run_methods(machine, "llama", "float32", FEW)
+            for variant in VARIANTS[1:] if what == "all" else ():
+                for dtype in ("bfloat16", "float32"):
+                    found |= run_methods(machine, variant, dtype, FEW)
+        commands = {} if what in MUTATIONS else run_commands(machine)
     print(json.dumps({"selftest": mistakes, "methods": found, "commands": commands}))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
