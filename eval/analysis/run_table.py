@@ -143,13 +143,15 @@ def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[s
 
 
 def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
-    """A row for each range of prompt tokens, by the conversation's prompt; none for one range. Without failures."""
-    ranges = range_of(prompt_lengths(rows))
-    present = ranges_in(ranges)
+    """A row for each range of prompt tokens, by the conversation's prompt, without failures.
+
+    None if all arms' answers (`among`) are in one range.
+    """
+    ranges, several = range_of(prompt_lengths(rows)), len(ranges_in(range_of(prompt_lengths(among)))) > 1
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
     return [
         rows_of(rows[ranges == name], among)[-1] | more | {"name": f"{name} prompt tokens"}
-        for name in (present if len(present) > 1 else [])
+        for name in (ranges_in(ranges) if several else [])
     ]
 
 
@@ -176,6 +178,11 @@ def _caption(results: Results, frame: Any) -> str:
             f"{row['method']}: {counted(row['failed'], 'answer')} failed, left out here; counted as 0, the score is "
             f"{row['score_failed_as_zero']:.2f}."
         )
+    for run in results.runs:
+        answered = set[str]().union(*run.answered.values())
+        for name, labels in arm_groups(run).items():
+            if count := sum(arm in labels for *_, arm in run.failed) if answered.isdisjoint(labels) else 0:
+                lines.append(f"{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
     return "\n".join(lines)
 
 

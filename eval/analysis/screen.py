@@ -5,15 +5,19 @@ lazyllm-bench results [RUNS ...] [--by task|length] [--sort COLUMN] [--where KEY
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
+from eval.analysis.columns import SECTION, in_order, prompt_lengths, range_names, range_of, rows_by
 from eval.analysis.run_table import SHOWN, counts
 from eval.analysis.table import LABEL, Column, Table, cells, console, forms
+from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import FEWEST
+from eval.store.folder import read_planned
 from eval.store.results import Results, add_choice
+from eval.store.runs import counted
 from lazyllm.errors import UserError, parser_of
 
 _KEYS = ("model", "suite", "method", "label")  # of rows; other keys of --where are of runs
@@ -66,14 +70,26 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
         counting = results.counting.assign(part=range_of(prompt_lengths(results.counting)))
         lengths: Any = pd.DataFrame(rows_by(counting, "part", results.frame))
         table = pd.concat([table, lengths[lengths["level"] == "all"]])
-    unfinished: dict[tuple[str, str], list[str]] = {}
+    unfinished, keys = _unfinished(results), zip(table["model"], table["suite"], table["label"], strict=True)
+    table = table.assign(unfinished=[", ".join(dict.fromkeys(unfinished.get(key, ()))) for key in keys])
+    places = [*dict.fromkeys(table["part"][~table["part"].isin(range_names())]), *range_names()]
+    table = in_order(table).assign(place=lambda rows: rows["part"].map(places.index))
+    columns = [*SECTION, "part", "method", "label", *values, "examples", "turns", "unfinished"]
+    return table.sort_values([*SECTION, "place"], kind="stable")[columns].reset_index(drop=True)
+
+
+def _unfinished(results: Results) -> dict[tuple[str, str, str], list[str]]:
+    """{(model, suite, label): `4 of 120 examples` of each arm that lacks an answer to a planned example}."""
+    lacking: dict[tuple[str, str, str], list[str]] = {}
     for run in results.runs:
-        for arm in run.arms.values() if run.unfinished else ():
-            unfinished.setdefault((run.model, arm.label), []).append(run.unfinished)
-    parts = zip(table["model"], table["label"], strict=True)
-    table = table.assign(unfinished=[", ".join(unfinished.get(key, ())) for key in parts])
-    columns = [*SETTING[:2], "part", "method", "label", *values, "examples", "turns", "unfinished"]
-    return in_order(table)[columns].reset_index(drop=True)
+        planned = read_planned(run.folder) or ()
+        for suite, arm in product(dict.fromkeys(DATASETS[name].suite for name, _ in planned), run.arms.values()):
+            keys = [key for key in planned if DATASETS[key[0]].suite == suite]
+            done = sum(arm.name in run.answered.get(key, ()) for key in keys)
+            if done < len(keys):
+                text = f"{done} of {counted(len(keys), 'example')}"
+                lacking.setdefault((run.model, suite, arm.label), []).append(text)
+    return lacking
 
 
 def table_of(frame: Any) -> Table:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from eval.store.folder import files_of
 from eval.store.results import Results, add_choice
 from eval.store.runs import counted
-from lazyllm.errors import parser_of
+from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the files to write: %(choices)s (default: all)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    require(0 <= options.within < 100, "--within", options.within, "0 or more, and less than 100")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("fontTools").setLevel(logging.WARNING)
     results = Results.read(options.runs, options.where, options.newest)

@@ -140,36 +140,57 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 raise UserError(f"{argument} {needs}") from error
         if key.startswith(("hydra/", "hydra.")) and value != "basic" and not sweep:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
-    _check_method_is_read(arguments)
+    _check_arms(arguments)
 
 
-def _check_method_is_read(arguments: Sequence[str]) -> None:
-    """Refuse `method` beside `compare`, or beside an experiment that has arms and does not read it."""
-    given = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
-    key = next((key for key in given if key == "method" or key.startswith("method.")), None)
-    compare, by = given.get("compare"), f"compare={given.get('compare')}"
-    for name in given.get("experiment", "").split(",") if compare is None else ():
+def _check_arms(arguments: Sequence[str]) -> None:
+    """Refuse `method` beside `compare` or an experiment's arms, and what Hydra would merge into these."""
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    compare, by, labels = given.get("compare"), f"compare={given.get('compare')}", set[str]()
+    for name in given.get("experiment", "").split(",") if compare != "null" else ():
         file = CONF / "experiment" / f"{name}.yaml"
-        if file.is_file() and (arms := yaml.safe_load(file.read_text(encoding="utf-8")).get("compare")) is not None:
-            compare, by = str(arms), f"experiment={name}"
+        arms = yaml.safe_load(file.read_text(encoding="utf-8")).get("compare") if file.is_file() else None
+        if arms is None:
+            continue
+        if compare is not None:
+            adds = "'+compare.LABEL={name: NAME}' adds one, '~compare.LABEL' leaves one out"
+            raise UserError(f"{by}: experiment={name} has the arms {', '.join(arms)}: {adds}")
+        for label in arms:
+            if f"+compare.{label}" in given:
+                raise UserError(
+                    f"+compare.{label}: experiment={name} has an arm {label}: give another label, or change this arm "
+                    f"by compare.{label}.KEY=VALUE"
+                )
+        labels, by = labels | arms.keys(), f"experiment={name}"
+        compare = str(arms)
+    key = next((key for key in given if key.lstrip("+") == "method" or key.lstrip("+").startswith("method.")), None)
     if key is None or compare in (None, "null") or "${method" in compare:
         return
     value = given[key]
-    if key != "method":
-        instead = f"'compare.LABEL.{key.removeprefix('method.')}={value}' changes one of its arms"
+    if key.lstrip("+") != "method":
+        instead = f"'compare.LABEL.{key.partition('.')[2]}={value}' changes one of its arms"
     elif compare.startswith("["):
         instead = f"give compare={compare.rstrip(']')},{value}]"
     else:
         first = value.partition(",")[0]
-        instead = f"'+compare.{name_of(first)}={{name: {first}}}' adds an arm"
-    raise UserError(f"{key}={value}: {by} has arms of its own, which do not read it: {instead}")
+        label = name_of(first) + ("_2" if name_of(first) in labels else "")
+        instead = f"'+compare.{label}={{name: {first}}}' adds an arm"
+    raise UserError(f"{key.lstrip('+')}={value}: {by} has arms of its own, which do not read it: {instead}")
 
 
 def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> list[str]:
     """Hydra's arguments, checked. Registers the schema and the files of `dataset` and `method`."""
     register_schema(schema)
     check_arguments(arguments)
-    return _with_own_files(arguments)
+    return [_as_text(argument) for argument in _with_own_files(arguments)]
+
+
+def _as_text(argument: str) -> str:
+    """The argument with an arm's schedule as text, as Hydra would merge a mapping into the experiment's own."""
+    key, equals, value = argument.partition("=")
+    if re.fullmatch(r"compare\.[^.]+\.schedule", key) is None:
+        return argument
+    return key + equals + re.sub(r"(?<!\$)\{[^{}]*\}", lambda match: repr(match[0].replace("'", '"')), value)
 
 
 def _with_own_files(arguments: Sequence[str]) -> list[str]:
@@ -274,6 +295,9 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
+    for key in ("load.rate", "server.timeout_s"):
+        value = OmegaConf.select(config, key)
+        require(value is None or value > 0, key, value, "more than 0")
     require((plain.threads or 1) <= 1024, "threads", plain.threads, "at most 1024")  # OpenMP ends the process
     require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")

@@ -59,7 +59,10 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
         return MISSING, "nvidia-smi fails or hangs: run it, and mend the driver"
     if gpu is None:
         hidden = "" if os.environ.get(VISIBLE) is None else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
-        return NOT_NEEDED, f"no NVIDIA GPU{hidden}: runs use the CPU, which is enough for model=tiny"
+        suits = "is enough for model=tiny"
+        if weights_gb > 1:
+            suits = f"takes minutes for each prompt, and memory for {weights_gb:.0f} GB of weights"
+        return NOT_NEEDED, f"no NVIDIA GPU{hidden}: runs use the CPU, which {suits}"
     if not gpu[2].split()[0].isdecimal():  # "[N/A]" where the GPU shares the host's memory
         return OK, f"{gpu[0]}, it does not report its memory"
     has = int(gpu[2].split()[0]) * 2**20 / 1e9

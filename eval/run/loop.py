@@ -62,7 +62,10 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
     part = "" if config.shard is None else parse_shard(config.shard).file_part
     with open_store(run.folder, run.identity, run.about, part) as store:
         _check_prompts(run.cases, store)
-        write_whole(run.folder / PLANNED, planned_text(_all_keys(run, store)))
+        planned = _all_keys(run, store)
+        if not store.visits.keys() >= {*planned}:
+            store.check_appends()
+        write_whole(run.folder / PLANNED, planned_text(planned))
         with open_trackers(config.tracker, _stored(run, store), part) as trackers:
             _measure_missing(run, store, trackers, load or (lambda: load_model(run)))
             if part:

@@ -97,11 +97,15 @@ class RunStore:
         _append_line(self._files["visits"], visit.to_json())
         self.visits.setdefault(visit.key, []).append(visit)
 
-    def note(self, event: dict[str, Any]) -> None:
-        """Record the begin or end of a job. Raises UserError."""
+    def check_appends(self) -> None:
+        """Raise UserError if the visits are compressed."""
         for file in files_of(self.folder, "visits"):
             if file.suffix == ".gz":
                 raise UserError(f"{file}: a job cannot append to it: gunzip it, or give another folder with out=FOLDER")
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Record the begin or end of a job. Raises UserError as `check_appends`, and for a full disk."""
+        self.check_appends()
         _append_line(self._files["jobs"], json.dumps(event))
 
 

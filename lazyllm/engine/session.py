@@ -261,7 +261,9 @@ class Session:
                 before, after = indices[..., :-1][falls][0], indices[..., 1:][falls][0]
                 raise UserError(f"{label}: selected {before} before {after}: expected ascending indices, each once")
             if must_keep is not None and indices[-1] != must_keep:
-                raise UserError(f"{label}: dropped the newest of {m} tokens: expected it to be kept")
+                raise UserError(
+                    f"{label}: dropped the newest of {m} tokens: expected it to be kept (NaN scores come first)"
+                )
 
 
 def step_together(sessions: Sequence[Session], token_ids: Sequence[Tensor]) -> Tensor:

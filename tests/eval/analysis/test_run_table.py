@@ -50,6 +50,18 @@ def console_text(table: Table, width: int = 120) -> str:
     return console.export_text()
 
 
+def test_arm_without_any_answer_is_named() -> None:
+    table = run_table(Results([stored([failed("trec", name, ARM) for name in "ab"])]), "")
+    assert {row["method"] for row in table.frame.to_dict("records")} == {"baseline"}
+    assert table.caption.splitlines()[-1] == f"{ARM}: no answer, so it has no row: 2 answers failed."
+
+
+def test_arm_with_answers_in_one_range_of_lengths_has_a_row_there() -> None:
+    long = replace(failed("trec", "b", ARM), turns=example("trec", "b", 600).turns)
+    rows = rows_of(run_table(Results([stored([example("trec", "a", 100), long])]), ""))
+    assert [name for name, row in rows.items() if row["kind"] == "length"] == ["1-512 prompt tokens"]
+
+
 @pytest.mark.usefixtures("two_have_an_interval")
 def test_run_table_has_arms_by_dataset_task_and_their_mean() -> None:
     """Every value comes from `eval.store.aggregate`, whose tests check them."""

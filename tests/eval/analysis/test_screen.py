@@ -1,3 +1,7 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
 from eval.analysis.screen import summary
 from eval.store.results import Results
 from tests.eval.analysis.made import example, stored
@@ -8,6 +12,26 @@ def test_summary_by_length_names_a_setting_as_the_mean_does() -> None:
     frame = summary(Results([stored(visits, "oracle", {"keep": "2x"})]), "length")
     assert frame[["part", "label", "examples"]].to_numpy().tolist() == [
         [part, label, examples]
-        for label in ("baseline", "oracle, keep=2x (diagnostic)")
         for part, examples in (("all", 2), ("1-512", 1), ("513-1024", 1))
+        for label in ("baseline", "oracle, keep=2x (diagnostic)")
     ]
+
+
+def test_unfinished_counts_the_answers_of_each_arm_on_each_suite(tmp_path: Path) -> None:
+    whole, lacking = example("trec", "a"), example("trec", "b")
+    lacking = replace(lacking, answers={label: lacking.answers[label] for label in ("baseline",)})
+    runs = []
+    for name, visits in (("done", [example("lookup", "a")]), ("lazy fails", [whole, lacking])):
+        folder = tmp_path / name
+        folder.mkdir()
+        planned = {visits[0].dataset: [visit.id for visit in visits]}
+        (folder / "examples.json").write_text(json.dumps(planned))
+        runs.append(stored(visits, folder=folder))
+    frame = summary(Results(runs))
+    told = {(row["suite"], row["label"] == "baseline"): row["unfinished"] for row in frame.to_dict("records")}
+    assert told == {
+        ("embedded", True): "",
+        ("embedded", False): "",
+        ("longbench", True): "",
+        ("longbench", False): "1 of 2 examples",
+    }

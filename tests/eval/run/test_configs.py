@@ -13,15 +13,17 @@ import pytest
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
 from eval.run.arms import build_method
-from eval.run.config import CONF, LAUNCHERS, check_arguments, compose_config, model_nodes, to_run_config
+from eval.run.config import CONF, LAUNCHERS, check_arguments, compose_config, model_nodes, run_config, to_run_config
+from eval.run.run import Run
 from eval.run.settings import ModelConfig, RunConfig, documented
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, StaticPruning, settings_of
+from lazyllm.methods.support.schedule import Schedule
 from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
-from tests.runs import registered, run_of
+from tests.runs import registered, run_of, settled
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 
@@ -233,12 +235,28 @@ def test_published_experiments_have_their_arms() -> None:
         (["compare=[lazy,fastkv]", "method=claa"], "give compare=[lazy,fastkv,claa]"),
         (["compare={a: {name: lazy}}", "method=claa"], "'+compare.claa={name: claa}' adds an arm"),
         (["experiment=demo", "method.schedule=paper"], "'compare.LABEL.schedule=paper' changes one of its arms"),
+        (["experiment=demo", "method=lazy"], "'+compare.lazy_2={name: lazy}' adds an arm"),
+        (["experiment=demo", "+compare.lazy={name: lazy}"], "experiment=demo has an arm lazy: give another label"),
+        (
+            ["experiment=demo", "compare=[lazy]"],
+            "experiment=demo has the arms lazy, static_pruning",
+        ),
+        (["load.rate=0"], "load.rate=0.0: expected more than 0"),
+        (["server.timeout_s=-1"], "server.timeout_s=-1.0: expected more than 0"),
     ],
 )
 def test_config_refuses(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         _ = run_of(*overrides).data
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("written", ["{4: 0.5}", "4:0.5", '{"50%": 0.5}', "{'50%': 0.5}"])
+def test_schedule_of_an_experiments_arm_is_replaced(written: str) -> None:
+    """Hydra alone would merge a mapping into the experiment's {1: 0.37, 4: 0.37, 6: 0.37}."""
+    run = settled(Run(run_config(["experiment=tuned", f"compare.paper.schedule={written}"])))
+    (arm,) = [arm for arm in run.arms if arm.label == "paper"]
+    assert arm.method("lookup").schedule == Schedule({4: 0.5})
 
 
 def test_config_accepts_method_and_dataset_keys() -> None:

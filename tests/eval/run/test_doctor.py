@@ -89,6 +89,9 @@ def test_gpu_that_shares_the_host_s_memory_is_no_fault(examined) -> None:
 def test_tiny_needs_nothing_but_torch(examined) -> None:
     states = {thing: state for thing, (state, _) in examined("tiny").items() if state != "ok"}
     assert states == dict.fromkeys(("GPU", "token", "rows"), "not needed")
+    assert examined("tiny")["GPU"][1].endswith("runs use the CPU, which is enough for model=tiny")
+    slow = "runs use the CPU, which takes minutes for each prompt, and memory for 13 GB of weights"
+    assert examined("tiny", "llama2")["GPU"][1].endswith(slow)
 
 
 def test_exit_code_is_2_if_something_is_missing(examined, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The run loop in this process, with examples that cannot be measured."""
 
 import gc
+import gzip
 import json
 import re
 import weakref
@@ -252,3 +253,14 @@ def test_smaller_limit_leaves_the_table_of_a_wider_run(tmp_path: Path) -> None:
     before = {name: (tmp_path / "run" / name).read_text() for name in ("summary.csv", "examples.json")}
     measure(config.changed(limit=1), show=False)
     assert {name: (tmp_path / "run" / name).read_text() for name in before} == before
+
+
+def test_wider_run_that_a_compressed_folder_refuses_leaves_its_plan(tmp_path: Path) -> None:
+    measure(small_run(tmp_path, limit=1), show=False)
+    visits, planned = tmp_path / "visits.jsonl", (tmp_path / "examples.json").read_bytes()
+    (tmp_path / "visits.jsonl.gz").write_bytes(gzip.compress(visits.read_bytes()))
+    visits.unlink()
+    with pytest.raises(UserError, match="gunzip it"):
+        measure(small_run(tmp_path, limit=2), show=False)
+    assert (tmp_path / "examples.json").read_bytes() == planned
+    assert measure(small_run(tmp_path, limit=1), show=False).failed == ""
