@@ -1,4 +1,4 @@
-"""The parts of scripts/first_gpu_hour.sh: attention by backend, exactness, waits and memory, then times at true shapes.
+"""The parts of scripts/first_gpu_hour.sh: attention by backend, rounding, commands, then times at true shapes.
 
 Each part is a process of its own, killed after nine minutes, and writes one JSON file, case by case; `summary.md` shows
 all files.
@@ -9,7 +9,6 @@ import os
 import statistics
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,16 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
-from lazyllm.bench import HEADINGS, case_of, cells_of, peak_alone, row
+from lazyllm.bench import HEADINGS, case_of, cells_of, row
 from lazyllm.bench import main as bench
 from lazyllm.bench import parser as bench_parser
-from lazyllm.engine.attention import additive_mask, attend_to_chosen
 from lazyllm.engine.batch import generate_many
-from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.devices import read_clock
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.generation import generate
-from lazyllm.engine.inputs import Prompt
 from lazyllm.files import write_whole
 from lazyllm.integrations.transformers_generate import using
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator, device_name
@@ -128,41 +124,22 @@ def attention(device: torch.device) -> Cases:
     heads, k = (4, 40) if is_tiny() else (32, 4000)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
-    def tensors(length: int, queries: int, heads: int, kv_heads: int) -> list[torch.Tensor]:
-        sizes = (heads, queries), (kv_heads, length), (kv_heads, length)
-        return [torch.rand(1, *size, 128, device=device, dtype=dtype) for size in sizes]
-
-    def seconds(call: Callable[[], object]) -> dict[str, float]:
-        times = []
-        for _ in range(4):
-            began = read_clock(device)
-            call()
-            times.append(read_clock(device) - began)
-        return {"first": times[0], "later": statistics.median(times[1:])}
-
     def of_backend(backend: SDPBackend, is_prefill: bool) -> dict[str, Any]:
         found = {}
         for length in (k, k + 1, k + 2):
-            parts = tensors(length, length if is_prefill else 1, heads, heads)
+            sizes, times = (length if is_prefill else 1, length, length), list[float]()
+            query, keys, values = (torch.rand(1, heads, size, 128, device=device, dtype=dtype) for size in sizes)
             with sdpa_kernel(backend):
-                found[f"k={length}"] = seconds(partial(scaled_dot_product_attention, *parts, is_causal=is_prefill))
+                for _ in range(4):
+                    began = read_clock(device)
+                    scaled_dot_product_attention(query, keys, values, is_causal=is_prefill)
+                    times.append(read_clock(device) - began)
+            found[f"k={length}"] = {"first": times[0], "later": statistics.median(times[1:])}
         return found
 
     names = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
     for (name, member), kind in product(names.items(), ("step", "prefill")):
         yield f"{name}, {kind}", partial(of_backend, getattr(SDPBackend, member), kind == "prefill")
-
-    def of_chosen(length: int, form: str) -> dict[str, float]:
-        """Of a step that attends to all stored tokens, or to 70 %: by a mask, or as a copy, as LazyLLM does."""
-        query, keys, values = tensors(length, 1, 32, 8)
-        chosen = torch.rand(1, length, device=device) < 0.7
-        mask = additive_mask(chosen, 4, dtype) if form == "masked" else None
-        slots = chosen[0].nonzero()[:, 0] if form == "copied" else slice(None)
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return seconds(lambda: attend_to_chosen(query, keys[:, :, slots], values[:, :, slots], mask, 0.1))
-
-    for length, form in product((k,) if is_tiny() else (k, 32_000, 128_000), ("all", "masked", "copied")):
-        yield f"one step's attention to {length} tokens, {form}", partial(of_chosen, length, form)
 
 
 def small_model(device: torch.device, dtype: torch.dtype) -> Any:
@@ -182,7 +159,7 @@ def prompt_of(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def checks(device: torch.device) -> Cases:
-    """What only a device can show: results as on the CPU, no waits in prefill, the attention kernel, memory."""
+    """Results beside those of the CPU in float64, and the attention kernel."""
     methods = {"baseline": Baseline(), "lazy": make("lazy", {"schedule": {1: 0.6, 3: 0.5}})}
     methods |= {name: make(name, {"layer": 2, "keep": 0.5}) for name in ("static_pruning", "fastkv", "gemfilter")}
     prompt = prompt_of(600)
@@ -199,9 +176,6 @@ def checks(device: torch.device) -> Cases:
                 "same_tokens": got.token_ids == expected.token_ids,
                 "same_counts": bool((got.computed[0] == expected.computed[0]).all()),
             }
-        if device.type == "cuda":
-            found["waits_in_prefill"] = _waits(model, prompt, method)
-            found["peak_bytes"] = peak_alone(model, method, prompt, 2)
         found["kernels"] = attention_events(partial(generate, model, prompt, method, 1, ()))
         return found
 
@@ -310,18 +284,6 @@ def plan() -> Iterator[str]:
         ]
         yield f"| {part} | {' | '.join(minutes)} |"
     yield f"\nMinutes at most, at half of the data sheets' rates. A part is killed after {PART_S // 60}."
-
-
-def _waits(model: Any, prompt: Any, method: Any) -> int:
-    """How often the host waits between the arrival on the device of a prompt that ran before and the first logits."""
-    with torch.inference_mode(), open_decoder(model) as decoder, warnings.catch_warnings(record=True) as caught:
-        on_device, session = prompt.to(decoder.device), method.start(decoder, Prompt(prompt), 2)
-        torch.cuda.synchronize()
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        session.prefill(on_device)
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def summary(out: Path) -> Iterator[str]:
