@@ -69,7 +69,10 @@ def test_run_takes_its_split_and_the_limit_counts_in_it(tmp_path: Path) -> None:
 def test_splits_have_folders_of_their_own_and_share_no_table(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = small_run(tmp_path).changed(dataset={"lookup": True}, limit=1, out=None)
-    folders = {measure(config.changed(split=split), show=False).folder for split in SPLITS}
+    runs = [config.changed(split=split) for split in SPLITS]
+    for run in runs:
+        measure(run, show=False)
+    folders = {run.folder for run in runs}
     assert len(folders) == 2
     assert [len(find_runs([folder])[0].visits) for folder in folders] == [1, 1]
     assert len({run.model for run in find_runs([tmp_path])}) == 2

@@ -15,7 +15,7 @@ from eval.run.arms import Arm
 from eval.run.loop import load_model
 from eval.run.measure import Bench, Todo, in_turn
 from eval.run.run import Run
-from lazyllm.engine import decoder
+from lazyllm.engine import decoder, session
 from lazyllm.methods.support import other_models
 from tests.runs import arm, bench_of, small_run
 
@@ -74,7 +74,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         found.rehearses = False
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
-    monkeypatch.setattr(decoder, "backends", chosen)
+    for module in (decoder, session):
+        monkeypatch.setattr(module, "backends", chosen)
     monkeypatch.setattr(Bench, "_rehearse", rehearsing)
     monkeypatch.setattr(measure, "builds_plans", lambda model, devices: True)
     monkeypatch.setattr(other_models, "_LOADED", {})
