@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
 from lazyllm.engine import attention, masks
@@ -19,7 +19,6 @@ from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
 from lazyllm.methods import CLAA, METHODS, Baseline, FastKV, Lazy, Method, PyramidInfer, UniPrefill, make
 from tests.helpers import prompt_tensor, slow
-from tests.reference import random_model
 
 LAYERS, WIDTH, HEADS, VOCAB = 10, 48, 4, 97
 # Settings that drop something, of methods that need them or keep every token of a short prompt
@@ -40,10 +39,14 @@ def small_llama(
     dtype: torch.dtype = torch.float64,
     window: int | None = None,
     attention: str = "sdpa",
-) -> PreTrainedModel:
-    """A Mistral, which is a Llama with a window."""
-    sizes = {"num_key_value_heads": kv_heads, "sliding_window": window, "max_position_embeddings": 4096}
-    return random_model("mistral", 0, layers, attention, float64_throughout=False, **sizes).to(dtype)
+) -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(  # a Llama with a window
+        hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads, vocab_size=VOCAB, max_position_embeddings=4096, attn_implementation=attention,
+        sliding_window=window,
+    )  # fmt: skip
+    return MistralForCausalLM(config).to(dtype).eval()
 
 
 class Seen(TorchDispatchMode):
@@ -104,7 +107,7 @@ class SteeredLazy(Lazy):
         return session
 
 
-def steps_of(model: PreTrainedModel, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
+def steps_of(model: MistralForCausalLM, method: Method, n: int, steps: int) -> tuple[list[Seen], list[int]]:
     """The operations of each decoding step, and the number of tokens that it revives, over all layers."""
     seen = []
     with torch.inference_mode(), open_decoder(model) as decoder:
@@ -233,7 +236,7 @@ class Held(TorchDispatchMode):
         return out
 
 
-def bytes_of_a_layer(model: PreTrainedModel, n: int) -> int:
+def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
     """The peak of one of transformers' own layers on n hidden states, these included."""
     with torch.inference_mode(), Held() as held:
         hidden = torch.zeros(1, n, WIDTH, dtype=model.dtype)
