@@ -125,7 +125,7 @@ class Bench:
             failure, lacks_memory = self._tried(case, partial(self._warm_up, case, runs))
             if failure is None:
                 return
-            log.warning("warming up on %s, row %s failed (%s)", *case.key, failure.reason)
+            log.warning("warming up on %s, row %s failed (%s)", *case.key, failure.reason.partition(";")[0])
             if lacks_memory:
                 self._make_room()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lazyllm.engine.inputs import Boundary
+from lazyllm.engine.inputs import Boundary, Group
 from lazyllm.methods.fastkv import HalfwayCut
 from lazyllm.methods.support.ranking import best_and_window, window_scores
 from lazyllm.methods.support.schedule import check_int, checked
@@ -43,12 +43,14 @@ class CLAA(HalfwayCut):
         if self.retain is not None and self.retain != 1:
             raise ValueError(f"retain={self.retain!r}: give null (each key head stores the share `keep`) or 1 (all)")
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
-        cut, late, kept = self.cut_after(num_layers), self.kept_of(n), {}
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        cut, late = self.cut_after(num_layers), self.kept_of(n)
+        groups = []
         for layer in range(1, cut + 1):
-            if late < n and (layer > cut - self.layers or (self.retain is None and layer > self.layers)):
-                kept[layer] = late if layer == cut else n
-        return kept
+            own = range(layer - 1, layer)
+            wanted = late < n and (layer > cut - self.layers or (self.retain is None and layer > self.layers))
+            groups.append(Group(own, n, self.score_spec(own) if wanted else None))
+        return [*groups, Group(range(cut, num_layers), late)] if cut < num_layers else groups
 
     def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
         first = num_layers if self.retain == 1 else self.layers  # these store all that entered them

@@ -58,7 +58,8 @@ class Prune(Method):
     ValueError: keep last prunes after layer 9, but the model has only 8 layers
 
     A method whose number of kept tokens depends on the scores overrides `select`. One whose key heads each store some
-    tokens only overrides `store`, and its `kept` names these layers too (`fastkv.py`).
+    tokens only overrides `store`, which holds for all layers of a group. Its `kept` names every layer that stores some
+    (`fastkv.py`), or it declares its `groups`, as layers before these store all tokens (`claa.py`).
 
     forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them. If False, each layer
         keeps all tokens that it computed, or those of `store`.
@@ -128,13 +129,14 @@ class Prune(Method):
 def groups_between(
     method: Method, kept: Mapping[int, int], num_layers: int, n: int, score_spec: Callable[[range], ScoreSpec]
 ) -> list[Group]:
-    """The groups between the pruning layers of `Prune.kept`. Raises ValueError for a layer beyond the model."""
-    for layer in kept:
+    """The groups between the layers of `kept` and `pruning_layers`. Raises ValueError for one beyond the model."""
+    ends = sorted({*kept, *method.pruning_layers(num_layers)})
+    for layer in ends:
         if not 1 <= layer <= num_layers:
             counted = f"the model has only {num_layers} layers" if layer > 0 else "layers count from 1"
             raise ValueError(f"{method.label} prunes after layer {layer}, but {counted}")
     groups, start = [], 0
-    for end in sorted({*kept, *method.pruning_layers(num_layers), num_layers}):
+    for end in dict.fromkeys([*ends, num_layers]):
         layers = range(start, end)
         groups.append(Group(layers, n, score_spec(layers) if end in kept else None))
         start, n = end, kept.get(end, n)

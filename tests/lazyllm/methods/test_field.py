@@ -115,6 +115,16 @@ def test_random_cases(name: str, variant: str, seed: int) -> None:
         assert out.scoring_tokens == -(-sum(expected.passes[0]) // LAYERS)
 
 
+@pytest.mark.parametrize(("layer", "layers"), [(3, 1), (4, 2)])
+def test_first_layers_of_claa_store_all_before_those_that_store_some(layer: int, layers: int) -> None:
+    own: dict[str, Any] = {"layer": layer, "keep": 0.3, "layers": layers, "window": 2, "pool": 3}
+    model, ids = model_of("llama", 0, "sdpa"), [*range(5, 38)]
+    expected = field_oracles.claa(model, ids, **own, retain=None, steps=STEPS)
+    assert [len(expected.caches[number][0]) for number in range(1, layers + 2)] == [33] * layers + [9]
+    with casts_in_float64():
+        hold(model, METHODS["claa"](**own), ids, expected)
+
+
 @cache
 def saved_draft(variant: str, folder: Path) -> str:
     where = folder / variant.replace(", ", "-").replace(" ", "-")
