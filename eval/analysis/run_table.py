@@ -96,18 +96,12 @@ def arm_groups(run: StoredRun) -> dict[str, list[str]]:
 def _rows(run: StoredRun) -> list[dict[str, Any]]:
     """The rows of one run, by dataset or task, then by arm."""
     frame = Results([run]).frame
-    planned = read_planned(run.folder)
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for name, labels in arm_groups(run).items():
         rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
         if rows.empty:
             continue
-        failures = Counter(
-            dataset
-            for dataset, example, arm in run.failed
-            if arm in labels and (planned is None or (dataset, example) in planned)
-        )
-        for row in _with_failures(rows_of(rows, frame), rows, failures) + _by_length(rows, frame):
+        for row in _with_failures(rows_of(rows, frame), rows, _failures(run, labels)) + _by_length(rows, frame):
             row |= {"run": run.folder.name, "method": name}
             by_name.setdefault((row["kind"], row["name"]), []).append(row)
     one_task = sum(kind == "task" for kind, _ in by_name) == 1
@@ -119,6 +113,13 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
         # a task's only dataset has the task's numbers, and one task those of the mean
         if not (kind == "all" and one_task) and not (kind == "dataset" and datasets[DATASETS[name].task] == 1)
     ]
+
+
+def _failures(run: StoredRun, labels: Sequence[str]) -> Counter[str]:
+    """{dataset: how many answers of these arms failed}, among planned examples."""
+    planned = read_planned(run.folder)
+    failed = [(dataset, example) for dataset, example, arm in run.failed if arm in labels]
+    return Counter(dataset for dataset, example in failed if planned is None or (dataset, example) in planned)
 
 
 def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[str]) -> list[dict[str, Any]]:
@@ -179,10 +180,11 @@ def _caption(results: Results, frame: Any) -> str:
             f"{row['score_failed_as_zero']:.2f}."
         )
     for run in results.runs:
-        answered = set[str]().union(*run.answered.values())
+        answered, where = set[str]().union(*run.answered.values()), f"{run.folder.name}, " * (len(results.runs) > 1)
         for name, labels in arm_groups(run).items():
-            if count := sum(arm in labels for *_, arm in run.failed) if answered.isdisjoint(labels) else 0:
-                lines.append(f"{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
+            count = _failures(run, labels).total()
+            if count and answered.isdisjoint(labels):
+                lines.append(f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 from eval.analysis.columns import SECTION, in_order, prompt_lengths, range_names, range_of, rows_by
 from eval.analysis.run_table import SHOWN, counts
 from eval.analysis.table import LABEL, Column, Table, cells, console, forms
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.aggregate import FEWEST
 from eval.store.folder import read_planned
 from eval.store.results import Results, add_choice
@@ -72,7 +72,7 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
         table = pd.concat([table, lengths[lengths["level"] == "all"]])
     unfinished, keys = _unfinished(results), zip(table["model"], table["suite"], table["label"], strict=True)
     table = table.assign(unfinished=[", ".join(dict.fromkeys(unfinished.get(key, ()))) for key in keys])
-    places = [*dict.fromkeys(table["part"][~table["part"].isin(range_names())]), *range_names()]
+    places = ["all", *TASKS, *range_names(), "unknown"]
     table = in_order(table).assign(place=lambda rows: rows["part"].map(places.index))
     columns = [*SECTION, "part", "method", "label", *values, "examples", "turns", "unfinished"]
     return table.sort_values([*SECTION, "place"], kind="stable")[columns].reset_index(drop=True)

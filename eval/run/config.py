@@ -144,38 +144,36 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def _check_arms(arguments: Sequence[str]) -> None:
-    """Refuse `method` beside `compare` or an experiment's arms, and what Hydra would merge into these."""
-    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    compare, by, labels = given.get("compare"), f"compare={given.get('compare')}", set[str]()
+    """Refuse `method` beside `compare` or an experiment's arms, and arms that Hydra would merge into these."""
+    given = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
+    compare, by = given.get("compare"), f"compare={given.get('compare')}"
     for name in given.get("experiment", "").split(",") if compare != "null" else ():
         file = CONF / "experiment" / f"{name}.yaml"
         arms = yaml.safe_load(file.read_text(encoding="utf-8")).get("compare") if file.is_file() else None
         if arms is None:
             continue
-        if compare is not None:
+        if "compare" in given:
             adds = "'+compare.LABEL={name: NAME}' adds one, '~compare.LABEL' leaves one out"
             raise UserError(f"{by}: experiment={name} has the arms {', '.join(arms)}: {adds}")
         for label in arms:
-            if f"+compare.{label}" in given:
-                raise UserError(
-                    f"+compare.{label}: experiment={name} has an arm {label}: give another label, or change this arm "
-                    f"by compare.{label}.KEY=VALUE"
-                )
-        labels, by = labels | arms.keys(), f"experiment={name}"
-        compare = str(arms)
-    key = next((key for key in given if key.lstrip("+") == "method" or key.lstrip("+").startswith("method.")), None)
+            if given.get(f"compare.{label}", "").startswith("{"):
+                instead = f"give another label, or change this arm by compare.{label}.KEY=VALUE"
+                raise UserError(f"compare.{label}: experiment={name} has an arm {label}: {instead}")
+        compare, by = str(arms), f"experiment={name}"
+    key = next((key for key in given if key == "method" or key.startswith("method.")), None)
     if key is None or compare in (None, "null") or "${method" in compare:
         return
     value = given[key]
-    if key.lstrip("+") != "method":
-        instead = f"'compare.LABEL.{key.partition('.')[2]}={value}' changes one of its arms"
+    if key != "method":
+        instead = f"'compare.LABEL.{key.removeprefix('method.')}={value}' changes one of its arms"
     elif compare.startswith("["):
         instead = f"give compare={compare.rstrip(']')},{value}]"
     else:
         first = value.partition(",")[0]
-        label = name_of(first) + ("_2" if name_of(first) in labels else "")
+        label = name_of(first)
+        label += "_2" if re.search(rf"\b{re.escape(label)}\b['\"]?:", compare) else ""
         instead = f"'+compare.{label}={{name: {first}}}' adds an arm"
-    raise UserError(f"{key.lstrip('+')}={value}: {by} has arms of its own, which do not read it: {instead}")
+    raise UserError(f"{key}={value}: {by} has arms of its own, which do not read it: {instead}")
 
 
 def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> list[str]:
@@ -188,9 +186,10 @@ def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> l
 def _as_text(argument: str) -> str:
     """The argument with an arm's schedule as text, as Hydra would merge a mapping into the experiment's own."""
     key, equals, value = argument.partition("=")
-    if re.fullmatch(r"compare\.[^.]+\.schedule", key) is None:
+    if re.fullmatch(r"\+{0,2}compare\.[^.]+\.schedule", key) is None or value.startswith("["):  # a list replaces
         return argument
-    return key + equals + re.sub(r"(?<!\$)\{[^{}]*\}", lambda match: repr(match[0].replace("'", '"')), value)
+    quoted = re.sub(r"(?<![$'\"])\{[^{}]+\}", lambda match: repr(match[0].replace("'", '"')), value)
+    return key + equals + quoted.replace("{}", "none")
 
 
 def _with_own_files(arguments: Sequence[str]) -> list[str]:

@@ -61,7 +61,7 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
         hidden = "" if os.environ.get(VISIBLE) is None else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
         suits = "is enough for model=tiny"
         if weights_gb > 1:
-            suits = f"takes minutes for each prompt, and memory for {weights_gb:.0f} GB of weights"
+            suits = f"is slow, and its memory must hold {weights_gb:.0f} GB of weights"
         return NOT_NEEDED, f"no NVIDIA GPU{hidden}: runs use the CPU, which {suits}"
     if not gpu[2].split()[0].isdecimal():  # "[N/A]" where the GPU shares the host's memory
         return OK, f"{gpu[0]}, it does not report its memory"

@@ -118,7 +118,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
     from eval.run.measure import WARMUP_TOKENS
 
-    model, first, costs = Model.of(run.spec), groups[0], list[Cost]()
+    model, first, costs, is_estimate = Model.of(run.spec), groups[0], list[Cost](), is_estimated(run)
     every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
     # tokens of the last turn's text
     lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
@@ -143,7 +143,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
                 work=sum((work * count for work, count in works), Work(0, 0, 0)),
                 memory=max(peaks, key=lambda parts: sum(parts.values())),
                 seconds=0 if device is None else sum(count * seconds_on(device, work) for work, count in works),
-                is_estimate=is_estimated(run),
+                is_estimate=is_estimate,
             )
         )
     return costs

@@ -17,6 +17,15 @@ def test_summary_by_length_names_a_setting_as_the_mean_does() -> None:
     ]
 
 
+def test_summary_by_task_puts_the_methods_of_a_task_together_after_the_mean() -> None:
+    visits = [example(dataset, "a") for dataset in ("trec", "hotpotqa")]
+    frame = summary(Results([stored(visits, "static_pruning", {"layer": 2, "keep": 0.3})]), "task")
+    methods = ["baseline", "static_pruning"]
+    assert frame[["part", "method"]].to_numpy().tolist() == [
+        [part, method] for part in ("all", "multi_doc_qa", "few_shot") for method in methods
+    ]
+
+
 def test_unfinished_counts_the_answers_of_each_arm_on_each_suite(tmp_path: Path) -> None:
     whole, lacking = example("trec", "a"), example("trec", "b")
     lacking = replace(lacking, answers={label: lacking.answers[label] for label in ("baseline",)})

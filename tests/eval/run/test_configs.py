@@ -13,7 +13,16 @@ import pytest
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
 from eval.run.arms import build_method
-from eval.run.config import CONF, LAUNCHERS, check_arguments, compose_config, model_nodes, run_config, to_run_config
+from eval.run.config import (
+    CONF,
+    LAUNCHERS,
+    check_arguments,
+    compose_config,
+    model_nodes,
+    prepared,
+    run_config,
+    to_run_config,
+)
 from eval.run.run import Run
 from eval.run.settings import ModelConfig, RunConfig, documented
 from eval.store.folder import fingerprint
@@ -237,10 +246,11 @@ def test_published_experiments_have_their_arms() -> None:
         (["experiment=demo", "method.schedule=paper"], "'compare.LABEL.schedule=paper' changes one of its arms"),
         (["experiment=demo", "method=lazy"], "'+compare.lazy_2={name: lazy}' adds an arm"),
         (["experiment=demo", "+compare.lazy={name: lazy}"], "experiment=demo has an arm lazy: give another label"),
-        (
-            ["experiment=demo", "compare=[lazy]"],
-            "experiment=demo has the arms lazy, static_pruning",
-        ),
+        (["experiment=demo", "compare.lazy={name: lazy}"], "experiment=demo has an arm lazy: give another label"),
+        (["compare={lazy: {name: lazy}}", "method=lazy"], "'+compare.lazy_2={name: lazy}' adds an arm"),
+        (["++compare=[lazy]", "method=claa"], "give compare=[lazy,claa]"),
+        (["experiment=demo", "++compare=[lazy]"], "experiment=demo has the arms lazy, static_pruning"),
+        (["experiment=demo", "compare=[lazy]"], "experiment=demo has the arms lazy, static_pruning"),
         (["load.rate=0"], "load.rate=0.0: expected more than 0"),
         (["server.timeout_s=-1"], "server.timeout_s=-1.0: expected more than 0"),
     ],
@@ -251,12 +261,27 @@ def test_config_refuses(overrides: list[str], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("written", ["{4: 0.5}", "4:0.5", '{"50%": 0.5}', "{'50%': 0.5}"])
-def test_schedule_of_an_experiments_arm_is_replaced(written: str) -> None:
+@pytest.mark.parametrize(
+    ("written", "schedule"),
+    [
+        ("compare.paper.schedule={4: 0.5}", {4: 0.5}),
+        ("++compare.paper.schedule={4: 0.5}", {4: 0.5}),
+        ("compare.paper.schedule=4:0.5", {4: 0.5}),
+        ("compare.paper.schedule={50%: 0.5}", {4: 0.5}),
+        ("compare.paper.schedule='{4: 0.5}'", {4: 0.5}),
+        ("compare.paper.schedule={}", {}),
+    ],
+)
+def test_schedule_of_an_experiments_arm_is_replaced(written: str, schedule: dict[int, float]) -> None:
     """Hydra alone would merge a mapping into the experiment's {1: 0.37, 4: 0.37, 6: 0.37}."""
-    run = settled(Run(run_config(["experiment=tuned", f"compare.paper.schedule={written}"])))
-    (arm,) = [arm for arm in run.arms if arm.label == "paper"]
-    assert arm.method("lookup").schedule == Schedule({4: 0.5})
+    run = settled(Run(run_config(["experiment=tuned", written])))
+    (method,) = [arm.method("lookup") for arm in run.arms if arm.label == "paper"]
+    assert isinstance(method, Lazy)
+    assert Schedule.parse(method.schedule, 8) == Schedule(schedule)
+
+
+def test_sweep_of_experiments_composes_each() -> None:
+    assert prepared(["-m", "experiment=table1,figure5"]) == ["-m", "experiment=table1,figure5"]
 
 
 def test_config_accepts_method_and_dataset_keys() -> None:

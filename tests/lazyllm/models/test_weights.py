@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import lazyllm
 from lazyllm import measuring
-from lazyllm.engine import cpu_linear
+from lazyllm.engine import cpu_linear, decoder
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
@@ -280,11 +280,15 @@ def test_spread_model_costs_one_move_a_boundary_between_devices(synchronised: li
     assert moves["cuda:1", "cuda:0"] == STEPS * (2 + 1 + 1)
 
 
-def test_pretended_devices_tell_when_something_is_not_moved() -> None:
+def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchronised: list[torch.device]) -> None:
     with pretending(), pytest.raises(RuntimeError, match="tensors on cuda:0 and cuda:1 met"):
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
     with pretending(), pytest.raises(RuntimeError, match="tensors on cpu and cuda:0 met"):
         torch.ones(2, device=FIRST) + torch.ones(2)
+    model = spread(random_model("llama", 2, num_layers=4, dtype=torch.float32), SPREADS["two"])
+    monkeypatch.setattr(decoder, "to_device", lambda value, device: value)
+    with pretending(), pytest.raises(RuntimeError, match="met"):
+        lazyllm.generate(model, prompt_tensor(30), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
 
 
 def test_peaks_of_several_devices_add_up_and_the_clock_waits_for_each(monkeypatch, synchronised) -> None:
