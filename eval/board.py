@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import needs_classes, score_example
-from eval.store.folder import fingerprint, read_planned
+from eval.store.folder import fingerprint
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun, counted, stored_runs
 from eval.store.visit import Measurement, Turn
@@ -95,11 +95,10 @@ def _lacking(run: StoredRun) -> Iterator[str]:
     if run.about.get("fingerprint") != fingerprint(run.identity):
         yield f"{about}: the fingerprint differs from the identity's; the file was edited"
     yield from _impossible(run)
-    planned = read_planned(run.folder)
-    if planned is None:
+    if run.planned is None:
         yield f"{run.folder}: lacks examples.json, the list of planned examples"
         return
-    missing = [(*key, arm) for key in planned for arm in run.arms if arm not in run.answered.get(key, ())]
+    missing = [(*key, arm) for key in run.planned for arm in run.arms if arm not in run.answered.get(key, ())]
     if missing:
         dataset, example, arm = missing[0]
         lacks = counted(len(missing), "planned answer")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from eval.analysis.table import MODEL, Cell, Column, Table, cells, forms, model_
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
-from eval.store.runs import counted, is_ablation, settings_in
+from eval.store.runs import canonical_json, counted, is_ablation, settings_in
 
 PUBLISHED = Path(__file__).parent / "published"
 MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
@@ -68,9 +68,8 @@ def is_table1_preset(settings: str) -> bool:
 
 
 def _with_published(results: Results, name: str, values: Sequence[Column]) -> Table:
-    as_json = partial(json.dumps, sort_keys=True)
     parameters = {
-        (run.model, arm.method, as_json(arm.settings), dataset): as_json(settings_in(resolved))
+        (run.model, arm.method, canonical_json(arm.settings), dataset): canonical_json(settings_in(resolved))
         for run in results.runs
         for arm in run.arms.values()
         for dataset, resolved in (run.identity["arms"][arm.name].get("parameters") or {}).items()
@@ -113,7 +112,7 @@ def _with_published(results: Results, name: str, values: Sequence[Column]) -> Ta
         ignore_index=True,
     )[columns]
     failed = sum(
-        arm.method == BASELINE or "table1" in arm.settings.values()
+        arm.method == BASELINE or is_table1_preset(canonical_json(arm.settings))
         for run in results.runs
         for arm in (run.arms[label] for _, _, label in run.failed)
     )

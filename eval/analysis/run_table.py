@@ -14,9 +14,8 @@ from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, w
 from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import FEWEST, VALUES, beside, drawn_means, on_common_examples, rows_of
-from eval.store.folder import read_planned
 from eval.store.results import Results
-from eval.store.runs import StoredRun, counted
+from eval.store.runs import StoredRun, canonical_json, counted
 from lazyllm.machine import accelerator
 
 MANY = 12  # settings: with more, a terminal shows their means over tasks only
@@ -87,7 +86,7 @@ def arm_groups(run: StoredRun) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     names: dict[tuple[str, str], str] = {}
     for arm in run.arms.values():
-        key = arm.method, json.dumps(arm.settings, sort_keys=True)
+        key = arm.method, canonical_json(arm.settings)
         name = names.setdefault(key, marked(arm.name.removesuffix(f" seed {arm.seed}"), arm.method))
         groups.setdefault(name, []).append(arm.name)
     return groups
@@ -95,7 +94,8 @@ def arm_groups(run: StoredRun) -> dict[str, list[str]]:
 
 def _rows(run: StoredRun) -> list[dict[str, Any]]:
     """The rows of one run, by dataset or task, then by arm."""
-    frame = Results([run]).frame
+    frame: Any = Results([run]).frame
+    frame = frame.assign(range=range_of(prompt_lengths(frame)))
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for name, labels in arm_groups(run).items():
         rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
@@ -117,9 +117,8 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
 
 def _failures(run: StoredRun, labels: Sequence[str]) -> Counter[str]:
     """{dataset: how many answers of these arms failed}, among planned examples."""
-    planned = read_planned(run.folder)
     failed = [(dataset, example) for dataset, example, arm in run.failed if arm in labels]
-    return Counter(dataset for dataset, example in failed if planned is None or (dataset, example) in planned)
+    return Counter(key[0] for key in failed if run.planned is None or key in run.planned)
 
 
 def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[str]) -> list[dict[str, Any]]:
@@ -144,15 +143,13 @@ def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[s
 
 
 def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
-    """A row for each range of prompt tokens, by the conversation's prompt, without failures.
-
-    None if all arms' answers (`among`) are in one range.
-    """
-    ranges, several = range_of(prompt_lengths(rows)), len(ranges_in(range_of(prompt_lengths(among)))) > 1
+    """A row for each range of the conversations' prompt tokens; none if all (`among`) are in one. Without failures."""
+    if len(ranges_in(among["range"])) < 2:
+        return []
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
     return [
-        rows_of(rows[ranges == name], among)[-1] | more | {"name": f"{name} prompt tokens"}
-        for name in (ranges_in(ranges) if several else [])
+        rows_of(rows[rows["range"] == name], among)[-1] | more | {"name": f"{name} prompt tokens"}
+        for name in ranges_in(rows["range"])
     ]
 
 

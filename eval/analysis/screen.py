@@ -15,9 +15,7 @@ from eval.analysis.run_table import SHOWN, counts
 from eval.analysis.table import LABEL, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.aggregate import FEWEST
-from eval.store.folder import read_planned
 from eval.store.results import Results, add_choice
-from eval.store.runs import counted
 from lazyllm.errors import UserError, parser_of
 
 _KEYS = ("model", "suite", "method", "label")  # of rows; other keys of --where are of runs
@@ -82,12 +80,9 @@ def _unfinished(results: Results) -> dict[tuple[str, str, str], list[str]]:
     """{(model, suite, label): `4 of 120 examples` of each arm that lacks an answer to a planned example}."""
     lacking: dict[tuple[str, str, str], list[str]] = {}
     for run in results.runs:
-        planned = read_planned(run.folder) or ()
-        for suite, arm in product(dict.fromkeys(DATASETS[name].suite for name, _ in planned), run.arms.values()):
-            keys = [key for key in planned if DATASETS[key[0]].suite == suite]
-            done = sum(arm.name in run.answered.get(key, ()) for key in keys)
-            if done < len(keys):
-                text = f"{done} of {counted(len(keys), 'example')}"
+        suites = dict.fromkeys(DATASETS[name].suite for name, _ in run.planned or ())
+        for suite, arm in product(suites, run.arms.values()):
+            if text := run.lacking([arm.name], suite):
                 lacking.setdefault((run.model, suite, arm.label), []).append(text)
     return lacking
 

@@ -57,8 +57,10 @@ def _has_one_layer(frame: Any) -> Any:
 
 
 def _slopes(frame: Any) -> pd.Series:
-    """Change of score per 0.1 of keep, relative to the next higher keep (at most 1) after the same layer; NaN for
-    schedules of several pruning layers, as several ratios differ."""
+    """Change of score per 0.1 of keep, relative to the next higher keep (at most 1) after the same layer.
+
+    NaN for schedules of several pruning layers, as several ratios differ. Scores are differences to the baseline's.
+    """
     points = frame[_has_one_layer(frame) & (frame["keep"] < 1)].sort_values("keep", ascending=False)
     groups = points.groupby([*SECTION, "layers", "others"])
     keep = groups["keep"].shift(fill_value=1.0)  # keeping everything is the baseline

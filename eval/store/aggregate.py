@@ -118,10 +118,14 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.ndarray]:
-    """Columns with a value for each example: dataset, turns, means over its answers, `pairs` (how many have a
-    baseline), `has_pair` (1 or 0), and over these `own_<value>` and `reference_<value>`: sums of costs, else means.
+    """Columns with a value for each example, in order of appearance: dataset, turns, and means over its answers.
 
-    references: [rows] the baselines of the same visits. codes: [rows] each row's example, from 0 as they appear.
+    For what compares with the baseline: `pairs`, the number of answers with one, `has_pair`, 1 if there is any, else 0,
+    and over these answers `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of
+    `_OF_PAIRS` are means over these too.
+
+    references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
+    of appearance.
     """
     times, seeds = np.bincount(codes), rows.groupby(codes)["seed"].nunique().to_numpy()
     first = np.unique(codes, return_index=True)[1]
@@ -151,8 +155,10 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.
 
 @lru_cache(maxsize=32)
 def _weights(dataset: str, n: int) -> np.ndarray:
-    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then n - 1 draws, or NaN if n is below
-    `FEWEST`. Each dataset has its own seed, so that a row does not depend on the other rows."""
+    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then n - 1 draws with replacement.
+
+    Each dataset has its own seed, so that a row does not depend on the other rows. NaN below `FEWEST` examples.
+    """
     if n < FEWEST:
         return np.vstack([np.ones((1, n)), np.full((RESAMPLES, n), np.nan)])
     picks = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n - 1))

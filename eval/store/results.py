@@ -192,8 +192,11 @@ def _in_words(differences: Mapping[str, str], digits: int) -> list[str]:
 
 
 def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
-    """For each run, {key of its identity that all runs of a table share: JSON of its value}, null for a key that only
-    other runs of the model have, such as `turns`. Rows and code of what the run has not run are left out."""
+    """For each run, {key of its identity that all runs of a table share: JSON of its value}.
+
+    A key that only other runs of the model have, such as `turns`, is null. Rows and code of what the run has not run
+    are left out.
+    """
     compared, names = [], defaultdict(set)
     for run in runs:
         compared.append(dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE})))

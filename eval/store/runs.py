@@ -6,7 +6,7 @@ A *setting* is a method with its hyperparameters but without its seed; an arm is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -101,7 +101,7 @@ class StoredRun:
         frame[["step_s", "generated_tokens", "pct_answered"]] = derived
         for column in ("method", "label", "seed", "is_baseline"):
             frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
-        settings = {name: json.dumps(arm.settings, sort_keys=True) for name, arm in self.arms.items()}
+        settings = {name: canonical_json(arm.settings) for name, arm in self.arms.items()}
         frame["settings"] = frame["arm"].map(settings)
         for name in ("task", "suite"):
             frame[name] = frame["dataset"].map({key: getattr(dataset, name) for key, dataset in DATASETS.items()})
@@ -138,12 +138,24 @@ class StoredRun:
             if arm not in self.answered.get(visit.key, ())
         }
 
+    @cached_property
+    def planned(self) -> list[tuple[str, str]] | None:
+        """`read_planned`."""
+        return read_planned(self.folder)
+
     @property
     def unfinished(self) -> str:
-        """`4 of 120 examples`, if an arm lacks an answer to one that was planned; else ""."""
-        planned = set(read_planned(self.folder) or ())
-        done = planned & self.done
-        return "" if done == planned else f"{len(done)} of {counted(len(planned), 'example')}"
+        """`lacking` of all arms and suites."""
+        return self.lacking(self.arms)
+
+    def lacking(self, labels: Iterable[str], suite: str | None = None) -> str:
+        """`4 of 120 examples`, if one of these arms lacks an answer to one that was planned; else "".
+
+        suite: of the examples; None for all.
+        """
+        planned = [key for key in self.planned or () if suite in (None, DATASETS[key[0]].suite)]
+        done = sum(self.answered.get(key, set()) >= {*labels} for key in planned)
+        return "" if done == len(planned) else f"{done} of {counted(len(planned), 'example')}"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -204,6 +216,11 @@ def _derived(one: Measurement) -> tuple[float | None, int | None, int]:
     if one.decode_step_s:
         step_s = float(np.mean(one.decode_step_s))
     return step_s, tokens if one.token_ids is None else len(one.token_ids), 100 if one.text else 0
+
+
+def canonical_json(settings: Mapping[str, Any]) -> str:
+    """Settings as text that is equal for equal settings."""
+    return json.dumps(settings, sort_keys=True)
 
 
 def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
