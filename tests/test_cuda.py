@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lazyllm.engine import attention
 from lazyllm.methods import Method
+from lazyllm.methods.support import lazy_session
+from tests.lazyllm.engine.test_probe import attention_in_order
 from tests.reference import attention_of, random_variant
 from tests.test_virtual_card import waits_and_most
 from tests.virtual_card import FEW, METHODS, VARIANTS, answers_of, parts_of
@@ -75,6 +79,23 @@ def test_waits_and_kernels_are_those_of_the_virtual_card(variant: str, name: str
         calls = " ".join(part["attention"])
         assert "math" not in calls, part
         assert label in ("start", "prefill") or "cudnn" not in calls, part
+
+
+TOLERANCES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5, "float64": 1e-12}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("size", [1, 200, 2**22])  # scores of a block
+def test_queries_attend_to_the_first_tokens_in_order(dtype: str, size: int, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "ORDERED", size)
+    found, expected = attention_in_order(size, dtype=getattr(torch, dtype), device=CUDA)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("lazy")])
+def test_answers_that_sort_tokens_are_those_of_the_cpu(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(lazy_session, "SORTED", 0)
+    test_answers_are_those_of_the_cpu(VARIANTS[0], name)
 
 
 def test_the_process_attends_as_if_nothing_had_run() -> None:

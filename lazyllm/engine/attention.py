@@ -22,11 +22,13 @@ from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import replaced, tf32_products, to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.masks import AttentionMask, Chosen, PositionSortedMask
-from lazyllm.engine.sdpa import shares_heads
+from lazyllm.engine.sdpa import attend_with_sums, gives_sums, shares_heads
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
 BLOCK_ON_CPU, BLOCK = 2**22, 2**25
+# (query, key) pairs in a mask of `attend_in_order`: larger ones hold more of those that a kernel without a mask serves
+ORDERED_ON_CPU, ORDERED = 2**16, 2**20
 
 # (queries, keys) -> [b, k] bool: which of the last k keys each query attends to; it attends to all keys before these.
 # None: each attends to all keys (`AttentionMask.visible_last`)
@@ -146,6 +148,8 @@ class RecordingAttention:
         if mask.slots is not None:
             slots = mask.slots = mask.slots.to(key.device)  # once for all layers there
             key, value = context.cache.take(layer, slots, key.shape[3])
+        if isinstance(mask, PositionSortedMask):
+            return attend_in_order(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
         # without a mask, prefill is causal; FlashAttention's also has windows, which count slots: there may be no gaps
         needs_none = (self._is_flash and context.cache.is_contiguous) or (not self._is_eager and mask.window is None)
         if (in_prefill and needs_none) or mask.is_everything:
@@ -159,9 +163,6 @@ class RecordingAttention:
         form = functools.partial(additive_mask, share=share if self._masks_are_ours else 1, dtype=query.dtype)
         # a pair costs one product per head if products are held in memory, else only its cell of the mask
         held = heads if kwargs.get("softcap") is not None or (self._is_eager and not decodes) else share
-        if blocks.order is not None:
-            order = to_device(blocks.order, key.device)
-            key, value = key[:, :, order], value[:, :, order]
         out: Tensor | None = None
         for rows, keys, mask in blocks.blocks(form, held * query.dtype.itemsize, query.device):
             part = self.attend(module, query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, kwargs)
@@ -346,6 +347,35 @@ def attend_to_chosen(
     # [1, g, h/g * m, d] -> [1, g, m, h/g, d] -> [1, m, h, d], in one copy
     by_query = out.view(1, kv_heads, heads // kv_heads, m, value.shape[-1]).transpose(2, 3)
     return by_query.transpose(1, 2).reshape(1, m, heads, value.shape[-1])
+
+
+def attend_in_order(
+    query: Tensor, key: Tensor, value: Tensor, mask: PositionSortedMask, scaling: float, softcap: float | None = None
+) -> Tensor:
+    """Attention of m queries to the first keys, as many as `mask` says for each of them.
+
+    All queries of a block attend to the keys before the first query's own, which a kernel without a mask serves. The
+    result is joined to that over the other keys by the sums of exponentials that the kernels give.
+    query [1, h, m, d]; key, value [1, g, s, d] in the order of positions. Returns [1, m, h, d].
+    """
+    heads, m = query.shape[1:3]
+    has_kernel = softcap is None and gives_sums(query, value)
+    out = query.new_empty(1, m, heads, value.shape[-1])
+    pairs = ORDERED_ON_CPU if query.device.type == "cpu" else ORDERED
+    for rows, keys, visible in mask.blocks_in_order(pairs, has_kernel, key.device):
+        own, of_keys, of_values = query[:, :, rows], key[:, :, keys], value[:, :, keys]
+        additive = additive_mask(visible, heads // key.shape[1], query.dtype)
+        if not keys.start:
+            out[:, rows] = attend_to_chosen(own, of_keys, of_values, additive, scaling, softcap)
+            continue
+        packed = own.reshape(1, key.shape[1], -1, query.shape[3])
+        first, sum_first = attend_with_sums(packed, key[:, :, : keys.start], value[:, :, : keys.start], None, scaling)
+        rest, sum_rest = attend_with_sums(packed, of_keys, of_values, additive, scaling)
+        joined = torch.lerp(
+            rest.to(sum_rest.dtype), first.to(sum_rest.dtype), (sum_first - sum_rest).sigmoid()[..., None]
+        )
+        out[:, rows] = joined.reshape(1, heads, -1, value.shape[-1]).transpose(1, 2)
+    return out
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

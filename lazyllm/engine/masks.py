@@ -8,6 +8,7 @@ Notation:
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,17 +34,15 @@ class AttentionMask:
     window: number of positions that a query attends to, its own included; None for all before it.
     """
 
-    order: Tensor | None = None  # the slots of the keys of `blocks`; None for all, as they are stored
-
     def __init__(self, cache: GroupCache, positions: Tensor, chosen: Chosen | None, window: int | None) -> None:
         self._cache = cache
         self._positions = positions
         self._chosen = None if chosen is None else chosen[0]
         self.window = window
-        self._made: tuple[tuple[Any, ...], Tensor | None] = (), None
+        self._made: tuple[tuple[Any, ...], Any] = (), None  # the last block's key and mask
         self._m = positions.shape[0]
         self._s = cache.length
-        # one query attends to all tokens, or to all in `slots` [k], ascending, of which it gets a copy
+        # one query attends to all tokens, or to all in `slots` [k], of which it gets a copy
         self.is_everything = self._m == 1 and window is None and (chosen is None or positions.device.type in COPIES)
         self.slots: Tensor | None = None
         if self.is_everything and chosen is not None:
@@ -69,7 +68,7 @@ class AttentionMask:
             where = rows.start - keys.start if is_shared else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
             if self._made[0] != key:
-                visible = self._visible_by_block(rows, keys)
+                visible = self.visible(rows, keys)
                 self._made = key, None if visible is None else to_device(form(visible), device)
             yield rows, keys, self._made[1]
 
@@ -98,10 +97,6 @@ class AttentionMask:
             keys = slice(max(keys.start, self._s - self._m + rows.start + 1), keys.stop)
         return self.visible(rows, keys)
 
-    def _visible_by_block(self, rows: slice, keys: slice) -> Tensor | None:
-        """`visible`, for the keys of `blocks`."""
-        return self.visible(rows, keys)
-
     def _in_reach(self, rows: slice) -> slice:
         """The slots that any of the queries may attend to, as far as the host knows."""
         before = self._s - self._m
@@ -112,10 +107,9 @@ class AttentionMask:
 
 
 class PositionSortedMask(AttentionMask):
-    """A mask whose blocks have the set's tokens as keys, in the order of their positions, up to the last query.
+    """A mask of queries that attend to a copy of the set's tokens, in the order of their positions.
 
-    A revived token attends to the set's tokens up to its own position. Their slots are scattered; in the order of
-    positions, they come first.
+    A revived token attends to the set's tokens up to its own position: to the first ones of this copy.
 
     ranks: [m] for each query, the number of the set's tokens up to itself.
     """
@@ -126,14 +120,30 @@ class PositionSortedMask(AttentionMask):
         super().__init__(cache, positions, chosen, window)
         far = torch.iinfo(torch.long).max
         by_position = cache.positions if chosen is None else torch.where(chosen[0], cache.positions, far)
-        self.order = by_position.argsort()[: ranks[-1]]
-        self._key_positions = cache.positions[self.order]
-        self._ranks = ranks
+        self.slots = by_position.argsort()[: ranks[-1]]
+        self._key_positions = cache.positions[self.slots]
+        self._ranks = np.array(ranks)
 
-    def _visible_by_block(self, rows: slice, keys: slice) -> Tensor | None:
-        query, stored = self._positions[rows, None], self._key_positions[None, keys]
-        visible = stored <= query
-        return visible if self.window is None else visible & (stored > query - self.window)
+    def blocks_in_order(
+        self, cells: int, shares_first: bool, device: torch.device
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks of queries: rows, keys, and which of these keys each attends to, [b, k] bool on `device`.
 
-    def _in_reach(self, rows: slice) -> slice:
-        return slice(0, self._ranks[rows.stop - 1])
+        cells: (query, key) pairs of a block, at most, if it has several queries. shares_first: leave out the keys
+            before the first query's own, to which all queries of the block attend; not in a layer with a window.
+        """
+        start = 0
+        while start < self._m:
+            first = int(self._ranks[start]) - 1 if shares_first and self.window is None else 0
+            areas = np.arange(1, self._m - start + 1) * (self._ranks[start:] - first)
+            stop = start + max(1, int(areas.searchsorted(cells, side="right")))
+            rows, keys = slice(start, stop), slice(first, int(self._ranks[stop - 1]))
+            key = (start, stop, first, device)
+            if self._made[0] != key:
+                query, stored = self._positions[rows, None], self._key_positions[None, keys]
+                visible = stored <= query
+                if self.window is not None:
+                    visible = visible & (stored > query - self.window)
+                self._made = key, to_device(visible, device)
+            yield rows, keys, self._made[1]
+            start = stop

@@ -84,3 +84,30 @@ def shares_heads(model: Any, query: Tensor) -> bool:
         and torch.cuda.get_device_capability(query.device) >= _AMPERE
         and backend_of(model, query.device) in ("flash", "cudnn")
     )
+
+
+def gives_sums(query: Tensor, value: Tensor) -> bool:
+    """Whether `attend_with_sums` has a kernel for these: the CPU's, or on a GPU FlashAttention."""
+    if query.shape[-1] != value.shape[-1]:
+        return False
+    if not query.is_cuda:
+        return query.device.type in ("cpu", "meta")
+    is_flash = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return is_flash and torch.cuda.get_device_capability(query.device) >= _AMPERE
+
+
+def attend_with_sums(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention [1, h, m, d] of m queries, and the logarithm [1, h, m] of each query's sum of exponentials.
+
+    query [1, h, m, d]; key and value [1, h, s, d]. mask: [1, 1, m or 1, s], added to the logits; None for none.
+    """
+    aten: Any = torch.ops.aten
+    if not query.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scaling)
+    if mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[:2]
+    mask = mask.expand(-1, *query.shape[1:3], -1)
+    attended, sums, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scaling)
+    return attended, sums[:, :, : query.shape[2]]  # it has a multiple of 32 rows

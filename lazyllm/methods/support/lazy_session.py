@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens
-from lazyllm.engine.masks import Chosen
+from lazyllm.engine.masks import BLOCK, Chosen
 from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
 
-# K and V are sorted if a group computes more tokens than this in a later turn; for fewer, sorting costs more
-MANY = 32
+# K and V are sorted by position if the masks of a layer would take more bytes: on a GPU, if it would make them anew
+SORTED_ON_CPU, SORTED = 2**20, BLOCK
 
 
 class LazySession(Session):
@@ -41,7 +41,7 @@ class LazySession(Session):
     _mask: Tensor  # [p] bool, True for a token of the set
     _count: int  # number of these tokens
     _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before the first
-    _ranks: Sequence[int] | None  # `Tokens.ranks` of the tokens that a turn revives next, if many
+    _ranks: Sequence[int] | None  # `Tokens.ranks` of the tokens that go on next, if they are many
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
     def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -144,13 +144,12 @@ class LazySession(Session):
         self.note_selection(layer, self._mask)
 
     def to_indices(self, mask: Tensor) -> Tensor:
-        if not self._opens_turn:
-            return super().to_indices(mask)
-        ranks = self._mask.cumsum(0) * mask  # 0 if not missing
-        known = ranks.numpy(force=True)
-        known = known[known > 0]
-        self._ranks = known.tolist() if len(known) > MANY else None
-        return torch.nonzero_static(mask, size=len(known))[:, 0]
+        positions = super().to_indices(mask)
+        shape, pairs = self.decoder.shape, len(positions) * self.length
+        mask_bytes = pairs * shape.heads // shape.kv_heads * self.decoder.dtype.itemsize
+        if mask_bytes > (SORTED_ON_CPU if mask.device.type == "cpu" else SORTED):
+            self._ranks = self._mask.cumsum(0)[positions].tolist()
+        return positions
 
     def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         if self._in_prefill:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine import masks
+from lazyllm.engine import attention, masks
 from lazyllm.methods import Baseline, Lazy
+from lazyllm.methods.support import lazy_session
 from tests.helpers import VOCABULARY, slow
 from tests.lazyllm.engine.architecture_matrix import assert_same
 from tests.reference import ARCHITECTURES, lazy_reference, random_model
@@ -28,6 +29,8 @@ def test_random_shapes_and_schedules(
     """copies: devices on which one query attends to a copy of its tokens; as on a GPU, here too."""
     monkeypatch.setattr(masks, "COPIES", copies)
     rng = random.Random(f"{architecture} {seed}")
+    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 2000, 2**20]))
+    monkeypatch.setattr(attention, "ORDERED_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))

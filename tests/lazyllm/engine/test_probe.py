@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lazyllm.engine import attention
+from lazyllm.engine import attention, masks
+from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import importance_of_layers, open_decoder, run_layers
 from lazyllm.engine.inputs import ScoreSpec
 from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
@@ -116,3 +117,47 @@ def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size:
             logits = torch.stack([0.3 * (query[0, head, position] * key).sum() for key in keys])
             expected[head, first : position + 1] += (1 + number / 3) * logits.exp() / logits.exp().sum()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def attention_in_order(
+    seed: int, window: int | None = None, softcap: float | None = None, widths: tuple[int, int] = (8, 8), **where: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """[6, 4, d] `attend_in_order` of 6 queries, and what it should be. widths: of K and V. where: device and dtype.
+
+    4 query heads on 2 key heads; 19 tokens are stored in a random order, 5 of them not chosen.
+    """
+    rng = np.random.default_rng(seed)
+    stored = rng.permutation(19)
+    chosen = np.isin(stored, rng.choice(19, 14, replace=False))
+    queries = np.sort(rng.choice(stored[chosen], 6, replace=False))
+    ranks = [int((stored[chosen] <= query).sum()) for query in queries]
+    query, key, value = (
+        torch.tensor(rng.normal(size=(1, heads, tokens, width)), **where)
+        for heads, tokens, width in ((4, 6, widths[0]), (2, 19, widths[0]), (2, 19, widths[1]))
+    )
+    cache = GroupCache(19, 19, query.device)
+    cache.advance(torch.tensor(stored, device=query.device), 19)
+    cache.update(key, value, 0)
+    of_set = torch.tensor(chosen, device=query.device), int(chosen.sum())
+    mask = masks.PositionSortedMask(cache, torch.tensor(queries, device=query.device), of_set, window, ranks)
+    assert mask.slots is not None
+    found = attention.attend_in_order(query, *cache.take(0, mask.slots, widths[0]), mask, 0.3, softcap)
+    expected = np.zeros(found.shape[1:])
+    queried, keys, values = (part[0].double().cpu().numpy() for part in (query, key, value))
+    for row, position in enumerate(queries):
+        seen = chosen & (stored <= position) & (stored > position - (window or 19))
+        for head in range(4):
+            logits = 0.3 * keys[head // 2, seen] @ queried[head, row]
+            weights = np.exp(logits if softcap is None else softcap * np.tanh(logits / softcap))
+            expected[row, head] = weights @ values[head // 2, seen] / weights.sum()
+    return found[0].double().cpu().numpy(), expected
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("widths", [(8, 8), (8, 6)])
+@pytest.mark.parametrize("size", [1, 200, 2**22])  # scores of a block
+def test_queries_attend_to_the_first_tokens_in_order(window, softcap, widths, size, monkeypatch) -> None:
+    monkeypatch.setattr(attention, "ORDERED_ON_CPU", size)
+    found, expected = attention_in_order(size, window, softcap, widths, dtype=torch.float64)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
