@@ -63,11 +63,10 @@ class AttentionContext:
         stop_at: int | None = None,
     ) -> None:
         self.cache, self.stop_at = cache, stop_at
-        self._length, self._device = length, positions.device
+        self._length = length
         self._wanted, self._recorded = scores, list[Tensor]()
-        kind = AttentionMask if ranks is None else functools.partial(PositionSortedMask, ranks=ranks)
-        # one for all layers of the same window, as it holds their mask
-        self._mask_of = functools.cache(functools.partial(kind, cache, positions, chosen))
+        self._positions, self._chosen, self._ranks = positions, chosen, ranks
+        self._masks: dict[int | None, AttentionMask] = {}  # by window: layers of the same one share their mask
 
     @property
     def decodes(self) -> bool:
@@ -76,13 +75,19 @@ class AttentionContext:
 
     def enter_layer(self, window: int | None) -> None:
         """Prepare for a layer of the group, with its sliding window."""
-        self.mask = self._mask_of(None if window is None or self._length <= window else window)
+        window = None if window is None or self._length <= window else window
+        if window not in self._masks:
+            about = self.cache, self._positions, self._chosen, window
+            self._masks[window] = (
+                AttentionMask(*about) if self._ranks is None else PositionSortedMask(*about, self._ranks)
+            )
+        self.mask = self._masks[window]
 
     def record(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
         """Record `attention_scores` of a layer, if they are wanted."""
         if layer in self._wanted.layers:
             scores = attention_scores(query, key, self.mask.visible_last, scaling, softcap, self._wanted)
-            self._recorded.append(scores.to(self._device))
+            self._recorded.append(scores.to(self._positions.device))
 
     def take_each(self) -> list[Tensor]:
         """Take the scores of each layer. Raises RuntimeError if a layer did not call the installed function."""

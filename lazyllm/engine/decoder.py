@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -141,7 +141,7 @@ class Decoder:
                 )
         hidden = to_device(hidden, self.device)
         parts = [hidden] if len(tokens) == 1 else hidden.split(sizes, dim=1)
-        return [replace(one, hidden=part, ranks=None) for one, part in zip(tokens, parts, strict=True)]
+        return [Tokens(part, one.positions, one.rope, one.is_newest) for one, part in zip(tokens, parts, strict=True)]
 
     def norm(self, hidden: Tensor) -> Tensor:
         """The model's last norm, of hidden [1, m, w]."""
