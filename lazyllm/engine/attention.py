@@ -105,12 +105,13 @@ class KeysReached(Exception):  # noqa: N818 - not an error
 class RecordingAttention:
     """An attention function for transformers. It makes the masks, calls the model's own attention, and records scores.
 
-    The model's own attention (SDPA, FlashAttention, eager) does the work, with two exceptions:
+    The model's own attention (SDPA, FlashAttention, eager) does the work, with three exceptions:
     - queries that need a mask run in blocks (`in_blocks`): in prefill those of layers with a window, unless
       FlashAttention can count it in slots, and all of eager attention; in decoding all but a single query that attends
       to all tokens, or to a copy of some (`AttentionMask.slots`)
     - `attend_to_chosen` runs these blocks in decoding, FlashAttention's too, which takes no masks, and all decoding in
       place of SDPA, by the same kernels: they then read K and V once, not once for every query head that shares them
+    - `attend_in_order` serves many queries in decoding, of which each attends to the first ones of sorted tokens
 
     running: for each generation whose tokens are in the run, its context and the number of its tokens, in order. Each
         stores its K and V, and attends to them, apart from the others.

@@ -149,7 +149,7 @@ class Session:
         return copy.deepcopy(self, {id(shared): shared for shared in (self.decoder, self._method)})
 
     def step(self, token_id: int) -> Tensor:
-        """Run one generated token; return the logits [v] after it. Synchronises at most once per boundary."""
+        """Run one generated token; return the logits [v] after it. Waits for the device at boundaries only."""
         return step_together([self], [torch.full((1,), token_id, device=self.decoder.device)])[0]
 
     def begin_step(self, m: int) -> Tensor:
@@ -278,7 +278,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
     """Run a step's tokens of each session through all groups: [r, v] logits of their last tokens.
 
     The groups of two sessions may end at different layers: all run together up to the next end of any session's group.
-    Waits for the device at most once at each of these.
+    Waits for the device at most once at each of these, and once more where one session alone sorts K and V.
     """
     decoder = sessions[0].decoder
     group_of = [0] * len(sessions)  # the group that each session is in
