@@ -174,9 +174,9 @@ class Session:
         """
         return None
 
-    def to_indices(self, mask: Tensor) -> Tensor:
-        """The ascending positions at which `missing_mask` is True: a wait for the device."""
-        return mask.nonzero()[:, 0]
+    def to_indices(self, mask: Tensor, count: int | None = None) -> Tensor:
+        """The ascending positions at which `missing_mask` is True. count: their number; None waits for the device."""
+        return mask.nonzero()[:, 0] if count is None else torch.nonzero_static(mask, size=count)[:, 0]
 
     def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         """The tokens that enter the next group, after those that group `index` has computed; the newest is the last.
@@ -278,7 +278,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
     """Run a step's tokens of each session through all groups: [r, v] logits of their last tokens.
 
     The groups of two sessions may end at different layers: all run together up to the next end of any session's group.
-    Waits for the device at most once at each of these, and once more where one session alone sorts K and V.
+    Waits for the device at most once at each of these, and once more for each session that sorts K and V.
     """
     decoder = sessions[0].decoder
     group_of = [0] * len(sessions)  # the group that each session is in
@@ -303,10 +303,10 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
 
 def _to_indices(sessions: Sequence[Session], masks: dict[int, Tensor]) -> dict[int, Tensor]:
     """{number of a session: the ascending positions at which its mask [p] is True}, in one wait for the device."""
-    if len(masks) <= 1:
-        return {number: sessions[number].to_indices(mask) for number, mask in masks.items()}
-    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
+    counts = [None] * len(masks)
+    if len(masks) > 1:
+        counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
     return {
-        number: torch.nonzero_static(mask, size=count)[:, 0]
+        number: sessions[number].to_indices(mask, count)
         for (number, mask), count in zip(masks.items(), counts, strict=True)
     }

@@ -143,8 +143,8 @@ class LazySession(Session):
         self._count = keep + others
         self.note_selection(layer, self._mask)
 
-    def to_indices(self, mask: Tensor) -> Tensor:
-        positions = super().to_indices(mask)
+    def to_indices(self, mask: Tensor, count: int | None = None) -> Tensor:
+        positions = super().to_indices(mask, count)
         shape, pairs = self.decoder.shape, len(positions) * self.length
         mask_bytes = pairs * shape.heads // shape.kv_heads * self.decoder.dtype.itemsize
         if mask_bytes > (SORTED_ON_CPU if mask.device.type == "cpu" else SORTED):
