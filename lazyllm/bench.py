@@ -13,7 +13,7 @@ A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers
 {layer: keep ratio, ...}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step until
 nothing is left to revive. --field times all methods instead, each at the ideal speedups that it reaches.
 
---against hf also times transformers' own `model(...)` and `generate(...)`, each after a generation of the baseline.
+--against hf also times transformers' own `generate(...)` and then `model(...)`, before a generation of the baseline.
 --turn times the second turn of a conversation: N tokens after the prompt and an answer of one token. The two turns of a
 pair run one after the other; transformers continues from its KV cache.
 
@@ -63,7 +63,7 @@ class Run:
     flops: up to the first token, scoring included (`lazyllm.engine.flops`).
     mfu: model FLOPs utilisation up to the first token (`lazyllm.measuring.utilisation`); None if the peak is unknown.
     revived: prompt tokens that each step computed, mean over layers; empty for transformers.
-    kv_bytes, aux_bytes: held after the prefill; 0 of transformers, and of a second turn.
+    kv_bytes, aux_bytes: held after the prefill; 0 for transformers, and for a second turn.
     """
 
     token_ids: list[int]

@@ -44,7 +44,7 @@ class Scoring:
 class Session:
     """The state of one generation. A method that decodes with more than the stored tokens has a subclass.
 
-    Call `prefill` once, then `step` with each generated token; a later turn begins with `turn`.
+    Call `prefill` once, then `step` or `step_together` with each generated token; a later turn begins with `turn`.
 
     decoder: the model's; it must be open in every call.
     groups: all layers, in order.
@@ -56,7 +56,7 @@ class Session:
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
 
-    context: AttentionContext  # of the group that has just run
+    context: AttentionContext  # of the group that runs, or has just run
 
     def __init__(
         self,

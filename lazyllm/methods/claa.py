@@ -20,8 +20,8 @@ class CLAA(HalfwayCut):
 
     layer, keep, window, pool: as in `lazyllm.methods.fastkv.HalfwayCut`; scores are pooled by their maximum. `keep` is
         also the share that each key head stores (SnapKV), in the layers up to `layer` except the first `layers`.
-    layers: number of the last layers up to `layer` that score together. As many first layers store all tokens.
-    retain: None stores as `keep` says, as the method does; 1 turns SnapKV off.
+    layers: how many layers, the last ones up to `layer`, score together. As many first layers store all tokens.
+    retain: None, as in the method, stores the share `keep`; 1 turns SnapKV off.
 
     Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Tokens keep their positions.
 

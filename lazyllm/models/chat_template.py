@@ -65,7 +65,7 @@ def text_between_answers(
 def unseen_tokens(last: int, token_ids: Sequence[int], end_ids: Container[int]) -> Sequence[int]:
     """Which of `token_ids`, those of a text between two answers, the model has not seen.
 
-    last: last token of the answer before. If the answer generated its end token, that is not repeated.
+    last: last token of the answer before. If it is an end token and also begins the text, the text leaves it out.
     """
     has_ended = last in end_ids and last in token_ids[:1]
     return token_ids[1:] if has_ended else token_ids

@@ -85,5 +85,5 @@ def of_phrases(
     first, after = (np.searchsorted(ends, at, side="right") for at in (token_starts, token_ends))
     ended = after - first  # phrases that end in the token
     counts = np.where((ended == 0) & spaces, 0, np.maximum(ended, 1))  # number of phrases that share the token
-    phrase = np.concatenate([np.arange(at, at + count) for at, count in zip(first, counts, strict=True)])  # these
+    phrase = np.concatenate([np.arange(at, at + count) for at, count in zip(first, counts, strict=True)])  # indices
     return np.bincount(phrase, weights=np.repeat(info / np.maximum(ended, 1), counts)) / np.bincount(phrase)

@@ -21,7 +21,7 @@ from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
 
-# K and V are sorted by position if a layer's masks would take more bytes: on a GPU, more than one block, made anew
+# K and V are sorted by position if a layer's masks would exceed these bytes; on a GPU, those of one block of queries
 SORTED_ON_CPU, SORTED = 2**20, BLOCK
 
 
@@ -66,7 +66,7 @@ class LazySession(Session):
         return super().prefill(token_ids)
 
     def _take_all(self, length: int) -> None:
-        """Begin a step with all tokens of a text."""
+        """Begin a step whose set holds all tokens of the text, `length` of them."""
         self._mask, self._count, self._stays, self._ranks = self._everything[:length], length, None, None
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
@@ -204,7 +204,7 @@ class LazySession(Session):
         return self.context.take_each()[0]
 
     def _importance_of_candidates(self, index: int) -> Tensor:
-        """[candidates] importance by position; lower than any importance for a token outside the step's set."""
+        """[candidates] importance by position; below any importance for tokens without a rank or outside the set."""
         importance, cache, unranked = self.importance(index), self.caches[index], self._unranked
         end = self._num_candidates
         if self._lowest is None:
