@@ -1,8 +1,8 @@
 """Time methods on random weights: against the baseline, against their FLOPs, and against transformers.
 
 One process makes a model of random weights and a random prompt. The baseline and a method take turns token by token, so
-a slow spell of the machine slows both; both KV caches are in memory. Ratios are taken within such a pair; a table shows
-their median and quartiles. With one CPU thread, seconds are the process's CPU time.
+a slow spell of the machine slows both; both KV caches are in memory. Ratios are taken within such a pair; the table
+shows their median and quartiles. With one CPU thread, seconds are the process's CPU time.
 
     lazyllm-bench bench --shape llama-1b --threads 1 --tokens 2000 --new-tokens 33 --method paper --against hf
     lazyllm-bench bench --shape layers=16,width=1024 --dtype float32 --method '{2: 0.4, 5: 0.5}' --json out.json
@@ -13,9 +13,9 @@ A method is a schedule: `paper` (Figure 4's), `none`, `keep1` (Figure 4's layers
 {layer: keep ratio, ...}. Random weights attend to all tokens alike, so LazyLLM revives in nearly every step until
 nothing is left to revive. --field times all methods instead, each at the ideal speedups that it reaches.
 
---against hf also times transformers' own `model(...)` and `generate(...)`, each after a generation of the baseline.
---turn times the second turn of a conversation, N tokens after the prompt and one answer token. Those of a pair run
-one after the other; transformers continues from its KV cache.
+--against hf also times transformers' own `generate(...)` and then `model(...)`, before a generation of the baseline.
+--turn times the second turn of a conversation: N tokens after the prompt and an answer of one token. The two turns of a
+pair run one after the other; transformers continues from its KV cache.
 
 Columns: "ideal" is the TTFT speedup by FLOPs. "baseline's MFU" is model FLOPs utilisation: FLOPs / TTFT over the
 device's peak, on a CPU over the rate of a matrix product. "without revival" compares the steps in which LazyLLM
@@ -63,7 +63,7 @@ class Run:
     flops: up to the first token, scoring included (`lazyllm.engine.flops`).
     mfu: model FLOPs utilisation up to the first token (`lazyllm.measuring.utilisation`); None if the peak is unknown.
     revived: prompt tokens that each step computed, mean over layers; empty for transformers.
-    kv_bytes, aux_bytes: held after the prefill; 0 of transformers, and of a second turn.
+    kv_bytes, aux_bytes: held after the prefill; 0 for transformers, and for a second turn.
     """
 
     token_ids: list[int]
@@ -102,9 +102,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class BenchCase:
-    """A method, or transformers itself ("hf"), against the baseline. turn: tokens of the second turn, if any.
+    """A method, or transformers itself ("hf"), against the baseline. turn: tokens of the second turn; 0 without one.
 
-    peak, baseline_peak: bytes beyond the weights of a generation alone; None if they are not known.
+    peak, baseline_peak: bytes that a generation takes beyond the weights if it runs alone; None if unknown.
     """
 
     name: str
@@ -236,7 +236,7 @@ def case_of(fields: Mapping[str, Any]) -> BenchCase:
 def measure(
     options: Any, model: PreTrainedModel, contenders: dict[int, dict[str, Method]], before: Sequence[BenchCase] = ()
 ) -> Iterator[BenchCase]:
-    """Each method, and transformers, against the baseline, but cases `before`. contenders: {tokens: {name: method}}."""
+    """Each method, and transformers, against the baseline; not cases `before`. contenders: {tokens: {name: method}}."""
     import torch
 
     draw = torch.Generator().manual_seed(options.seed)
@@ -252,7 +252,7 @@ def measure(
             own_peak = None if turn or method is None else peak_alone(model, method, prompt, new_tokens)
             pairs = []
             for number in range(options.warmup + options.repeats):
-                # transformers' prefill is the last that it runs, so the baseline's is next to it
+                # transformers goes first (`in_turns`), and its prefill last of all: next to the baseline's prefill
                 baseline_first = number % 2 == 0 and method is not None
                 order = [Baseline(), method] if baseline_first else [method, Baseline()]
                 if turn:
@@ -267,8 +267,8 @@ def measure(
 def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: Tensor, new_tokens: int) -> list[Run]:
     """Continue the prompt [n] by each method: all first tokens, then all second tokens, and so on.
 
-    None is transformers itself, which runs before the others. All KV caches are in memory at once. Raises
-    FloatingPointError if logits are not finite.
+    None is transformers itself, which runs to its end before the others. The others' KV caches are in memory at once.
+    Raises FloatingPointError if logits are not finite.
     """
     import torch
 
@@ -277,7 +277,7 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
     from lazyllm.measuring import utilisation
 
     def token_by_token(method: Method) -> Iterator[Run | None]:
-        """The generation of `lazyllm.generate`: each `next` generates a token; the last one gives the run."""
+        """Generate as `lazyllm.generate` does, a token at each `next`; the last one gives the run, the others None."""
         request = Request(Prompt(prompt), method, new_tokens, Greedy())
         ttft_s, generation = timed(model, lambda: begin(decoder, request))
         session, step_s = generation.session, list[float]()
@@ -373,10 +373,10 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
 
 
 def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
-    """FLOPs of a second turn of m tokens after n and one of the answer, counted as in `prefill_flops`.
+    """FLOPs of a second turn of m tokens, after n prompt tokens and one answer token, counted as in `prefill_flops`.
 
-    A layer runs the tokens of the second turn's selection that it has not stored in the first; each attends to the
-    selection up to itself, in a layer with a sliding window to the last ones of it.
+    A layer runs the tokens of the second turn's selection that it did not store in the first turn. Each attends to the
+    selection up to itself; in a layer with a sliding window, to the last tokens of that.
     """
     layers, shape = config.num_hidden_layers, LayerShape.of(config)
     flops = prefill_flops(config, [0] * layers)  # the logits
@@ -391,8 +391,8 @@ def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
 
 
 def field(config: Any, n: int, speedups: Sequence[float], draft: str) -> dict[str, Method]:
-    """Every method at each ideal TTFT speedup that it reaches on n prompt tokens; once if it is not solved for one."""
-    needed: dict[str, dict[str, Any]] = {  # besides `target_parameter`; all else is the authors' default
+    """Every method at each ideal TTFT speedup that it reaches on n prompt tokens; without `target_parameter`, once."""
+    needed: dict[str, dict[str, Any]] = {  # settings beside `target_parameter`; all others are the authors' defaults
         "asl": {"threshold": 1e9},  # on random weights ranks never settle: cut at the earliest layer
         "prompt_compression": {"keep": 0.5, "unit": "token"},
         "specprefill": {"draft": draft},

@@ -1,4 +1,4 @@
-"""Files written whole, and the cache."""
+"""Writing a file completely or not at all, and the folder for downloads."""
 
 import os
 from contextlib import suppress

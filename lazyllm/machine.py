@@ -1,4 +1,4 @@
-"""Facts about the machine and the code, for stored results: what it is, and how fast it can be."""
+"""Facts about the machine and the code, for stored results: device, its peak speeds, versions, commit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Accelerator:
         return None
 
     def share(self, flops_per_s: float, dtype: str = "bfloat16", tf32: bool = False) -> float | None:
-        """The share of the `peak` at a rate; None without a peak. Raises UserError for more than any clock reaches."""
+        """`flops_per_s` as a share of the `peak`; None without a peak. Raises UserError for more than a card can do."""
         peak = self.peak(dtype, tf32)
         if peak is None:
             return None
@@ -85,7 +85,7 @@ ACCELERATORS = {
     "v100": Accelerator("V100", 125e12, 15.7e12, 0.9e12, 16, has_bfloat16=False),
     "t4": Accelerator("T4", 65e12, 8.1e12, 0.32e12, 16, has_bfloat16=False),
 }
-# Words of names of parts (MIG) and of smaller cards with a larger one's number, such as the RTX 4090 D
+# Words in the names of parts of a GPU (MIG), and of smaller cards that share a number, such as the RTX 4090 D
 _SMALLER = {"MIG", "D", "Laptop"}
 
 
@@ -157,7 +157,7 @@ def torch_build() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """The installed version, or that there is none, as of this package where its checkout alone is there."""
+    """The installed version of a package, or "not installed"; this package itself may be a mere checkout."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -27,10 +27,10 @@ def read_work_clock(device: torch.device) -> float:
 
 
 def utilisation(model: Any, flops: float, seconds: float) -> float | None:
-    """The share of the peak of the model's device that some work used; None if the peak is not known.
+    """FLOP/s as a share of the peak of the model's device; None if the peak is not known.
 
-    The peak is that of the data sheet, and on a CPU the rate of one matrix product: of 1,000 of the model's tokens, the
-    best of three. Raises UserError for more than a data sheet's.
+    The peak is the data sheet's. On a CPU it is the rate of the fastest of four products of 1,000 tokens with an MLP
+    matrix. Raises UserError for more than the data sheet's peak.
     """
     device, dtype, shape = devices_of(model)[0], model.dtype, LayerShape.of(model.config)
     if getattr(model.config, "quantization_config", None) is not None:  # its products are faster
@@ -42,15 +42,14 @@ def utilisation(model: Any, flops: float, seconds: float) -> float | None:
 
 
 def allows_tf32() -> bool:
-    """Whether CUDA's products in float32 may use TF32. From torch 2.9 on, `allow_tf32` may raise once the newer setting
-    was used."""
-    matmul: Any = torch.backends.cuda.matmul
+    """Whether CUDA's products in float32 may use TF32."""
+    matmul: Any = torch.backends.cuda.matmul  # from torch 2.9 on, `allow_tf32` may raise if `fp32_precision` was used
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 @cache
 def _cpu_rate(dtype: torch.dtype, width: int, mlp_width: int, threads: int) -> float:
-    """FLOP/s of a product, measured once for each number of threads."""
+    """FLOP/s of a matrix product, measured once for all calls with the same arguments."""
     device, seconds = torch.device("cpu"), []
     rows, weight = (torch.rand(size).to(dtype) for size in ((1000, width), (width, mlp_width)))
     for _ in range(4):  # the first one is slower
@@ -82,7 +81,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(func.name())
-        if func is torch.ops.aten.scaled_dot_product_attention.default:  # whole in inference mode
+        if func is torch.ops.aten.scaled_dot_product_attention.default:  # inference mode does not take it apart
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -101,7 +100,7 @@ def attention_events(run: Callable[[], object]) -> list[str]:
 
 
 def attention_kernel(events: Sequence[str]) -> str:
-    """The attention kernel that ran, by `attention_events`: their own names if it is not known here."""
+    """The attention kernel that ran, by `attention_events`; the events themselves if they name no known kernel."""
     names = ", ".join(events)
     return next((kernel for part, kernel in _KERNELS.items() if part in names), names or "not told by its operators")
 
@@ -116,7 +115,7 @@ def reset_peak(*devices: torch.device) -> None:
 
 
 def read_peak(*devices: torch.device) -> int | None:
-    """The sum of peak bytes since `reset_peak`, allocated on a GPU, resident on a CPU; None if one is unknown."""
+    """The sum of the devices' peak bytes since `reset_peak`: allocated on a GPU, resident on a CPU; None if unknown."""
     total = 0
     for device in devices:
         if device.type == "cuda":
@@ -137,7 +136,7 @@ def memory_of(*devices: torch.device) -> int | None:
 
 
 def release_memory(*devices: torch.device) -> None:
-    """Return the memory that nothing uses any more to the system, so that a peak shows new use of it."""
+    """Return unused memory to the system, so that a later peak shows new use only."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc has it, musl has not

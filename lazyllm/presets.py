@@ -37,17 +37,17 @@ def _preset(about: dict[str, Any]) -> Preset:
 _ABOUT = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 PRESETS: dict[str, Preset] = {name: _preset(about) for name, about in _ABOUT.items()}
 
-SIZES = {
+SIZES = {  # name of a size: field of the config
     "layers": "num_hidden_layers", "width": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
 }  # fmt: skip
 
 
 def fields_of(shape: str) -> dict[str, Any]:
-    """A config's fields, of a preset or of sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
+    """The fields of a config: a preset's, or made from sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
 
-    Default sizes: heads of width 64, as many key heads, an MLP of 8/3 of the width, 32,000 words. "llama-1b" is Llama
-    3.2 1B. Raises UserError for another shape.
+    Default sizes: heads of width 64, as many key heads as query heads, an MLP of 8/3 of the width, a vocabulary of
+    32,000 tokens. "llama-1b" is Llama 3.2 1B. Raises UserError for another shape.
     """
     preset = PRESETS.get("llama3.2-1b" if shape == "llama-1b" else shape)
     if preset is not None:

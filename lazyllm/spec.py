@@ -40,7 +40,7 @@ class ModelSpec:
     sdpa_backend: the first choice of SDPA on a GPU: "flash", "cudnn" (in prefill only), "efficient" or "math"; "auto"
         takes cuDNN on Hopper and flash elsewhere. A backend that cannot run an input leaves it to the next one.
     quantise: quantise the weights while they are read: "int8" or "int4" by torchao, "bnb_int8" (LLM.int8) or "bnb_nf4"
-        by bitsandbytes. None leaves them as they are, quantised or not.
+        by bitsandbytes. None reads the weights as they are stored, quantised already or not.
     device_map: "auto" spreads the layers over all accelerators, then over the host's memory; a mapping
         {module: accelerator's number, "cpu" or "disk"} places each module. Needs accelerate, and `device="auto"`.
     seed: seed of random weights.
@@ -69,7 +69,7 @@ class ModelSpec:
         return self.load_format == "dummy"
 
     def check(self) -> None:
-        """Refuse unknown or contradicting settings; `load.check_loading` has the others. Raises UserError."""
+        """Refuse unknown or contradictory settings; `load.check_loading` makes the other checks. Raises UserError."""
         for key, choices in _CHOICES.items():
             if (value := getattr(self, key)) not in choices:
                 raise UserError(f"unknown {key} {value!r}: give one of {', '.join(map(str, choices))}")

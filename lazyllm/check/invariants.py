@@ -1,9 +1,6 @@
 """The invariants of every method, on any model; the library's own tests run them too.
 
-Each takes a model, a method and a prompt of token ids, and raises AssertionError that names the difference.
-
-Notation:
-    n  prompt tokens
+Each takes a model, a method and a prompt of n token ids, and raises AssertionError that names the difference.
 """
 
 import math

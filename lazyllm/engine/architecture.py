@@ -1,7 +1,7 @@
-"""What a model does around its layers: its own code, run without its layers.
+"""The model's own code before its layers and after its last norm, run without the layers.
 
-Nothing here depends on a model's name. A model that the loop over layers (`lazyllm.engine.decoder`) cannot reproduce
-is refused.
+The checks here refuse a model that the loop over layers (`lazyllm.engine.decoder`) cannot reproduce. They look at what
+the model's code does, never at the model's name.
 """
 
 import inspect
@@ -44,8 +44,8 @@ def check_structure(model: PreTrainedModel) -> None:
         raise UserError(f"{name}, or a layer of it, is in training mode (dropout): call model.eval() first")
 
 
-# The tensors that the loop gives the layers, or that they can do without. A model that gives them others does more than
-# the loop would
+# Tensor arguments of a layer that the loop passes, or that a layer can do without. A model that passes others does more
+# than the loop
 _GIVEN = frozenset(
     {"hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings", "cache_position"}
 )
@@ -58,8 +58,8 @@ _CHECKED: WeakSet[PreTrainedModel] = WeakSet()
 def check_surroundings(model: PreTrainedModel) -> None:
     """Refuse a model that does more around its layers than the loop over layers reproduces; checked once per model.
 
-    Runs one token through the model's own code without its layers, after more tokens than any window has. No weight
-    matrix is multiplied. Raises UserError as `check_structure`, and if the loop cannot reproduce the run.
+    Runs one token through the model's own code without its layers. The cache holds more tokens than any sliding window.
+    No weight matrix is multiplied. Raises UserError as `check_structure`, and if the loop cannot reproduce the run.
     """
     check_structure(model)
     if model in _CHECKED:
@@ -71,8 +71,8 @@ def check_surroundings(model: PreTrainedModel) -> None:
         cache = DynamicCache()
         filler = torch.zeros(1, 1, past, 1, device=main_device(model), dtype=model.dtype)
         cache.update(filler, filler, 0)
-        with replaced(model.config, "_attn_implementation", "eager"):  # whose masks are complete
-            # position 0: a RoPE that grows with the length (dynamic NTK) resets itself
+        with replaced(model.config, "_attn_implementation", "eager"):  # other implementations may get no mask
+            # `token` is also the position, 0: there, a RoPE that grows with the text (dynamic NTK) resets itself
             hidden, calls = Surroundings(model).before_layers(token, token, cache)
     except torch.OutOfMemoryError:  # not the model's fault
         raise
@@ -104,7 +104,7 @@ def check_surroundings(model: PreTrainedModel) -> None:
 class Surroundings:
     """What a model does before its layers and after its last norm, by the model's own `forward`.
 
-    `forward` and not a call: a user's hooks on the model are for the model's own runs.
+    `forward` is called, not the module, so that a user's hooks on the model see the model's own runs only.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -118,7 +118,7 @@ class Surroundings:
     ) -> tuple[Tensor, list[dict[str, Any]]]:
         """[1, m, w] hidden states that enter layer 1, and the arguments of each layer's call.
 
-        token_ids, positions: [m]. cache: what the masks are made for; without one there may be no masks.
+        token_ids, positions: [m]. cache: the cache that the model makes its masks for; without one it may make none.
         """
         inner = self._model.model
         with _in_place_of_modules(inner, layers=self._stand_ins, norm=lambda hidden: hidden):
@@ -143,9 +143,9 @@ class Surroundings:
 
 @contextmanager
 def _in_place_of_modules(owner: nn.Module, **others: Any) -> Iterator[None]:
-    """Within it, `others` stand in for submodules of these names: plain objects, faster to call and index than modules.
+    """Within this context, attributes of `owner` hide its submodules of the same names.
 
-    Attributes of the instance hide its submodules.
+    The attributes are plain objects, which are faster to call and to index than modules.
     """
     vars(owner).update(others)
     try:

@@ -27,11 +27,11 @@ from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
 BLOCK_ON_CPU, BLOCK = 2**22, 2**25
-# (query, key) pairs in a mask of `attend_in_order`: larger ones hold more of those that a kernel without a mask serves
+# (query, key) pairs of a block's mask in `attend_in_order`. A larger block masks more pairs that need no mask
 ORDERED_ON_CPU, ORDERED = 2**16, 2**20
 
-# (queries, keys) -> [b, k] bool: which of the last k keys each query attends to; it attends to all keys before these.
-# None: each attends to all keys (`AttentionMask.visible_last`)
+# (slice of queries, slice of keys) -> [b, k] bool: which of the last k keys each query attends to, beside all keys
+# before these. None: all queries attend to all keys (`AttentionMask.visible_last`)
 Visible = Callable[[slice, slice], Tensor | None]
 
 
@@ -41,11 +41,11 @@ class AttentionContext:
     cache: stores the K and V of the tokens, for which it has slots.
     positions: [m] of the tokens.
     length: tokens of the whole text; all positions are below it.
-    scores: to record; they are moved to the device of `positions`.
+    scores: the scores to record; they are moved to the device of `positions`.
     chosen: the stored tokens that the run attends to, up to their own positions; None for all. A layer with a sliding
         window attends to those in the window.
-    ranks: [m] for each token, the number of chosen tokens up to itself. With them, keys are sorted by position; None
-        leaves keys as they are stored.
+    ranks: [m] for each token, the number of chosen tokens up to itself, itself included. With ranks, keys are sorted by
+        position (`PositionSortedMask`); None leaves keys as they are stored.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     mask: which stored tokens the running layer attends to.
     """
@@ -66,7 +66,7 @@ class AttentionContext:
         self._length = length
         self._wanted, self._recorded = scores, list[Tensor]()
         self._positions, self._chosen, self._ranks = positions, chosen, ranks
-        self._masks: dict[int | None, AttentionMask] = {}  # by window: layers of the same one share their mask
+        self._masks: dict[int | None, AttentionMask] = {}  # by window; each keeps the mask of its last block
 
     @property
     def decodes(self) -> bool:
@@ -106,15 +106,15 @@ class RecordingAttention:
     """An attention function for transformers. It makes the masks, calls the model's own attention, and records scores.
 
     The model's own attention (SDPA, FlashAttention, eager) does the work, with three exceptions:
-    - queries that need a mask run in blocks (`in_blocks`): in prefill those of layers with a window, unless
-      FlashAttention can count it in slots, and all of eager attention; in decoding all but a single query that attends
-      to all tokens, or to a copy of some (`AttentionMask.slots`)
-    - `attend_to_chosen` runs these blocks in decoding, FlashAttention's too, which takes no masks, and all decoding in
-      place of SDPA, by the same kernels: they then read K and V once, not once for every query head that shares them
-    - `attend_in_order` serves many queries in decoding, of which each attends to the first ones of sorted tokens
+    - Queries that need a mask run in blocks (`in_blocks`). In prefill, eager attention needs masks in all layers, the
+      others in layers with a window (FlashAttention only if its window, counted in slots, would span gaps). In decoding
+      all queries need one, except a single one that attends to all tokens or to a copy of some (`AttentionMask.slots`).
+    - `attend_to_chosen` runs these blocks in decoding, and in prefill for FlashAttention, which takes no masks. It runs
+      all decoding in place of SDPA, by the same kernels: they read K and V once, not once per head that shares them.
+    - `attend_in_order` runs decoding steps that revive many tokens (`PositionSortedMask`).
 
-    running: for each generation whose tokens are in the run, its context and the number of its tokens, in order. Each
-        stores its K and V, and attends to them, apart from the others.
+    running: for each generation in the run, in order, its context and the number of its tokens. Each generation stores
+        its own K and V, and attends to these only.
     """
 
     _context: AttentionContext  # of the generation whose attention runs
@@ -152,11 +152,11 @@ class RecordingAttention:
         context.record(layer, query, key, kwargs["scaling"], kwargs.get("softcap"))
         mask, in_prefill = context.mask, not context.decodes
         if mask.slots is not None:
-            slots = mask.slots = mask.slots.to(key.device)  # once for all layers there
+            slots = mask.slots = mask.slots.to(key.device)  # moved once for all layers on that device
             key, value = context.cache.take(layer, slots, key.shape[3])
         if isinstance(mask, PositionSortedMask):
             return attend_in_order(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
-        # without a mask, prefill is causal; FlashAttention's also has windows, which count slots: there may be no gaps
+        # without a mask, prefill is causal; FlashAttention also applies the window, but in slots: there may be no gaps
         needs_none = (self._is_flash and context.cache.is_contiguous) or (not self._is_eager and mask.window is None)
         if (in_prefill and needs_none) or mask.is_everything:
             return self.attend(module, query, key, value, None, kwargs)
@@ -167,7 +167,7 @@ class RecordingAttention:
         blocks, decodes = self._context.mask, self._context.decodes
         heads, share = query.shape[1], query.shape[1] // key.shape[1]
         form = functools.partial(additive_mask, share=share if self._masks_are_ours else 1, dtype=query.dtype)
-        # a pair costs one product per head if products are held in memory, else only its cell of the mask
+        # elements in memory for a (query, key) pair: a logit of each head if attention holds them, else `share` of mask
         held = heads if kwargs.get("softcap") is not None or (self._is_eager and not decodes) else share
         out: Tensor | None = None
         for rows, keys, mask in blocks.blocks(form, held * query.dtype.itemsize, query.device):
@@ -188,7 +188,7 @@ class RecordingAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
-        """[1, m, h, d] attention with one mask, in the form that `in_blocks` chose; None as in the model's own."""
+        """[1, m, h, d] attention of a block. mask: from `in_blocks`; None: causal in prefill, all keys in decoding."""
         if (self._context.decodes and self._is_sdpa) or (mask is not None and self._masks_are_ours):
             return attend_to_chosen(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
         if self._is_eager:  # every modelling file of transformers defines its own
@@ -221,7 +221,7 @@ def installed_attention(model: PreTrainedModel) -> Iterator[RecordingAttention]:
 
 
 # Arguments of an attention function that do not change its result, or that are honoured here: `scaling`, `softcap`, and
-# `sliding_window`, which is in the masks. `is_causal` is looked at
+# `sliding_window`, which is in the masks. `_check_terms` checks `is_causal`
 _HARMLESS = frozenset(
     {"scaling", "softcap", "sliding_window", "dropout", "position_ids", "cache_position", "use_cache", "is_causal"}
     | {"output_attentions", "output_hidden_states", "return_dict"}
@@ -308,7 +308,7 @@ def _logits(
 def _summed_scores(
     query: Tensor, key: Tensor, visible: Visible, scaling: float, softcap: float | None, spec: ScoreSpec
 ) -> Tensor:
-    """`attention_scores` with `spec.summed`: [h, s], or [s]. Runs blocks of queries, each over its own keys."""
+    """`attention_scores` with `spec.summed`: [h, s], or [s]. Blocks of queries run over the keys up to their end."""
     heads, m, s = query.shape[1], query.shape[2], key.shape[2]
     w = min(spec.queries, m)
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -317,7 +317,7 @@ def _summed_scores(
     key = key.to(exact)  # once for all blocks
     sums = weights.new_zeros((heads, s))
     block = max(1, (BLOCK_ON_CPU if key.device.type == "cpu" else BLOCK) // (heads * s))
-    if block < w:  # in the order in which the products read it
+    if block < w:  # several blocks read it: stored in the order in which their products do
         key = key.transpose(-1, -2).contiguous().transpose(-1, -2)
     for first in range(m - w, m, block):
         rows = slice(first, min(first + block, m))
@@ -360,9 +360,9 @@ def attend_in_order(
 ) -> Tensor:
     """Attention of m queries to the first keys, as many as `mask` says for each of them.
 
-    All queries of a block attend to the keys before the first query's own, which a kernel without a mask serves. The
-    result is joined to that over the other keys by the sums of exponentials that the kernels give.
-    query [1, h, m, d]; key, value [1, g, s, d] in the order of positions. Returns [1, m, h, d].
+    In a block, all queries attend to the keys before the first query's own: a kernel without a mask runs these keys,
+    another one the rest under a mask. The kernels' log-sum-exps of the logits give the weights that join both results.
+    query [1, h, m, d]; key, value [1, g, s, d] sorted by position. Returns [1, m, h, d].
     """
     heads, m = query.shape[1:3]
     has_kernel = softcap is None and gives_sums(query, value)

@@ -40,7 +40,7 @@ def generate_many(
 ) -> Iterator[tuple[int, Generation]]:
     """Continue prompts greedily, several at a time: (index in `prompts`, its `Generation`) as they end, in any order.
 
-    batch_size: generations that decode together, 1 or more; memory is the sum of their own. Other arguments as of
+    batch_size: generations that decode together, 1 or more; memory is the sum of theirs. Other arguments are those of
         `generate`.
 
     Answers, selections, counts and bytes are those of `generate`, up to rounding: products of several tokens may round
@@ -60,9 +60,9 @@ def generate_many(
 def generate_requests(
     model: PreTrainedModel, requests: Sequence[Request], batch_size: int
 ) -> Iterator[tuple[int, Generation]]:
-    """(index, Generation) of the requests as they end, at most `batch_size` at a time; one by one in their order.
+    """(index, Generation) of the requests as they end, at most `batch_size` at a time.
 
-    Raises as `generate`, and whatever a sampler raises.
+    The longest starts first, but with a batch size of 1 they run in order. Raises as `generate`, and as the samplers.
     """
     waiting = sorted(requests, key=lambda request: -len(request.prompt)) if batch_size > 1 else [*requests]
     batch = Batch(model, batch_size)

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Spare slots, at least, that a full store gets when it grows, so that one growth serves several steps
+# The least number of spare slots that a full cache gets when it grows, so that one growth serves several steps
 GROWTH = 64
 
 
 class GroupCache:
     """K and V of the tokens that one group of layers has computed, in the order of computation.
 
-    The model's attention layers get it as `past_key_values`: `update` stores their new K and V and returns those to
-    attend to. Before each run, `advance` gives its tokens the next slots. After one, `retain` may forget tokens.
+    Before each run, `advance` gives its tokens the next slots. In each layer, the attention function (`attention.py`)
+    calls `update`, which stores the new K and V and returns those to attend to. Later, `retain` may forget tokens.
 
     capacity: slots made at the first step; grows if more are needed.
-    max_length: of the whole text: no more slots are made.
-    length: stored tokens, those of the run included.
-    added: tokens of the run.
+    max_length: tokens that the whole text may have; the capacity does not grow beyond it.
+    length: stored tokens, those of the current run included.
+    added: tokens of the current run.
     is_ascending: whether slots are in the order of positions: no run added a token before a stored one.
     """
 
@@ -38,8 +38,8 @@ class GroupCache:
         self._capacity = capacity
         self._text_length = 0
         self._positions = [torch.empty(0, dtype=torch.long, device=device)]  # a piece for each run; joined when read
-        # of each layer, K and V in one tensor, so that one operation stores both: [2, g, capacity, d], or side by side
-        # [1, g, capacity, sum of their d] if they differ in width
+        # {layer: K and V in one tensor, so that one operation stores both}: [2, g, capacity, d]; side by side in
+        # [1, g, capacity, sum of the widths] if their widths differ
         self._stored: dict[int, Tensor] = {}
 
     @property
@@ -52,7 +52,7 @@ class GroupCache:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether all tokens of the text are stored, each in the slot of the same number as its position."""
+        """Whether all tokens of the text are stored, each in the slot with the number of its position."""
         return self.is_ascending and self.length == self._text_length
 
     @property
@@ -86,7 +86,7 @@ class GroupCache:
         stored = self._stored[layer_idx]
         torch.cat([key, value], dim=dim, out=stored[:, :, start : self.length])
         if start == 0:
-            return key, value  # prefill attends to its own tokens only; this layout is the fastest for the kernels
+            return key, value  # prefill attends to its own tokens only; kernels read these faster than the stored ones
         keys, values = stored[:, :, : self.length].split_with_sizes(sizes, dim=dim)
         return keys, values
 
@@ -98,9 +98,9 @@ class GroupCache:
         return taken.split_with_sizes([key_width, taken.shape[3] - key_width], dim=3)
 
     def retain(self, slots: Tensor) -> None:
-        """Forget all tokens but those in `slots` [k] (ascending), and free their memory.
+        """Forget all tokens but those in `slots` (ascending), and free the memory of the others.
 
-        slots: [g, k] for other tokens in each key head; afterwards only new tokens may be added.
+        slots: [k], or [g, k] if each key head keeps tokens of its own; then only newer tokens may be added later.
         """
 
         def kept(old: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class GroupCache:
         self.length = slots.shape[-1]
 
     def _rebuild(self, capacity: int, kept: Callable[[Tensor], Tensor]) -> None:
-        """Replace K and V by `kept` of them, with room for `capacity` tokens. They are on their layers' devices."""
+        """Replace each layer's K and V, on its own device, by `kept` of them, with room for `capacity` tokens."""
         for layer, old in self._stored.items():
             stays = kept(old)
             self._stored[layer] = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
@@ -123,7 +123,7 @@ class GroupCache:
 
 
 class AuxCache:
-    """Hidden states, at one boundary, of the prompt tokens that were computed up to it and not beyond.
+    """Hidden states, at one boundary, of the tokens that were computed up to it and not beyond.
 
     Sizes are known on the host and indices stay on the device, so nothing here waits for the device. Free slots are
     reused, so memory is that of the largest number of states ever held at once.

@@ -22,8 +22,8 @@ _PASSED: WeakSet[PreTrainedModel] = WeakSet()
 def check_same_as_model(model: PreTrainedModel) -> None:
     """Run a few tokens through the loop over layers and through `model(...)`: the logits must agree. Once per model.
 
-    Most tokens run as a prompt, the others as decoding steps, so layers that keep more than K and V, or mix tokens
-    outside attention, do not pass. The tokens exceed a window of up to `CHECKED_WINDOW`.
+    Most tokens run as a prompt, the others as decoding steps. So layers that keep a state besides K and V, or mix
+    tokens outside attention, fail. The tokens exceed the shortest sliding window if it has at most `CHECKED_WINDOW`.
     Raises UserError if the logits differ, or if a layer does not call transformers' attention functions;
     FloatingPointError if the model's own logits are not finite.
     """
@@ -45,7 +45,7 @@ def check_same_as_model(model: PreTrainedModel) -> None:
     if not expected.isfinite().all():
         raise FloatingPointError(f"{name}: the model's own logits are not finite (NaN or infinite)")
     worst = (ours - expected).abs().max().item()
-    share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2
+    share = 1e-2 if torch.finfo(model.dtype).eps < 1e-3 else 5e-2  # tolerance, of the largest logit; 5e-2 in bfloat16
     if not worst <= share * expected.abs().max().item():
         raise UserError(
             f"{name} is not supported: running its layers one by one gives other logits than the model (by up to "

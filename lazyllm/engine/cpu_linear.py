@@ -11,21 +11,21 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# MKL is fast for one row, and from about 32 rows on. Prefill always uses MKL, for the baseline and for methods, so that
-# no method looks fast by a faster library.
+# MKL is fast for one row and from about 32 rows on; between, oneDNN is faster. Prefill always uses MKL, with or without
+# a method, so that no method owes its speedup to another library
 FEW_ROWS = range(2, 32)
 LARGE_MATRIX = 2**18  # elements; for smaller matrices, converting to oneDNN's tensors costs more than it saves
 
-# {bfloat16 weight: (what changes if its values do, its copy in FBGEMM's layout; None if float16 cannot hold it)}
+# {bfloat16 weight: (address and version, which change with its values; copy for FBGEMM, None if float16 is too narrow)}
 _COPIES = WeakTensorKeyDictionary()
 
 
 def fast_linear(rows: Tensor, largest: int, packed: bool = False) -> AbstractContextManager[Any]:
-    """A context for running layers over rows [1, m, w] in a decoding step, with other products if they are faster.
+    """A context in which layers run over rows [1, m, w] in a decoding step, with faster products if there are any.
 
     largest: elements of the layers' largest matrix.
     packed: the rows are of several generations, and weights stay in memory. Only then are products in bfloat16 replaced
-        too, on a CPU without instructions for it: there, torch's cost as much as those of one row after the other.
+        too, on a CPU without instructions for it: there, torch takes as long as for m products of one row.
     """
     m, backends = rows.shape[1], torch.backends
     if rows.device.type != "cpu" or largest < LARGE_MATRIX:

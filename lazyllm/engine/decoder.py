@@ -25,7 +25,7 @@ from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.sdpa import backends
 from lazyllm.errors import UserError
 
-# The open models, by their configs: a config names its model's attention function, which is replaced
+# The ids of open models' configs: opening a model replaces the attention function that its config names
 _OPEN: set[int] = set()
 _LOCK = Lock()
 
@@ -38,7 +38,7 @@ class Tokens:
     positions: [m] ascending.
     rope: (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each kind of RoPE in the model.
     is_newest: whether they come after all stored tokens; False if some are revived.
-    ranks: as of `AttentionContext`.
+    ranks: as in `AttentionContext`.
     """
 
     hidden: Tensor
@@ -48,7 +48,7 @@ class Tokens:
     ranks: Sequence[int] | None = None
 
     def __getitem__(self, indices: Tensor | slice) -> Tokens:
-        """Some of the tokens."""
+        """Some of the tokens, without `ranks`."""
         rope = tuple(part[:, indices] for part in self.rope)
         return Tokens(self.hidden[:, indices], self.positions[indices], rope, self.is_newest)
 
@@ -61,11 +61,11 @@ class Decoder:
 
     `open_decoder` makes one, installs the attention that records scores, and removes it again.
 
-    shape: of a layer.
-    device: holds everything that no layer owns.
-    devices: all that compute. The inputs of layers on other devices are moved there, and the output is moved back.
+    shape: the sizes of a layer.
+    device: the device of everything that no layer owns.
+    devices: all that the model computes on. `run` moves inputs to the devices of the layers, and the output back.
     tokens_run: tokens run so far; a run through a share of the layers counts as that share of a token.
-    attention: as installed while the decoder is open.
+    attention: the attention function installed while the decoder is open.
     """
 
     attention: RecordingAttention
@@ -112,9 +112,8 @@ class Decoder:
     def run(self, contexts: Sequence[AttentionContext], tokens: Sequence[Tokens], layers: range) -> list[Tokens]:
         """The tokens of each generation after these layers, which run all of them as one sequence [1, sum of m, w].
 
-        contexts: of each generation, for the group. Each attends to its own cache
-            only, which then holds the tokens' K and V.
-        layers: of the group, from its first one on, or from where the last run stopped.
+        contexts: one for each generation. Its tokens attend to its own cache only, which then holds their K and V.
+        layers: of a group, from its first layer on, or from where the last run stopped.
         """
         sizes = [len(one) for one in tokens]
         self.tokens_run += sum(sizes) * len(layers) / len(self.layers)
@@ -135,7 +134,7 @@ class Decoder:
                     hidden,
                     attention_mask=None,
                     position_ids=position_ids,
-                    past_key_values=_Unstored,  # the class, which stores nothing: the attention function does
+                    past_key_values=_Unstored,  # stores nothing: the attention function stores K and V
                     use_cache=True,
                     position_embeddings=rope[2 * kind : 2 * kind + 2],
                 )
@@ -162,7 +161,7 @@ class Decoder:
 def open_decoder(model: PreTrainedModel, decoder: Decoder | None = None) -> Iterator[Decoder]:
     """A `Decoder` over `model`; on exit the model is as it was.
 
-    decoder: the one of an earlier call, whose sessions go on; None makes one.
+    decoder: that of an earlier call, whose sessions go on; None makes a new one.
 
     Raises UserError if the model is open already (in another thread, or in a callback), or if the loop cannot reproduce
     it, checked without running its layers (`lazyllm.engine.checks.check_same_as_model` runs them).
@@ -240,11 +239,10 @@ def run_layers(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run tokens that attend to one another only, and are stored nowhere.
 
-    decoder: open.
+    decoder: must be open.
     token_ids: [n], on the model's device, at positions from 0 on.
     layers: number of the first layers to run; None for all.
-    scores: the attention scores to record.
-    stop_at: as of `AttentionContext`.
+    scores, stop_at: as in `AttentionContext`.
 
     Returns their hidden states [1, n, w] after these layers, and the scores of each layer that `scores` names. The run
     counts in `decoder.tokens_run`, and so in `Generation.scoring_tokens`.
@@ -260,7 +258,7 @@ def run_layers(
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """`run_layers` up to the attention of `layer`: its query [1, h, n, d] and key [1, g, n, d], after RoPE.
 
-    Both are on the device of that layer, which counts in `decoder.tokens_run` as a whole one.
+    layer: from 1; it counts in `decoder.tokens_run` as a whole layer. Query and key are on its device.
     """
     try:
         run_layers(decoder, token_ids, layer, stop_at=layer - 1)
@@ -295,9 +293,7 @@ class _Unstored:
 def importance_of_layers(model: PreTrainedModel, token_ids: Tensor | Sequence[int]) -> Tensor:
     """[layers, n] Eq. 1 in every layer: attention of the last token to each token, mean over heads (Figure 2).
 
-    token_ids: one prompt [n].
-
-    Nothing is pruned. The result is on the host, in at least float32; a row sums to 1.
+    token_ids: one prompt [n]. Nothing is pruned. The result is on the host, in at least float32; a row sums to 1.
     """
     with open_decoder(model) as decoder:
         prompt = torch.as_tensor(token_ids).to(decoder.device)

@@ -38,7 +38,7 @@ def devices_of(model: Any) -> tuple[torch.device, ...]:
 
 
 def is_spread(model: Any) -> bool:
-    """Whether accelerate moves the model's inputs or weights."""
+    """Whether accelerate placed the model, and moves inputs or weights between devices."""
     return hasattr(model, "hf_device_map")
 
 
@@ -60,7 +60,7 @@ def read_clock(*devices: torch.device) -> float:
 
 
 def tf32_products(allowed: bool) -> AbstractContextManager[None]:
-    """A context in which CUDA may, if `allowed`, run products of float32 in TF32, on tensor cores."""
+    """A context that lets CUDA run products of float32 in TF32, on tensor cores, if `allowed`; else changes nothing."""
     matmul: Any = torch.backends.cuda.matmul
     name, tf32 = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
     return replaced(matmul, name, tf32) if allowed else nullcontext()
@@ -68,7 +68,7 @@ def tf32_products(allowed: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value; its own one on exit."""
+    """Within this context, an attribute has another value."""
     own = getattr(owner, name)
     setattr(owner, name, value)
     try:

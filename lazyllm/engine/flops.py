@@ -24,7 +24,7 @@ class LayerShape:
     def of(cls, config: Any) -> LayerShape:
         """Read the shape from a transformers config of a decoder with gated MLPs, fused or not (no experts).
 
-        A config without an MLP's width, such as GPT-2's, is taken for one of four times the model's width.
+        Without an MLP width in the config, as in GPT-2's, it is four times the model's width.
         """
         heads = config.num_attention_heads
         return cls(
@@ -44,7 +44,7 @@ class LayerShape:
 
     @property
     def largest_matrix(self) -> int:
-        """Elements of its largest matrix."""
+        """Elements of a layer's largest matrix."""
         return self.width * max(self.mlp_width, self.heads * self.head_dim)
 
     @property
@@ -78,10 +78,10 @@ def windows_of(config: Any) -> list[int | None]:
 def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1, matrices: int | None = None) -> int:
     """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at `logits` positions.
 
-    matrices: elements of the matrices in a layer of another kind than `LayerShape` describes.
+    matrices: elements of all matrices of a layer, for layers of another kind than `LayerShape` describes.
     A multiplication and an addition count as two FLOPs. Attention counts the pairs that causality and the layer's
-    sliding window allow; the tokens left are counted as neighbours, so a window may count too many. Not counted, as
-    below 1 %: norms, RoPE, softmax, activations, and the selection.
+    sliding window allow, as if the remaining tokens were neighbours: with a window, pruning leaves fewer pairs. Not
+    counted, as below 1 %: norms, RoPE, softmax, activations, and the selection.
     """
     shape = LayerShape.of(config)
     linear_flops = shape.linear_flops if matrices is None else 2 * matrices
@@ -101,9 +101,8 @@ def _pairs(n: int, window: int | None) -> int:
 def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | None:
     """The keep ratio, in steps of 1/10000, whose `speedup` is nearest to `target`.
 
-    None for a target that no ratio reaches, or below 1.
-
     speedup: (keep ratio) -> speedup, which falls as the ratio grows.
+    Returns None if the target is below 1, or if no ratio reaches it.
     """
 
     def of_step(step: int) -> float:
@@ -117,5 +116,5 @@ def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | N
 
 
 def first_layers_flops(config: Any, n: int, layers: int) -> int:
-    """FLOPs of n tokens in the first `layers` layers, without logits (`lazyllm.engine.decoder.run_layers`)."""
+    """FLOPs of `lazyllm.engine.decoder.run_layers`: n tokens in the first `layers` layers, without logits."""
     return prefill_flops(config, [n] * layers + [0] * (config.num_hidden_layers - layers), logits=0)

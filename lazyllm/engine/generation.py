@@ -28,14 +28,14 @@ from lazyllm.errors import UserError
 
 
 class Sampler(Protocol):
-    """Chooses the tokens of one generation, in two halves: one transfer from the device serves several generations."""
+    """Chooses the tokens of one generation, in two halves, so that one transfer serves several generations."""
 
     def sample(self, logits: Tensor) -> Tensor:
-        """[v] logits -> [k] what `read` needs, on their device, in float64, which is exact for token ids."""
+        """[v] logits -> [k] numbers for `read`, on the same device, in float64, which is exact for token ids."""
         ...
 
     def read(self, sampled: list[float]) -> tuple[int, bool]:
-        """The next token, and whether it is the last one; its time counts in the next step.
+        """The next token, and whether it is the last one. The time that this takes counts in the next step.
 
         Raises FloatingPointError if none can be chosen.
         """
@@ -59,7 +59,7 @@ def make_request(
     max_new_tokens: int,
     sampler: Sampler,
 ) -> Request:
-    """A checked `Request`. Other arguments and errors as of `generate`."""
+    """A checked `Request`. Other arguments and errors are those of `generate`."""
     prompt = prompt_for(model, input_ids, method)
     check_length(model, len(prompt), max_new_tokens)
     return Request(prompt, method, max_new_tokens, sampler)
@@ -162,8 +162,8 @@ class RunningGeneration:
     began: the clock before scoring and prefill; in a later turn, before its tokens run.
     first_logits: [v] after the prompt.
     token_ids: the tokens so far.
-    times: the clock after each.
-    is_done: whether none follows.
+    times: the clock after each token.
+    is_done: whether no token follows.
     """
 
     session: Session
@@ -198,7 +198,7 @@ class RunningGeneration:
 
 
 def begin(decoder: Decoder, request: Request, session: Session | None = None) -> RunningGeneration:
-    """Score and prefill a prompt and choose the first token. session: of earlier turns; the prompt is then the rest."""
+    """Score and prefill a prompt and choose the first token. session: of earlier turns; the prompt is a later turn."""
     began, prompt = read_clock(*decoder.devices), request.prompt
     begun = session or request.method.start(decoder, prompt, request.max_new_tokens)
     with _naming_bad_selections(begun):
@@ -301,7 +301,7 @@ class Conversation:
     ) -> Generation:
         """Answer greedily: the prompt in the first turn; in later turns the text so far and `more_ids` after it.
 
-        more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. Other arguments: as of
+        more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. Other arguments: as in
         `generate`. `computed` and `prompt_tokens` of the result count all turns so far, all else is of this turn.
         Raises as `generate` and `answer_with`.
         """
@@ -326,9 +326,9 @@ class Conversation:
             try:
                 prompt = self._prompt
                 if session is not None and self._continues:
-                    prompt = Prompt(torch.tensor(text[len(self.token_ids) - 1 :]))  # with the last token before
+                    prompt = Prompt(torch.tensor(text[len(self.token_ids) - 1 :]))  # an answer's last token has not run
                 elif self._has_answered:
-                    session, prompt = None, with_more(prompt, text)  # frees its memory
+                    session, prompt = None, with_more(prompt, text)  # frees the memory of the old session
                 running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler), session)
                 while not running.is_done:
                     advance([running])
@@ -372,7 +372,7 @@ def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
 
 
 def prompt_for(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt, method: Method) -> Prompt:
-    """`as_prompt`. Also refuses a model or prompt that the method cannot take, by TypeError or ValueError."""
+    """`as_prompt`. Raises TypeError or ValueError also for a model or prompt that the method cannot take."""
     prompt = as_prompt(model, input_ids)
     check_method(method)
     method.check(model.config)
@@ -448,7 +448,7 @@ class Greedy:
             logits = logits.clone()
             for end_id in self._end_ids:
                 if 0 <= end_id < len(logits):
-                    # CUDA would wait for a list of indices, and for a number that is put in one element
+                    # a list of indices, or one element, would be copied from the host, for which CUDA waits
                     logits[end_id : end_id + 1] = float("-inf")
         self._chosen += 1
         highest, token_id = logits.max(dim=0)

@@ -59,7 +59,7 @@ class ScoreSpec:
 
 
 NO_SCORES = ScoreSpec()
-# What later turns of a conversation do: run on from what is stored, or run the whole text, with tokens selected anew
+# How later turns of a conversation run: on from the caches, or through the whole text, with tokens selected anew
 TURNS = ("continue", "recompute")
 
 
@@ -67,8 +67,8 @@ TURNS = ("continue", "recompute")
 class Group:
     """Neighbouring layers that always see the same tokens.
 
-    layers: their indices, from 0.
-    prompt_tokens: number of prompt tokens that enter them in prefill.
+    layers: the indices of the layers, from 0.
+    prompt_tokens: number of prompt tokens that enter the group in prefill.
     scores: the attention scores that the choice of tokens at the group's end needs; NO_SCORES for a choice without
         scores; None if there is no choice: all tokens enter the next group, and all stay stored.
     score_in_decode: record the scores in decoding too.
@@ -89,8 +89,8 @@ class Boundary:
     """The end of a group of layers in a prefill, where a method chooses tokens.
 
     layer: the group's last layer, from 1.
-    num_layers: of the model.
-    n: prompt tokens.
+    num_layers: number of layers of the model.
+    n: number of prompt tokens.
     positions: [m] of the tokens that the group computed, ascending.
     kv_heads: key heads of a layer.
     notes: what a method remembers from one boundary of a prompt to the next, as methods have no state.

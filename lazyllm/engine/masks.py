@@ -15,21 +15,21 @@ from torch import Tensor
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import to_device
 
-# Bytes of one block's mask, with the memory that attention needs for its cells: on a CPU they fit its caches; elsewhere
-# they fill a GPU, whose kernel for masks gives 64 queries of a head to one block of threads
+# Bytes that a block may take: its mask, and what attention holds for each (query, key) pair. On a CPU they fit the
+# caches; elsewhere they occupy a whole GPU, whose kernel for masks runs 64 queries of a head in one block of threads
 BLOCK_ON_CPU, BLOCK = 2**23, 2**27
-# Devices where one query attends to a copy of its tokens instead of to all stored ones with a mask: CUDA's kernel for
-# masks reads all tokens of a head in one block of threads. In 16 bits, the copy and FlashAttention take a third of that
+# Devices on which a single query attends to a copy of its tokens, not to all stored ones under a mask: CUDA's kernel
+# for masks reads all tokens of a head in one block of threads. In 16 bits, copy and FlashAttention take a third as long
 COPIES = frozenset({"cuda"})
 
 
-Chosen = tuple[Tensor, int]  # [s] bool, which stored tokens are in the step's set; their number
+Chosen = tuple[Tensor, int]  # [s] bool, which stored tokens take part in the step (the step's set); their number
 
 
 class AttentionMask:
-    """The tokens that layers of one window attend to in a run: those of the step's set, in the window up to the query.
+    """The tokens that queries attend to in layers of one window: those of the step's set, in the window up to a query.
 
-    cache: of the group; the queries are in its last slots. positions: [m] of the queries, ascending.
+    cache: the group's; the queries are in its last slots. positions: [m] of the queries, ascending.
     chosen: the stored tokens of the step's set; None for all.
     window: number of positions that a query attends to, its own included; None for all before it.
     """
@@ -39,10 +39,10 @@ class AttentionMask:
         self._positions = positions
         self._chosen = None if chosen is None else chosen[0]
         self.window = window
-        self._made: tuple[tuple[Any, ...], Any] = (), None  # the last block's key and mask
+        self._made: tuple[tuple[Any, ...], Any] = (), None  # what identifies the last block, and its mask
         self._m = positions.shape[0]
         self._s = cache.length
-        # one query attends to all tokens, or to all in `slots` [k], of which it gets a copy
+        # without a window, a single query needs no mask: it attends to all tokens, or to a copy of those in `slots` [k]
         self.is_everything = self._m == 1 and window is None and (chosen is None or positions.device.type in COPIES)
         self.slots: Tensor | None = None
         if self.is_everything and chosen is not None:
@@ -51,19 +51,19 @@ class AttentionMask:
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device
     ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Blocks of queries: rows, keys in reach, and their mask on `device`; None if they attend to all these keys.
+        """Blocks of queries: rows, keys in reach, and the mask on `device`; None if all attend to all these keys.
 
-        form: turns `visible` into the mask of the attention function. cell: bytes that a (query, key) pair costs.
+        form: turns `visible` into the mask of the attention function. cell: bytes that a (query, key) pair takes.
         """
         farthest = self._s if self.window is None else min(self._s, 2 * self.window)
         most = max(1, (BLOCK_ON_CPU if device.type == "cpu" else BLOCK) // (cell * farthest))
-        if self.window is not None:  # larger blocks attend to more keys beyond the window
+        if self.window is not None:  # the larger a block, the more of its keys are outside a query's window
             most = min(most, max(64, self.window // 4))
         for first in range(0, self._m, most):
             rows = slice(first, min(first + most, self._m))
             keys = self._in_reach(rows)
-            # a mask serves the same block in the next layer; in a whole text, where slots are positions, also the next
-            # blocks at the same distance from their keys
+            # the last mask serves the next layer too if there is a single block; if slots are positions, it also serves
+            # all blocks at the same distance from their keys
             is_shared = self._cache.is_contiguous and self._chosen is None
             where = rows.start - keys.start if is_shared else rows.start
             key = (where, rows.stop - rows.start, keys.stop - keys.start, device)
@@ -79,9 +79,9 @@ class AttentionMask:
         terms = []
         if self._chosen is not None:
             terms.append(self._chosen[None, keys])
-        if rows.start < self._m - 1:  # the newest token alone attends to all before it
+        if rows.start < self._m - 1:  # not for the newest token alone: no stored token is after it
             terms.append(stored <= query)
-        # of one query in a whole text, `_in_reach` is the window itself
+        # if all tokens are stored, the keys in reach of a single query are its window
         is_cut = self._m == 1 and self._cache.is_contiguous and keys == self._in_reach(rows)
         if self.window is not None and not is_cut:
             terms.append(stored > query - self.window)
@@ -92,13 +92,13 @@ class AttentionMask:
         return terms[0]
 
     def visible_last(self, rows: slice, keys: slice) -> Tensor | None:
-        """`visible` without the leading keys that all queries attend to."""
+        """`visible` without the first keys, to which all queries of the block attend."""
         if self._chosen is None and self.window is None and self._cache.is_ascending:
             keys = slice(max(keys.start, self._s - self._m + rows.start + 1), keys.stop)
         return self.visible(rows, keys)
 
     def _in_reach(self, rows: slice) -> slice:
-        """The slots that any of the queries may attend to, as far as the host knows."""
+        """The slots that a query of the block may attend to; a few more if the host does not know their positions."""
         before = self._s - self._m
         if self.window is None or not self._cache.is_ascending:
             return slice(0, before + rows.stop)
@@ -107,11 +107,11 @@ class AttentionMask:
 
 
 class PositionSortedMask(AttentionMask):
-    """A mask of queries that attend to a copy of the set's tokens, in the order of their positions.
+    """A mask of queries that attend to a copy of the set's tokens, sorted by position.
 
-    A revived token attends to the set's tokens up to its own position: to the first ones of this copy.
+    A query attends to the set's tokens up to its own position, which are the first ones of this copy.
 
-    ranks: [m] for each query, the number of the set's tokens up to itself.
+    ranks: [m] for each query, the number of these tokens, itself included.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class PositionSortedMask(AttentionMask):
     ) -> Iterator[tuple[slice, slice, Tensor]]:
         """Blocks of queries: rows, keys, and which of these keys each attends to, [b, k] bool on `device`.
 
-        cells: (query, key) pairs of a block, at most, if it has several queries. shares_first: leave out the keys
-            before the first query's own, to which all queries of the block attend; not in a layer with a window.
+        cells: the most (query, key) pairs of a block of several queries. shares_first: leave out the keys before the
+            first query's own, to which all queries of the block attend; ignored in a layer with a window.
         """
         start = 0
         while start < self._m:

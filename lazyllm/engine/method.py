@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _NameOfClass:
-    """The label of a method that gives none."""
+    """The label of a method without one of its own: the name of its class."""
 
     def __get__(self, method: object, kind: type) -> str:
         return kind.__name__
@@ -48,7 +48,7 @@ class Method(ABC):
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
-    table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters for the setting `table1`, if none is solved for
+    table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
 
     def __post_init__(self) -> None:
         """Refuse bad hyperparameters (`lazyllm.methods.support.schedule.checked`). Raises TypeError or ValueError."""
@@ -74,7 +74,8 @@ class Method(ABC):
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept:
         """Choose tokens in prefill, at the end of a group that declares `scores`; by default all go on.
 
-        recorded: those scores, of each layer. Must not wait for the device, unless the method is `adaptive`.
+        recorded: the scores that the group declares, a tensor for each layer. The choice must not wait for the device,
+            unless the method is `adaptive`.
         """
         return Kept()
 
@@ -98,7 +99,7 @@ class Method(ABC):
         return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
 
     def hidden_stored(self, num_layers: int, n: int) -> int:
-        """How many of n prompt tokens' hidden states are held, one each, besides K and V (the Aux Cache)."""
+        """How many of n prompt tokens have a hidden state in the Aux Cache after the prefill."""
         return 0
 
     def models(self) -> tuple[ModelSpec, ...]:
@@ -119,28 +120,28 @@ class Method(ABC):
         """Load what the method needs besides the model, once, before the clock starts."""
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        """FLOPs that choosing among n prompt tokens adds to those of the prefill, in all models."""
+        """FLOPs that choosing among n prompt tokens adds to the prefill, in this model and in others that score."""
         return 0
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
-        """FLOPs up to the first token on n prompt tokens. computed: as of `ideal_speedup`."""
+        """FLOPs up to the first token on n prompt tokens. computed: as in `ideal_speedup`."""
         tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
         return self.scoring_flops(config, n) + prefill_flops(config, tokens)
 
     def ideal_speedup(self, config: Any, n: int, computed: Sequence[int] | None = None) -> float:
         """FLOPs of the baseline's prefill of n tokens over those of this method's, scoring included.
 
-        computed: prompt tokens that a prefill computed in each layer (`Generation.computed[0]`); None takes those
-            declared, estimates if they depend on the prompt.
+        computed: prompt tokens that a prefill computed in each layer (`Generation.computed[0]`); None takes
+            `tokens_per_layer`, which are estimates for an `adaptive` method.
         """
         return prefill_flops(config, [n] * config.num_hidden_layers) / self.first_token_flops(config, n, computed)
 
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> Any:
-        """The value of `target_parameter` whose ideal speedup on n prompt tokens is nearest to `target`; None if out of
-        reach.
+        """The value of `target_parameter` whose ideal speedup on n prompt tokens is nearest to `target`.
 
-        settings: the other hyperparameters. By default it is a keep ratio: lower is faster.
+        settings: the other hyperparameters.
+        Returns None if no value reaches it. By default the parameter is a keep ratio: lower is faster.
         """
         others = {key: value for key, value in settings.items() if key != cls.target_parameter}
         return nearest_ratio(

@@ -2,7 +2,7 @@
 
 cuDNN is the fastest one for prefill on Hopper, 1.7 to 2.3 times as fast as FlashAttention 2 there, and slower on other
 cards (pull request 48163 of transformers). It builds a plan for every new shape, which takes 36 to 41 ms on an H200. So
-it never runs decoding steps, whose shapes are all new, and what is timed runs once before, untimed (`builds_plans`).
+it never runs decoding steps, whose shapes are all new, and a prefill to be timed runs once before (`builds_plans`).
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ _FLASH, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _CUDNN, _MATH = SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 _HOPPER = (9, 0)  # compute capability
 _AMPERE = (8, 0)
-_TOO_OLD_CUDNN = 91_500  # torch does not prefer this release or older ones either, for their errors
+_TOO_OLD_CUDNN = 91_500  # torch too avoids this release and older ones, for their errors
 
-# Choice -> the backends of prefill, the first that takes the inputs runs
+# {choice: the backends of prefill}; the first one that takes the inputs runs
 _ORDERS: dict[str, tuple[SDPBackend, ...]] = {
     "flash": (_FLASH, _EFFICIENT, _MATH),
     "cudnn": (_CUDNN, _FLASH, _EFFICIENT, _MATH),
@@ -41,7 +41,7 @@ def backend_of(model: Any, device: torch.device) -> str:
 def backends(model: Any, devices: Sequence[torch.device], decodes: bool) -> AbstractContextManager[Any]:
     """A context in which SDPA takes the model's backends, in their order; afterwards all is as it was.
 
-    The order is the process's: a model that runs in another thread at the same time attends by it too.
+    The order holds for the whole process: a model that runs in another thread at the same time follows it too.
     devices: that the model computes on; without a GPU among them, nothing changes. decodes: whether decoding steps run.
     """
     gpu = next((device for device in devices if device.type == "cuda"), None)
@@ -54,9 +54,9 @@ def backends(model: Any, devices: Sequence[torch.device], decodes: bool) -> Abst
 
 @cache
 def _settle_order(gpu: torch.device) -> None:
-    """Let torch choose its own order, which it does for a process's first attention.
+    """Let torch set its own order of backends, which it does at the first attention of a process.
 
-    Inside `backends`, that order would be lost on exit.
+    Must run before `backends` replaces that order: torch would set its own inside, and lose it on exit.
     """
     some = torch.empty(1, 1, 1, 8, device=gpu)
     with sdpa_kernel([_MATH]):  # which takes any input, whatever the process has disabled
@@ -87,7 +87,7 @@ def shares_heads(model: Any, query: Tensor) -> bool:
 
 
 def gives_sums(query: Tensor, value: Tensor) -> bool:
-    """Whether `attend_with_sums` has a kernel for these: the CPU's, or on a GPU FlashAttention."""
+    """Whether `attend_with_sums` has a kernel for these tensors: the CPU's, or on a GPU FlashAttention."""
     if query.shape[-1] != value.shape[-1]:
         return False
     if not query.is_cuda:
@@ -99,7 +99,7 @@ def gives_sums(query: Tensor, value: Tensor) -> bool:
 def attend_with_sums(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention [1, h, m, d] of m queries, and the logarithm [1, h, m] of each query's sum of exponentials.
+    """Attention [1, h, m, d] of m queries, and the log-sum-exp [1, h, m] of each query's logits.
 
     query [1, h, m, d]; key and value [1, h, s, d]. mask: [1, 1, m or 1, s], added to the logits; None for none.
     """
@@ -110,4 +110,4 @@ def attend_with_sums(
         return aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[:2]
     mask = mask.expand(-1, *query.shape[1:3], -1)
     attended, sums, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scaling)
-    return attended, sums[:, :, : query.shape[2]]  # it has a multiple of 32 rows
+    return attended, sums[:, :, : query.shape[2]]  # the kernel pads them to a multiple of 32 rows

@@ -42,21 +42,21 @@ class Scoring:
 
 
 class Session:
-    """The state of one generation. Methods that do more in decoding than attend to what is stored subclass it.
+    """The state of one generation. A method that decodes with more than the stored tokens has a subclass.
 
-    Call `prefill` once, then `step` with each generated token; a later turn begins with `turn`.
+    Call `prefill` once, then `step` or `step_together` with each generated token; a later turn begins with `turn`.
 
-    decoder: of the model; open in every call.
+    decoder: the model's; it must be open in every call.
     groups: all layers, in order.
-    prompt_tokens: n, later those of all turns so far.
+    prompt_tokens: n; after later turns, the prompt tokens of all turns so far.
     max_new_tokens: the maximum number of generated tokens.
-    method: the `Method` that chooses tokens at the boundaries of the prefill (its module imports this one); None: all
-        tokens go on, and stay stored.
+    method: the `Method` that chooses tokens at the boundaries of the prefill (untyped, as its module imports this one).
+        None: all tokens go on, and stay stored.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
 
-    context: AttentionContext  # of the group that has just run
+    context: AttentionContext  # of the group that runs, or has just run
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Session:
         self.length = 0  # tokens run so far, prompt and generated
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
-            # every generated token is computed in every layer
+            # room for the generated tokens, all of which every layer computes
             GroupCache(group.prompt_tokens + max_new_tokens, self.max_positions, decoder.device)
             for group in groups
         ]
@@ -99,7 +99,7 @@ class Session:
 
     @property
     def revived(self) -> list[int]:
-        """Per layer: tokens of earlier steps that it computed in this turn."""
+        """Per layer: the number of tokens of earlier steps that the layer computed in this turn."""
         return self.by_layer([int(count) for count in self._num_revived])
 
     @property
@@ -128,7 +128,7 @@ class Session:
         return logits
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
-        """Run the last token and a turn's m new ones [1 + m]: logits [v]. Resets `computed` and `selections`."""
+        """Run the text's last token and a turn's m new ones [1 + m]: logits [v]. Resets `computed` and `selections`."""
         self.computed, self._selected = [], []
         self._num_revived = [0] * len(self.groups)
         self.prompt_tokens += token_ids.shape[0] - 1
@@ -164,13 +164,14 @@ class Session:
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
         self.context = AttentionContext(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
-        of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1  # one of a step's tokens was generated
+        # in decoding one token was generated: the newest; in a later turn the first, as it ended the answer before
+        of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
 
     def missing_mask(self, index: int) -> Tensor | None:
-        """[p] bool, True at the positions that the next group computes in a decoding step. Never waits for the device.
+        """[p] bool, True at the positions that the next group computes in a decoding step; None if `prune` needs none.
 
-        None if the host need not learn them.
+        Never waits for the device. `LazySession` also chooses the step's tokens here, before `prune` gets them.
         """
         return None
 
@@ -179,11 +180,10 @@ class Session:
         return mask.nonzero()[:, 0] if count is None else torch.nonzero_static(mask, size=count)[:, 0]
 
     def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
-        """The tokens that enter the next group, after those that group `index` has computed; the newest is the last.
+        """The tokens that enter the next group: those of group `index` that go on, and revived ones; the newest last.
 
-        positions: those of `missing_mask`, ascending.
-
-        By default the method chooses in prefill, and in decoding all go on.
+        positions: those at which `missing_mask` is True, ascending; None without such a mask.
+        By default the method chooses in prefill, and in decoding all tokens go on.
         """
         if self._method is None or not self._in_prefill:
             return tokens
@@ -201,7 +201,7 @@ class Session:
             declared = self.groups[index + 1].prompt_tokens if is_known else None
             self.check_selection(self._method.label, kept.entering, len(tokens), declared, len(tokens) - 1)
             for cache in self.caches[: index + 1] if kept.forget else ():
-                cache.retain(kept.entering)  # all of them hold exactly these tokens, in order
+                cache.retain(kept.entering)  # each of them holds exactly the tokens of this group, in order
             tokens = tokens[kept.entering]
         if kept.entering is not None or layer in self._method.pruning_layers(layers):
             self.note_selection(layer, tokens.positions)
@@ -212,7 +212,7 @@ class Session:
         return [value for group, value in zip(self.groups, values, strict=True) for _ in group.layers]
 
     def chosen(self, cache: GroupCache) -> Chosen | None:
-        """As of `AttentionContext`: which stored tokens the step's tokens attend to; None for all."""
+        """The argument of `AttentionContext`: which stored tokens the step's tokens attend to; None for all."""
         return None
 
     def note_selection(self, layer: int, chosen: Tensor) -> None:
@@ -228,11 +228,11 @@ class Session:
         must_keep: int | None = None,
         heads: tuple[int, ...] = (),
     ) -> None:
-        """Refuse indices `kept` of m tokens that break a rule; their values only in `check_selected_values`.
+        """Refuse indices `kept` of m tokens by number, shape and dtype; `check_selected_values` checks their values.
 
         label: the method's.
-        count: how many it declares; None if that depends on the prompt.
-        must_keep: the last of the indices; None for any.
+        count: how many the method declares; None if that depends on the prompt.
+        must_keep: what the last index must be; None for any.
         heads: (g,) if each key head has indices of its own.
         """
         if not isinstance(kept, Tensor):
@@ -278,7 +278,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
     """Run a step's tokens of each session through all groups: [r, v] logits of their last tokens.
 
     The groups of two sessions may end at different layers: all run together up to the next end of any session's group.
-    Waits for the device at most once at each of these, and once more for each session that sorts K and V.
+    Waits for the device at most once at each such end, and once more for each session that sorts K and V.
     """
     decoder = sessions[0].decoder
     group_of = [0] * len(sessions)  # the group that each session is in

@@ -5,8 +5,8 @@
 
 Answers are greedy and go to standard output, their cost to standard error: TTFT, the share of all turns' prompt tokens
 that was computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the most). With a
-chat template, a turn runs only what it writes after the last answer, without thoughts and with a fixed date, as in
-runs. Without one, each line is a prompt of its own. Ctrl-C stops an answer, Ctrl-D ends.
+chat template, a turn runs only what the template writes after the last answer, without thoughts and with a fixed date,
+as in runs. Without one, each line is a prompt of its own. Ctrl-C stops an answer, Ctrl-D ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Chat:
         args = thinking_args(tokenizer) if tokenizer.chat_template else {}
         if conversation is not None:
             after_answer = tokenizer(text_between_answers(tokenizer, text, args), add_special_tokens=False).input_ids
-            # none, if the template leaves earlier answers out: then the whole chat is a new prompt
+            # no new ids if the template leaves earlier answers out: then the whole chat is a new prompt
             new_ids = unseen_tokens(conversation.token_ids[-1], after_answer, end_ids) or None
         if conversation is None or new_ids is None:
             prompt = render(tokenizer, messages, args) if tokenizer.chat_template else text

@@ -51,7 +51,7 @@ class PrunedLM(_HFLM):
 
     pretrained, device, revision, tokenizer, attn_implementation: as in `lazyllm.load_model`. dtype: "auto" is the
         checkpoint's.
-    batch_size: requests that decode together (answers: up to 8), each pruned by its own length; "auto" is 8.
+    batch_size: requests that decode together (answers: at most 8), each pruned by its own length; "auto" is 8.
     max_batch_size: ignored; lm-eval passes it to every model.
     settings: the method's hyperparameters (a schedule as `2:0.7+5:0.7`), and arguments of lm-eval's `hf`.
 
@@ -132,8 +132,8 @@ class PrunedLM(_HFLM):
                 raise ValueError(f"a continuation has {m} tokens, expected 1 to {most} (max_length)")
             kept = context[m - 1 - most :]  # leaves room for the continuation without its last token
             by_context.setdefault(tuple(kept), []).append(number)
-        # each prefill answers a group of requests: one longer continuation at most, and those of one token, which need
-        # its first logits only
+        # each prefill answers a group of requests: at most one continuation of several tokens, and those of one token,
+        # which need the prefill's logits only
         prefills, groups = list[Request](), list[tuple[Forced, list[int]]]()
         for context, numbers in by_context.items():
             longer = [number for number in numbers if len(requests[number][2]) > 1]

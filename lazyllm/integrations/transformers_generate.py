@@ -73,11 +73,11 @@ _REFUSED_ARGUMENTS = {
     "`with lazyllm.using(model, method):`",
     "synced_gpus": "rows of different processes cannot wait for each other: set it to False",
 }
-# Those that it hands on. The mask is read, positions and the cache are checked; others have no effect.
+# Arguments that `generate` hands on. The mask is read, positions and the cache are checked; others have no effect.
 _KNOWN_ARGUMENTS = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "tokenizer", "use_cache"}
 )
-# These count tokens from the start of the padded prompt, so they get the ids with padding; all others without.
+# Rules that count tokens from the start of the padded prompt get the ids with padding; all others get them without.
 _COUNTING = (
     ExponentialDecayLengthPenalty,
     ForcedEOSTokenLogitsProcessor,
@@ -109,8 +109,8 @@ def generate_with(method: Method, *, seed: int | None = None, tokenizer: Any = N
     Sampling and its options, logits processors, stopping criteria, `num_return_sequences` and `return_dict_in_generate`
     (`LazyGenerateOutput`) work as always. If all tokens are kept, the output is that of transformers. Refused: beams,
     assistants, a filled cache, `inputs_embeds`, attentions and hidden states; and a streamer, which transformers 5 does
-    not hand to a `custom_generate`: it needs `lazyllm.using`. For `cache_implementation="paged"`, transformers does not
-    call it, so nothing is pruned; `using` refuses that.
+    not hand to a `custom_generate`: it needs `lazyllm.using`. With `cache_implementation="paged"`, transformers never
+    calls the `custom_generate`, so nothing is pruned; `using` refuses this option.
 
     Batches are padded on the left. A row gives what it gives alone: it is pruned by its own length, and its processors
     and criteria see [1, tokens] without the padding. Limits of length count from the end of the padded prompt.
@@ -121,7 +121,7 @@ def generate_with(method: Method, *, seed: int | None = None, tokenizer: Any = N
     seed: None draws from torch's global generator, row after row: a batch gives what single rows give one after the
         other after one `torch.manual_seed`. With a seed, row i draws from its own generator, seeded with seed + i,
         independent of other rows; the global generator is not used.
-    tokenizer: for `stop_strings`, whose `tokenizer` transformers does not hand on either.
+    tokenizer: for `stop_strings`; transformers does not hand on the `tokenizer` of its own call either.
     Raises TypeError for anything but a method, TypeError or ValueError for a bad seed.
     """
     return PrunedDecoding(method, seed, tokenizer)
@@ -145,10 +145,10 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
             f"expected a model of transformers, got {original.__name__}: of a wrapper (peft's, torch.compile's), give "
             "the model inside"
         )
-    # of the same name, by which a pipeline knows what the model can do
+    # the new class keeps the old one's name, by which a pipeline knows what the model can do
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     decoding = {"lazyllm_decoding": PrunedDecoding(method, seed)}
-    bases = (original,) if issubclass(original, _Pruning) else (_Pruning, original)  # the first in a nested context
+    bases = (original,) if issubclass(original, _Pruning) else (_Pruning, original)  # in a nested context it is there
     model.__class__ = type(original.__name__, bases, names | decoding)
     try:
         yield model
@@ -157,7 +157,7 @@ def using(model: PreTrainedModel, method: Method, *, seed: int | None = None) ->
 
 
 class _Pruning:
-    """Overrides of `GenerationMixin`. lazyllm_decoding: replaces its loops."""
+    """Overrides of `GenerationMixin` that `using` mixes into a model. lazyllm_decoding: replaces its loops."""
 
     lazyllm_decoding: PrunedDecoding
 
@@ -230,7 +230,7 @@ class PrunedDecoding:
     ) -> LazyGenerateOutput | Tensor:
         """Decode input_ids [b, n].
 
-        stop_strings: as of `generate`, which leaves to a `custom_generate` the arguments that it names.
+        stop_strings: as in `generate`, which does not act on arguments that a `custom_generate` names as its own.
         model_kwargs: the arguments that `generate` prepared for `forward`.
         """
         if stop_strings is not None:

@@ -1,8 +1,7 @@
-"""The methods, one file each, which gives the name. A new one is a file, its class here, a row in
-`tests/lazyllm/methods/method_matrix.py`.
+"""The methods, one file each, whose name is the method's.
 
-Installed packages and files of a user can hold methods too (`lazyllm.methods.support.plugins`): `make` and `by_name`
-know all of them.
+A new method needs a file, its class here, and a row in `tests/lazyllm/methods/method_matrix.py`. `make` and `by_name`
+also know those of installed packages and of a user's files (`lazyllm.methods.support.plugins`).
 """
 
 import hashlib
@@ -64,17 +63,17 @@ def by_name(name: str) -> type[Method]:
 
 
 def is_file(name: str) -> bool:
-    """Whether it names a Python file of the user, which holds a method."""
+    """Whether `name` is the path of a user's Python file that holds a method."""
     return name.endswith(".py")
 
 
 def name_of(name: str) -> str:
-    """A method's name in tables and records: of a file, the file's name without folders and `.py`."""
+    """A method's name in tables and records; for a file, its name without folders and `.py`."""
     return Path(name).stem if is_file(name) else name
 
 
 def code_of(name: str) -> str | None:
-    """A text that changes with the code of a package's or file's method; None for lazyllm's own methods."""
+    """A text that changes with the code of a method from a package or file; None for lazyllm's own methods."""
     if is_file(name):
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
     point = plugins.only(name, METHODS)
@@ -82,7 +81,7 @@ def code_of(name: str) -> str | None:
 
 
 def settings_of(kind: type[Method]) -> dict[str, Any]:
-    """{hyperparameter: default, or `dataclasses.MISSING`}; keyword-only ones of the bases come last."""
+    """{hyperparameter: default, or `dataclasses.MISSING`}; keyword-only ones, which bases declare, come last."""
     settings = {}
     for field in sorted(fields(kind), key=lambda field: field.kw_only):  # type: ignore[arg-type]  # it is a dataclass
         if field.init:
@@ -92,7 +91,7 @@ def settings_of(kind: type[Method]) -> dict[str, Any]:
 
 @contextmanager
 def about_the_method(what: str = "method") -> Iterator[None]:
-    """Turn a method's errors, also of a package's or a file's method, into UserError. what: how the message begins."""
+    """Turn all errors of a method's code, perhaps a user's own, into UserError. what: how the message begins."""
     try:
         yield
     except UserError:

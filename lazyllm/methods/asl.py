@@ -28,7 +28,7 @@ class ASL(Prune):
     """Cut the prompt after the first layer at which the ranks of its best tokens have settled.
 
     first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors' index 10 of 32 layers).
-    threshold: cut if the variance of ranks is below this share of the first variance, or 0.
+    threshold: cut if the variance of ranks is below this share of the first variance, or is 0.
     keep: tokens kept beside the window, as a number (int) or share of the prompt, rounded up (float).
     window: number of last tokens; their attention ranks the others, and they always stay.
     layers: number of layers that a variance is taken over; None for a quarter of the depth (the authors' 8 of 32), at
@@ -43,8 +43,8 @@ class ASL(Prune):
 
     The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the earliest likely
     cut: one layer after that of the first variance, or at that layer if the threshold is above 1. `Generation.computed`
-    and `ideal_speedup(..., computed=...)` give the actual one. Each layer after which the cut can be waits once for the
-    device.
+    and `ideal_speedup(..., computed=...)` give the actual one. At each layer from the first variance to the cut, the
+    method waits once for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
     Written from scratch. Ours: a variance of 0 cuts; ties go to the lower position.
@@ -83,7 +83,7 @@ class ASL(Prune):
     def kept(self, num_layers: int, n: int) -> dict[int, int]:
         (first, earliest), after_cut, kept = self._ranked(num_layers), self._after_cut(n), {}
         ranks = after_cut < n and earliest < num_layers
-        cut = earliest if self.threshold > 1 else earliest + 1  # the first variance is no share of itself below 1
+        cut = earliest if self.threshold > 1 else earliest + 1  # up to 1, the first variance is not below its share
         for layer in range(1, num_layers + 1):
             if self._stored(n) < n or (ranks and first <= layer < num_layers):
                 kept[layer] = after_cut if ranks and layer >= cut else n

@@ -19,9 +19,9 @@ class CLAA(HalfwayCut):
     """Cut the prompt once, by a token's highest z-score over the key heads of several layers.
 
     layer, keep, window, pool: as in `lazyllm.methods.fastkv.HalfwayCut`; scores are pooled by their maximum. `keep` is
-        also the share that each key head stores (SnapKV), in the layers up to `layer` but the first `layers` ones.
-    layers: number of layers, up to `layer`, that score together. The first `layers` layers of the model store all.
-    retain: 1 turns SnapKV off; None is the method.
+        also the share that each key head stores (SnapKV), in the layers up to `layer` except the first `layers`.
+    layers: how many layers, the last ones up to `layer`, score together. As many first layers store all tokens.
+    retain: None, as in the method, stores the share `keep`; 1 turns SnapKV off.
 
     Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Tokens keep their positions.
 

@@ -24,13 +24,13 @@ class GemFilter(Select):
 
     layer: 1-based layer whose keys score; None for the authors' 14 of 32 layers, 20 of 40, else 14/32 of the depth.
     keep: number of tokens (int) or share of the prompt, rounded up (float). pool: odd width of the average pooling.
-    sound: the first token and the last `window` tokens always stay, and count in `keep`. The release forces none.
+    sound: the first token and the last `window` tokens always stay, and count in `keep`; in the release none need stay.
 
     The score is q.k of the last token after RoPE, summed over all heads, without scale, softmax or sliding window.
     Kept tokens are numbered from 0. Decoding sees only these. Nothing is scored if all tokens stay.
 
     Source: the authors' code (SalesforceAIResearch/GemFilter, commit 5f79b1a, Apache-2.0), described and written anew.
-    Ours: `layer` ends at its q, k and v; the release runs all of it. Shares; `sound`; ties go to the lower position.
+    Ours: `layer` runs only up to its q, k and v; `keep` as a share; `sound`; ties go to the lower position.
     """
 
     label = "GemFilter"

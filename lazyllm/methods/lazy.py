@@ -50,7 +50,7 @@ class Lazy(Method):
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated needs a selection in every decoding step: leave out revive=False")
         Schedule.parse(self.schedule, sys.maxsize)  # refuses what is wrong at any depth, before a model is loaded
-        if isinstance(self.schedule, Mapping):  # hashable, and equal however it was written
+        if isinstance(self.schedule, Mapping):  # made hashable, and equal to the same schedule in another form
             object.__setattr__(self, "schedule", Schedule.hashable(self.schedule))
 
     def kept(self, num_layers: int, n: int) -> dict[int, int]:

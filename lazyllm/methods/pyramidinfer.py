@@ -22,15 +22,15 @@ class PyramidInfer(Prune):
     recent: share of the prompt, its last tokens, rounded down, at least 1 token: they score the others and always stay.
     decay: after layer l of L, the share (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay of the older tokens that
         entered it stays, rounded down. Shares multiply.
-    weight: of the newest query; the oldest recent one has 1, the others are spaced evenly between.
+    weight: of the newest recent query; the oldest has weight 1, the weights between are evenly spaced.
     first: number of first tokens that always stay.
 
     Scores: the weighted sum of probabilities over the recent queries, mean over heads. Tokens keep their positions.
     Each layer stores all tokens that entered it.
 
     Source: the paper and a description of the code (mutonix/pyramidinfer, commit 61ac641, which has no licence).
-    Written from scratch. Ours: scores in blocks of queries instead of whole attention matrices;
-    the cosine schedule only. Scoring is extra work here, and `scoring_flops` counts it.
+    Written from scratch. Ours: the cosine schedule only; scores in blocks of queries instead of whole attention
+    matrices. Scoring is extra work here, which `scoring_flops` counts.
     """
 
     label = "PyramidInfer"
@@ -56,7 +56,7 @@ class PyramidInfer(Prune):
         forced = min(self.first, older)
         for layer in range(1, num_layers):
             share = (1 - self.decay) * (cos(pi * (layer - 1) / num_layers) + 1) / 2 + self.decay
-            before, older = older, max(floor(share * older + 1e-9), forced)
+            before, older = older, max(floor(share * older + 1e-9), forced)  # 1e-9: rounding must not cost a token
             if older < before:
                 kept[layer] = older + recent
         return kept

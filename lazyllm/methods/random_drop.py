@@ -1,4 +1,4 @@
-"""Random token drop (LazyLLM's baseline, after Random-LTD, Yao et al. 2022, arXiv 2211.11586)."""
+"""Random token drop (a baseline of the LazyLLM paper, after Random-LTD, Yao et al. 2022, arXiv 2211.11586)."""
 
 from __future__ import annotations
 

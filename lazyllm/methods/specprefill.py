@@ -33,7 +33,7 @@ class SpecPrefill(Select):
         but shows the choice of a perfect draft.
     keep: share of the chunks, rounded up. lookahead: number of queries that score, the last prompt token among them.
     chunk: tokens of a chunk; the last may be shorter. pool: odd width of the average pooling of attention.
-    sound: the chunks of the first token and of the last `chunk` tokens are kept first. The release forces none.
+    sound: the chunks of the first token and of the last `chunk` tokens always stay; in the release none need stay.
 
     Scores: `lazyllm.methods.support.look_ahead`; a chunk's score is the mean over its tokens. Kept tokens keep their
     positions, and decoding continues after the whole prompt. The draft's time is part of TTFT, as scoring. Nothing
@@ -104,7 +104,7 @@ class SpecPrefill(Select):
         return max(keep_count(self.keep, count), forced)
 
     def kept(self, n: int) -> int:
-        """The greatest number: it is less if a short last chunk stays."""
+        """The greatest number of n tokens that stay; fewer do if a short last chunk is among them."""
         return min(n, self.chunks(n) * self.chunk)
 
     def scoring_flops(self, config: Any, n: int) -> int:
@@ -133,5 +133,5 @@ class SpecPrefill(Select):
         return chosen if n % self.chunk == 0 else chosen[chosen < n]
 
     def _forced(self, n: int) -> set[int]:
-        """The chunks that stay in any case."""
+        """The chunks that stay whatever their scores."""
         return {0, max(0, n - self.chunk) // self.chunk, (n - 1) // self.chunk} if self.sound else set()

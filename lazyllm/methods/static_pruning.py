@@ -1,4 +1,4 @@
-"""Static token pruning (LazyLLM's baseline): the prompt is pruned once, in prefill, for good."""
+"""Static token pruning (a baseline of the LazyLLM paper): the prompt is pruned once, in prefill, for good."""
 
 from dataclasses import dataclass
 

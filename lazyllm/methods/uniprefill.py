@@ -30,16 +30,16 @@ class UniPrefill(Prune):
     Scores: probabilities summed over the window's queries and over heads. Tokens keep their positions. Each layer
     stores all tokens that entered it, so decoding sees dropped tokens in early layers.
 
-    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the maximum, which
-    even attention needs, so a solved `p` reaches at least its target; `Generation.computed` and
-    `ideal_speedup(..., computed=...)` give the actual one. Each of `layers` waits once for the device.
+    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the maximum, that of
+    evenly spread attention, so a solved `p` reaches at least its target; `Generation.computed` and
+    `ideal_speedup(..., computed=...)` give the actual one. The method waits for the device once at each of `layers`.
 
     Source: a description of the operator that the authors' vLLM serves (qhfan/UniPrefill, commit 0d3ba98, Apache-2.0 by
     its README). As there, ties go to the later block.
-    Written from scratch. Ours: the cut is after the layer, the release's between its attention
-    and its MLP: results are the same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here:
-    all cuts together, at most one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are
-    the prompt's last tokens also if it runs in chunks, in which the release takes each chunk's own.
+    Written from scratch. Ours: the cut is after the layer, the release's between its attention and its MLP. Results are
+    the same, as an MLP sees one token at a time. The dropped tokens' MLP is extra work here: all cuts together, at most
+    one layer's MLP over the prompt (2.5 % of the linear maps of Llama 3.1 8B). Queries are the last tokens of the whole
+    prompt; the release, which may prefill in chunks, takes those of each chunk.
     """
 
     label = "UniPrefill"

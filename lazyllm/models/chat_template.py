@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TODAY = "2024-07-26"  # the date in Llama 3's templates if they cannot read the clock
-_ANSWER = "<<the answer>>"  # a placeholder: the template's text after an answer is what follows it
+_ANSWER = "<<the answer>>"  # a placeholder: what follows it is the template's text after an answer
 
 
 def thinking_args(tokenizer: PreTrainedTokenizerBase, thinks: bool = False) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def text_between_answers(
 def unseen_tokens(last: int, token_ids: Sequence[int], end_ids: Container[int]) -> Sequence[int]:
     """Which of `token_ids`, those of a text between two answers, the model has not seen.
 
-    last: token of the answer before. The first token is left out if it is the end token that this answer generated.
+    last: last token of the answer before. If it is an end token and also begins the text, the text leaves it out.
     """
     has_ended = last in end_ids and last in token_ids[:1]
     return token_ids[1:] if has_ended else token_ids

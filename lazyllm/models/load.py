@@ -60,7 +60,7 @@ def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
 
 
 def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
-    """The model of `load_model`. plain: any causal model will do, as only `model(...)` is called. Raises UserError."""
+    """The model of `load_model`. plain: of any architecture, as only `model(...)` is called. Raises UserError."""
     config = check_loading(spec)
     model = random_weights(config, spec) if spec.is_dummy else _checkpoint(spec, config)
     model.eval()
@@ -136,7 +136,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def shape_of(spec: ModelSpec) -> PreTrainedConfig:
-    """The config of the model's shape: a preset's own, without files, else that of `load_config`. Raises UserError."""
+    """`load_config`, but a preset's config without fetching files, as the shape is enough. Raises UserError."""
     return load_config(replace(spec, load_format="dummy"))
 
 
@@ -206,9 +206,9 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     except Exception as error:  # whatever is wrong with the files
         raise UserError(f"{source} could not be loaded: {reason_of(error)}") from error
     model, info = loaded
-    # transformers only warns of these: it leaves out weights in the layers, and makes up others
+    # transformers only warns of these: it drops surplus weights of a layer, and fills missing ones with random numbers
     parts = (name for name, part in model.named_modules() if not isinstance(part, nn.ModuleList | PreTrainedModel))
-    inside = tuple(f"{name}." for name in parts if quantised_by(config) is None)  # others have scales there
+    inside = tuple(f"{name}." for name in parts if quantised_by(config) is None)  # quantised layers also hold scales
     for what, keys in {
         "lacks {} of the model's weights": info["missing_keys"],
         "has {} weights in its layers that the model has not": [

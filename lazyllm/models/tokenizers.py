@@ -68,7 +68,7 @@ def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
 
 
 def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, chosen by its files; `AutoTokenizer` alone makes wrong ones (see above)."""
+    """The tokenizer of a folder, chosen by its files; `AutoTokenizer` alone makes wrong ones (see the module)."""
     from transformers import AutoTokenizer
 
     if (folder / "tokenizer.json").is_file():

@@ -1,7 +1,7 @@
 """XGen 7B's tokenizer, without its repository's code.
 
-The checkpoint's own tokenizer is Python code over tiktoken, which is not run and broken since transformers 4.34. This
-fast tokenizer of transformers has the same ids, and also gives each token's characters (offsets):
+The checkpoint's own tokenizer is Python code over tiktoken. It is not run here, and fails from transformers 4.34 on.
+This fast tokenizer of transformers has the same ids, and also gives each token's characters (offsets):
 
 - ids 0 to 50256 are GPT-2's: 256 bytes, 50,000 merges, `<|endoftext|>`. All follow from GPT-2's `merges.txt`.
 - ids 50257 to 50294 are runs of 31 down to 2 spaces, then of 9 down to 2 tabs. They are not added tokens, which would

@@ -101,7 +101,7 @@ class PromptCompression(Select):
         super().prepare(model)
 
     def kept(self, n: int) -> int:
-        """For token ids without text, of which n - 1 are droppable. With a text it depends on the prompt."""
+        """The number for token ids without text, of which n - 1 are droppable; with a text it depends on the prompt."""
         return keep_count(self.keep, n - 1) + 1
 
     def scoring_flops(self, config: Any, n: int) -> int:
@@ -133,7 +133,7 @@ class PromptCompression(Select):
         else:
             split, info = load_splitter(self.unit), None
             starts = [begin + at for begin, end in prompt.context for at in split(prompt.text[begin:end])]
-        # by the token's last character: its first may be the space before the word
+        # a token belongs to the unit of its last character, as its first may be the space before the word
         units = np.searchsorted(starts, _spans(prompt)[may_go, 1] - 1, side="right") - 1
         return unit_means(self._of_tokens(decoder, prompt, may_go), units) if info is None else info, units
 

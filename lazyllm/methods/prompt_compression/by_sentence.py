@@ -54,7 +54,7 @@ def units_by_sentence(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The beginnings of the units in the text [u], ascending, and their self-information [u].
 
-    ranges: of the text, as of `sentences_in`. unit: "sentence", "phrase" or "token" (the scorer's).
+    ranges: of the text, as in `sentences_in`. unit: "sentence", "phrase" or "token" (the scorer's).
     """
     begins, info = list[np.ndarray](), list[np.ndarray]()
     for sentence in sentences_in(text, ranges):
@@ -84,6 +84,6 @@ def of_phrases(
     """
     first, after = (np.searchsorted(ends, at, side="right") for at in (token_starts, token_ends))
     ended = after - first  # phrases that end in the token
-    counts = np.where((ended == 0) & spaces, 0, np.maximum(ended, 1))
-    phrase = np.concatenate([np.arange(at, at + count) for at, count in zip(first, counts, strict=True)])
+    counts = np.where((ended == 0) & spaces, 0, np.maximum(ended, 1))  # number of phrases that share the token
+    phrase = np.concatenate([np.arange(at, at + count) for at, count in zip(first, counts, strict=True)])  # indices
     return np.bincount(phrase, weights=np.repeat(info / np.maximum(ended, 1), counts)) / np.bincount(phrase)

@@ -39,7 +39,7 @@ def windows(length: int, size: int) -> Iterator[tuple[int, int, int]]:
 
 
 def window_size(config: Any, window: int | None) -> int:
-    """`window`, by default all the model's positions, whatever its sliding windows. Raises ValueError for more."""
+    """`window`; None takes all the model's positions, whatever its sliding windows. Raises ValueError for more."""
     limit = config.max_position_embeddings
     if window is not None and window > limit:
         raise ValueError(f"window={window}: the scoring model sees at most {limit} tokens at once; give that or less")
@@ -85,7 +85,7 @@ def self_information(
     exact = torch.promote_types(model.dtype, torch.float32)
     info = torch.full(sequence.shape, math.log(model.config.vocab_size), dtype=exact, device=sequence.device)
     for start, first, stop in windows(len(sequence), size):
-        if first == stop:
+        if first == stop:  # a sequence of one token, which has no token before it
             continue
         # the last token's logits are not needed
         for part in logits(sequence[start : stop - 1], first - 1 - start):

@@ -57,9 +57,9 @@ class Prune(Method):
     Traceback (most recent call last):
     ValueError: keep last prunes after layer 9, but the model has only 8 layers
 
-    A method whose number of kept tokens depends on the scores overrides `select`. One whose key heads each store some
-    tokens only overrides `store`, which holds for all layers of a group. Its `kept` names every layer that stores some
-    (`fastkv.py`), or it declares its `groups`, as layers before these store all tokens (`claa.py`).
+    A method whose number of kept tokens depends on the scores overrides `select`. One whose key heads each store only
+    some tokens overrides `store`, which acts on all layers of a group. So its groups have one layer each: `kept` names
+    all these layers (`fastkv.py`), or, if layers before them store all tokens, it declares its `groups` (`claa.py`).
 
     forget: pruned tokens also leave the KV caches of earlier layers, so decoding never sees them. If False, each layer
         keeps all tokens that it computed, or those of `store`.
@@ -74,13 +74,13 @@ class Prune(Method):
         )
 
     def score_spec(self, layers: range) -> ScoreSpec:
-        """The attention scores to record in a group's layers; its tokens are pruned at its end."""
+        """The attention scores to record in a group's layers, at whose end tokens are pruned."""
         return ScoreSpec(layers[-1:])
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
         """The scores by which `select` and `store` choose; by default the mean of those recorded, [m] for Eq. 1.
 
-        recorded: the scores of `score_spec`, for each layer. Must not wait for the device.
+        recorded: the scores that `score_spec` names, a tensor for each layer. Must not wait for the device.
         """
         import torch
 
@@ -117,7 +117,7 @@ class Prune(Method):
         return [min([n, *self.kept(num_layers, n).values()])] * num_layers
 
     def scores_flops(self, config: Any, n: int) -> int:
-        """FLOPs of the products of the recorded queries with the keys up to them: `scoring_flops` of some methods."""
+        """FLOPs of the products of recorded queries with the keys up to them; some methods' `scoring_flops`."""
         pairs = 0
         for group in self.groups(config.num_hidden_layers, n):
             scores, m = group.scores or NO_SCORES, group.prompt_tokens
@@ -147,9 +147,9 @@ def groups_between(
 class Select(Method):
     """Base of methods that choose prompt tokens first and then run the model on these alone.
 
-    A subclass declares how many tokens are `kept`, and selects them, unless all stay. All that `select` runs, through
-    `decoder` or a model opened by `lazyllm.methods.support.other_models`, is timed and counted as scoring. A complete
-    method, which keeps the tokens that the newest one attends to in the first layers:
+    A subclass declares how many tokens are `kept`, and chooses them in `select`, which is not called if all stay. What
+    `select` runs, through `decoder` or a model opened by `lazyllm.methods.support.other_models`, is timed and counted
+    as scoring. A complete method, which keeps the tokens that the newest one attends to in an early layer:
 
     >>> from dataclasses import dataclass
     >>> import lazyllm
@@ -180,7 +180,7 @@ class Select(Method):
     1.51
 
     renumber: the selected tokens are at positions 0, 1, ...; if False, they keep their positions in the whole prompt.
-    plain_models: its `models` may be of any architecture, as they are called as a whole.
+    plain_models: the method's `models` may be of any architecture, as only `model(...)` is called.
     """
 
     renumber: ClassVar[bool] = False
@@ -194,7 +194,7 @@ class Select(Method):
 
     @abstractmethod
     def kept(self, n: int) -> int:
-        """The number of n prompt tokens that are run."""
+        """How many of n prompt tokens the model runs."""
 
     @abstractmethod
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor | np.ndarray | Sequence[int]:
@@ -211,7 +211,7 @@ class Select(Method):
         return next(map(config_beside, self.models()), config)
 
     def selected_at(self, num_layers: int) -> int:
-        """The layer whose attention selects, from 1, or 0 if there is none: the key in `Generation.selected`."""
+        """The layer, from 1, whose attention selects; 0 if there is none. It is the key in `Generation.selected`."""
         return 0
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
@@ -230,7 +230,7 @@ class Select(Method):
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:
-    """`layer`, or by default that share of the depth. Raises ValueError, naming `key`, if it is beyond the model."""
+    """`layer`, or if it is None, the share of the depth. Raises ValueError, naming `key`, for one beyond the model."""
     if layer is None:
         return max(1, int(share * num_layers))
     if layer > num_layers:

@@ -21,26 +21,26 @@ from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
 
-# K and V are sorted by position if the masks of a layer would take more bytes: on a GPU, if it would make them anew
+# K and V are sorted by position if a layer's masks would exceed these bytes; on a GPU, those of one block of queries
 SORTED_ON_CPU, SORTED = 2**20, BLOCK
 
 
 class LazySession(Session):
-    """Sections 3.1 to 3.3. In every step, the tokens that enter a group are some of those that entered the one before.
+    """LazyLLM's generation: in every step, each group gets some of the tokens that entered the group before it.
 
     A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
-    at the boundary, from the Aux Cache. So no token is computed twice in a layer.
+    at the boundary, from the Aux Cache. So no token is computed twice in a layer (sections 3.1 to 3.3).
 
-    Candidates are the prompt tokens of all turns; with `prune_generated`, all tokens but the newest. The best ones go
-    on, and so does every other token. A later turn is one step of several tokens; the newest one always goes on.
+    Candidates are the prompt tokens of all turns; with `prune_generated`, all tokens but the newest. The best of them
+    go on, and so do all tokens that are no candidates. A later turn is one step of several tokens; the newest goes on.
 
-    method: the `lazyllm.methods.Lazy` (its module imports this one).
+    method: the `lazyllm.methods.Lazy` (untyped, as its module imports this one).
     """
 
-    # The tokens that take part in a step, from its last boundary on
+    # The step's set: the tokens that take part in it from its last boundary on
     _mask: Tensor  # [p] bool, True for a token of the set
-    _count: int  # number of these tokens
-    _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before the first
+    _count: int  # number of tokens in the set
+    _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before a step's first
     _ranks: Sequence[int] | None  # `Tokens.ranks` of the tokens that go on next, if they are many
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
@@ -53,10 +53,10 @@ class LazySession(Session):
         width, device = decoder.shape.width, decoder.device
         boundaries = groups[:-1] if method.revive else []
         self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device) for _ in boundaries]
-        self._prompt_end = prompt_tokens  # position after the last turn's prompt
-        self._turn_start = 0  # position of the first token that the last turn has run
+        self._prompt_end = prompt_tokens  # position after the current turn's prompt
+        self._turn_start = 0  # position of the first token that the current turn runs
         self._generated: Tensor | None = None  # [positions] bool, the generated tokens of earlier turns, if any
-        self._num_unranked = 0  # generated tokens before `_prompt_end` that are never pruned
+        self._num_unranked = 0  # number of generated tokens before `_prompt_end`, if these are never pruned
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=device)
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
         self._selected_in_prefill: dict[int, Tensor] = {}
@@ -66,13 +66,13 @@ class LazySession(Session):
         return super().prefill(token_ids)
 
     def _take_all(self, length: int) -> None:
-        """Begin a step with all tokens of a text."""
+        """Begin a step whose set holds all tokens of the text, `length` of them."""
         self._mask, self._count, self._stays, self._ranks = self._everything[:length], length, None, None
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
-            return super().turn(token_ids, max_new_tokens)  # attends to what the prefill kept
-        answer = slice(self._prompt_end, self.length + 1)  # the turn runs its last token
+            return super().turn(token_ids, max_new_tokens)  # the turn attends to what the prefill kept
+        answer = slice(self._prompt_end, self.length + 1)  # its last token has no slot yet: the turn runs it
         self._turn_start, self._prompt_end = self.length, self.length + token_ids.shape[0]
         generated = torch.zeros(self._prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
         if self._generated is not None:
@@ -108,7 +108,7 @@ class LazySession(Session):
 
     @property
     def _num_candidates(self) -> int:
-        """The number of first positions of the text whose tokens are ranked at each boundary, but for `_unranked`."""
+        """Tokens at positions below this number are ranked at each boundary, except those of `_unranked`."""
         return self.length - 1 if self._prune_generated and not self._opens_turn else self._prompt_end
 
     @property
@@ -118,7 +118,7 @@ class LazySession(Session):
 
     def missing_mask(self, index: int) -> Tensor | None:
         for layer in self.groups[index].layers:
-            if self._schedule.keep.get(layer + 1) == 1:  # no boundary
+            if self._schedule.keep.get(layer + 1) == 1:  # a pruning layer that keeps all, so no group ends at it
                 self.note_selection(layer + 1, self._mask)
         if self._in_prefill or self.groups[index].scores is None:
             return None
@@ -130,7 +130,7 @@ class LazySession(Session):
     def _choose(self, index: int) -> None:
         """Choose the tokens of the step's set that go on after group `index`."""
         layer = self.groups[index].layers.stop
-        others = self.length - self._num_candidates + self._num_unranked  # these go on
+        others = self.length - self._num_candidates + self._num_unranked  # tokens without a rank, which go on
         keep = self._schedule.kept(layer, self._count - others)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
@@ -186,12 +186,13 @@ class LazySession(Session):
             return newest
         revived = positions[:-1]
         if self._prune_generated and self._generated is not None:
-            # only prompt tokens count: `enter` took the newest for a generated token, which it is not in a later turn
+            # `computed` counts prompt tokens: no generated ones among the revived. `enter` has left out one token more,
+            # the newest, which is a prompt token in the step that opens a turn
             generated = self._generated[revived].sum() - int(self._opens_turn)
             self._num_computed[index + 1] = self._num_computed[index + 1] - generated
         if not len(revived):
             return newest
-        # the turn's own tokens are in `revived` too
+        # in the step that opens a turn, `revived` also holds the turn's own tokens, which are new
         old = (revived < self._turn_start).sum() if self._opens_turn else len(revived)
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
@@ -203,7 +204,7 @@ class LazySession(Session):
         return self.context.take_each()[0]
 
     def _importance_of_candidates(self, index: int) -> Tensor:
-        """[candidates] importance by position; lower than any importance for a token outside the step's set."""
+        """[candidates] importance by position; below any importance for tokens without a rank or outside the set."""
         importance, cache, unranked = self.importance(index), self.caches[index], self._unranked
         end = self._num_candidates
         if self._lowest is None:
@@ -214,7 +215,7 @@ class LazySession(Session):
         if self._count < self.length or unranked is not None:
             ranked = self._mask[:end] if unranked is None else self._mask[:end] & ~unranked[:end]
             importance = torch.where(ranked, importance, self._lowest[:end])
-        if self._opens_turn:  # the newest token is a prompt token, which goes on, as in prefill
+        if self._opens_turn:  # the newest token is a candidate, and goes on as in prefill
             importance = importance.clone()
             importance[-1:] = float("inf")
         return importance

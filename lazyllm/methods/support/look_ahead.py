@@ -15,18 +15,18 @@ from lazyllm.engine.session import Session, step_together
 
 
 def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int) -> Tensor:
-    """[n] scores of the prompt tokens: the mean over the queries of `score_of_query`.
+    """[n] scores of the prompt tokens: the mean of `score_of_query` over queries.
 
-    decoder: the open model, which looks ahead greedily. token_ids: [n]. queries: their number: the last prompt token
-    and the first `queries - 1` generated ones. An end token of the model and later tokens give no query. Never waits
-    for the device: all steps run, and those after an end token are left out of the mean.
+    decoder: the open model, which looks ahead greedily. token_ids: [n]. queries: number of queries, which are the last
+    prompt token and the first `queries - 1` generated ones. An end token of the model and later tokens do not count.
+    Never waits for the device: all steps run, and those from an end token on are left out of the mean.
     """
     n, layers = token_ids.shape[0], range(len(decoder.layers))
     group = Group(layers, n, ScoreSpec(layers, raw=True, per_head=True), score_in_decode=True)
     session = Session(decoder, [group], n, queries)
     logits = session.prefill(token_ids.to(decoder.device))
     scores = score_of_query(session.context.take_each(), n, pool)
-    counts = count = scores.new_ones(())
+    counts = count = scores.new_ones(())  # whether the query counts, 1 or 0; the number of those that do
     ends = torch.zeros_like(logits, dtype=torch.bool)
     for end_id in end_ids_of(decoder.model):
         if 0 <= end_id < len(ends):  # some configs write -1 for none

@@ -24,8 +24,8 @@ _LOADED: dict[tuple[ModelSpec, bool], Any] = {}  # {(spec, plain): model}, until
 def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) -> PreTrainedModel:
     """The model of a spec, in the dtype and on the device of `model`. It stays for later prompts, until `unload`.
 
-    plain: of any architecture, to be run by `model(...)`; else its layers are run one by one (`open_beside`).
-    Methods have no state, so `Method.prepare` loads models into this cache for `Method.start`. Raises UserError.
+    plain: a model of any architecture, run by `model(...)`; else one whose layers run one by one (`open_beside`).
+    Methods have no state, so `Method.prepare` loads models here for `Method.start`. Raises UserError.
     """
     home = main_device(model)
     own = replace(spec, dtype=str(model.dtype).removeprefix("torch."), device=str(home))
@@ -35,7 +35,7 @@ def load_beside(spec: ModelSpec, model: PreTrainedModel, plain: bool = False) ->
             check_surroundings(other)  # before the clock starts
         _LOADED[own, plain] = other
     other = _LOADED[own, plain]
-    if main_device(other) != home:  # parked
+    if main_device(other) != home:  # `park` moved it to the host
         other.to(home)
     return other
 
@@ -46,7 +46,7 @@ def models_beside() -> tuple[Any, ...]:
 
 
 def bytes_beside(used: Collection[ModelSpec], device: torch.device) -> int:
-    """Bytes on a device of the loaded models, but for those of the specs in `used`."""
+    """Bytes that the loaded models take on a device, except those of the specs in `used`."""
     others = _unused(used)
     return sum(
         part.numel() * part.element_size()
@@ -57,7 +57,7 @@ def bytes_beside(used: Collection[ModelSpec], device: torch.device) -> int:
 
 
 def park(used: Collection[ModelSpec]) -> bool:
-    """Move the loaded models to the host, but for those of the specs in `used`. Returns whether one was elsewhere."""
+    """Move the loaded models to the host, except those of the specs in `used`. Returns whether any was moved."""
     moved = [model for model in _unused(used) if main_device(model).type != "cpu"]
     for model in moved:
         model.to("cpu")
@@ -65,7 +65,7 @@ def park(used: Collection[ModelSpec]) -> bool:
 
 
 def unload() -> None:
-    """Forget all of these models."""
+    """Forget all loaded models."""
     _LOADED.clear()
 
 
@@ -91,12 +91,12 @@ def read_beside(spec: ModelSpec, text: str, special_tokens: bool = True) -> Prom
     return Prompt(torch.tensor(own["input_ids"], dtype=torch.long), text, tuple(own["offset_mapping"]))
 
 
-config_beside = cache(shape_of)  # every prompt asks for it
+config_beside = cache(shape_of)  # cached, as it is read for every prompt
 
 
 @cache
 def matrices_beside(spec: ModelSpec) -> int:
-    """Elements of the matrices in a layer of the model of a spec, all of which each token is multiplied with.
+    """Elements of all matrices in a layer of the model of a spec, the mean over its layers.
 
     For any architecture; experts are counted as if all of them ran. Raises UserError.
     """

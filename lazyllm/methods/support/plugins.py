@@ -84,13 +84,13 @@ def in_file(path: str) -> type[Method]:
 def _checked(kind: Any, what: str) -> type[Method]:
     if not (isinstance(kind, type) and issubclass(kind, Method) and is_dataclass(kind)):
         raise UserError(f"{what} is not a method: expected a dataclass derived from lazyllm.methods.Method")
-    if "__dataclass_params__" not in vars(kind):  # a base's, which would leave out the fields of this class
+    if "__dataclass_params__" not in vars(kind):  # the dataclass is a base, which knows no fields of this class
         raise UserError(f"{what} is no dataclass itself: write @dataclass(frozen=True) above it")
     return kind
 
 
 def code(point: EntryPoint) -> str:
-    """Package, version and shortened SHA-256 of the sources: two versions of the method's code differ in it.
+    """Package, version and shortened SHA-256 of the sources, so that it changes with the method's code.
 
     The sources are the whole package that holds the class, as a method may use its other files. Raises as `load`.
     """

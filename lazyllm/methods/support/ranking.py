@@ -20,7 +20,7 @@ def split_prompt(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     is always kept, and counts in `keep`.
     """
     forced = scores.clone()
-    forced[-1:] = float("inf")  # one element would be a copy from the host, for which CUDA waits
+    forced[-1:] = float("inf")  # `forced[-1]` would be copied from the host, for which CUDA waits
     order = rank(forced)
     return order[:keep].sort().values, order[keep:].sort().values
 
@@ -42,7 +42,7 @@ def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: 
 
 
 def sum_over_first(scores: Tensor) -> Tensor:
-    """The sum over the first dimension, rounded in the same way for every token, so that equal scores stay equal."""
+    """The sum over the first dimension, rounded alike for every token, so that equal scores stay equal."""
     return scores.movedim(0, -1).contiguous().sum(dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Which layers prune, and how much each keeps (LazyLLM, arXiv 2407.14057, section 3.2 and Figure 4)."""
+"""LazyLLM's schedule of layers and keep ratios (arXiv 2407.14057, 3.2 and Figure 4), and checks of hyperparameters."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def keep_count(ratio: float, n: int) -> int:
 
 
 def checked(check: Callable[..., object], default: Any = MISSING, kw_only: bool = False, **limits: Any) -> Any:
-    """A hyperparameter: a field whose value `check(name, value, **limits)` may refuse. A default of None passes.
+    """A hyperparameter: a field whose value `check(name, value, **limits)` may refuse. None passes as the default.
 
     >>> keep: float = checked(check_ratio, 0.5)
     """

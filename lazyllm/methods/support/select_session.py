@@ -17,7 +17,7 @@ from lazyllm.engine.session import Scoring, Session
 class SelectSession(Session):
     """The session of a `Select`: the baseline's, on the tokens that the method selects when the session starts.
 
-    method: the `Select` (its module imports this one).
+    method: the `Select` (untyped, as its module imports this one).
     """
 
     def __init__(self, decoder: Decoder, method: Any, prompt: Prompt, max_new_tokens: int) -> None:
@@ -26,7 +26,7 @@ class SelectSession(Session):
         positions, scoring = timed_selection(decoder, method, prompt) if kept < n else everything
         k = len(positions)
         groups = [replace(group, prompt_tokens=k) for group in method.groups(len(decoder.layers), n)]
-        # the positions that the prompt takes; its tokens, for the counts, are n
+        # the base class needs the number of positions that the prompt takes, the counts that of its tokens, n
         super().__init__(decoder, groups, k if method.renumber else n, max_new_tokens)
         self.prompt_tokens, self.scoring = n, scoring
         self._select, self._positions = method, positions
@@ -34,7 +34,7 @@ class SelectSession(Session):
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         text = token_ids[self._positions] if self._select.renumber else token_ids
-        # a RoPE that grows with the text depends on all of it, even if its last token is not selected
+        # all of the text is embedded: a RoPE that grows with the text depends on its last token, selected or not
         tokens = self.decoder.embed(text, self._all_positions[: len(text)])
         logits = self._prefill(tokens if self._select.renumber else tokens[self._positions], len(text))
         self.note_selection(self._select.selected_at(len(self.decoder.layers)), self._positions)
@@ -42,12 +42,12 @@ class SelectSession(Session):
 
 
 def timed_selection(decoder: Decoder, method: Any, prompt: Prompt) -> tuple[Tensor, Scoring]:
-    """The selected positions [k] on the model's device, and what selecting them took."""
+    """The selected positions [k] on the model's device, and what selecting them cost."""
     began, run_before = time.perf_counter(), decoder.tokens_run
     with preserve_rope_state(decoder.model):  # `select` may run a longer text than the prefill
         selected = method.select(decoder, prompt)
     tokens = decoder.tokens_run - run_before
-    busy = decoder.devices if torch.is_tensor(selected) else ()  # a selection on the host has waited already
+    busy = decoder.devices if torch.is_tensor(selected) else ()  # for a result on the host, `select` has waited already
     seconds = read_clock(*busy) - began if tokens else 0.0
     # rounded to 6 places first: the sum of shares of a token may be just above a whole number
     scoring = Scoring(uncounted_s=seconds) if method.diagnostic else Scoring(seconds, tokens=ceil(round(tokens, 6)))
