@@ -200,7 +200,7 @@ def mask_in_step() -> Iterator[None]:
     class Masked(masks.AttentionMask):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            self.is_everything = False
+            self.needs_no_mask = False
 
         def visible(self, rows: slice, keys: slice) -> torch.Tensor:
             return torch.ones(1, keys.stop - keys.start, dtype=torch.bool, device=self._positions.device)

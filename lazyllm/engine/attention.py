@@ -22,11 +22,11 @@ from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import replaced, tf32_products, to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.masks import AttentionMask, Chosen, PositionSortedMask
-from lazyllm.engine.sdpa import attend_with_sums, gives_sums, shares_heads
+from lazyllm.engine.sdpa import attend_with_lse, gives_lse, shares_heads
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
-BLOCK_ON_CPU, BLOCK = 2**22, 2**25
+SUMMED_ON_CPU, SUMMED = 2**22, 2**25
 # (query, key) pairs of a block's mask in `attend_in_order`. A larger block masks more pairs that need no mask
 ORDERED_ON_CPU, ORDERED = 2**16, 2**20
 
@@ -155,10 +155,12 @@ class RecordingAttention:
             slots = mask.slots = mask.slots.to(key.device)  # moved once for all layers on that device
             key, value = context.cache.take(layer, slots, key.shape[3])
         if isinstance(mask, PositionSortedMask):
-            return attend_in_order(query, key, value, mask, kwargs["scaling"], kwargs.get("softcap"))
+            softcap = kwargs.get("softcap")
+            splits = softcap is None and gives_lse(self._model, query, value)
+            return attend_in_order(query, key, value, mask, kwargs["scaling"], softcap, splits)
         # without a mask, prefill is causal; FlashAttention also applies the window, but in slots: there may be no gaps
         needs_none = (self._is_flash and context.cache.is_contiguous) or (not self._is_eager and mask.window is None)
-        if (in_prefill and needs_none) or mask.is_everything:
+        if (in_prefill and needs_none) or mask.needs_no_mask:
             return self.attend(module, query, key, value, None, kwargs)
         return self.in_blocks(module, query, key, value, kwargs)
 
@@ -316,7 +318,7 @@ def _summed_scores(
     weights = torch.linspace(*spec.summed, w, dtype=exact, device=key.device)
     key = key.to(exact)  # once for all blocks
     sums = weights.new_zeros((heads, s))
-    block = max(1, (BLOCK_ON_CPU if key.device.type == "cpu" else BLOCK) // (heads * s))
+    block = max(1, (SUMMED_ON_CPU if key.device.type == "cpu" else SUMMED) // (heads * s))
     if block < w:  # several blocks read it: stored in the order in which their products do
         key = key.transpose(-1, -2).contiguous().transpose(-1, -2)
     for first in range(m - w, m, block):
@@ -356,29 +358,34 @@ def attend_to_chosen(
 
 
 def attend_in_order(
-    query: Tensor, key: Tensor, value: Tensor, mask: PositionSortedMask, scaling: float, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PositionSortedMask,
+    scaling: float,
+    softcap: float | None = None,
+    splits: bool = False,
 ) -> Tensor:
     """Attention of m queries to the first keys, as many as `mask` says for each of them.
 
-    In a block, all queries attend to the keys before the first query's own: a kernel without a mask runs these keys,
-    another one the rest under a mask. The kernels' log-sum-exps of the logits give the weights that join both results.
     query [1, h, m, d]; key, value [1, g, s, d] sorted by position. Returns [1, m, h, d].
+    splits: in a block, all queries attend to the keys before the first query's own. A kernel without a mask runs these
+        keys, another one the rest under a mask. Their log-sum-exps of the logits give the weights that join both.
     """
     heads, m = query.shape[1:3]
-    has_kernel = softcap is None and gives_sums(query, value)
     out = query.new_empty(1, m, heads, value.shape[-1])
     pairs = ORDERED_ON_CPU if query.device.type == "cpu" else ORDERED
-    for rows, keys, visible in mask.blocks_in_order(pairs, has_kernel, key.device):
+    for rows, keys, visible in mask.blocks_in_order(pairs, splits, key.device):
         own, of_keys, of_values = query[:, :, rows], key[:, :, keys], value[:, :, keys]
         additive = additive_mask(visible, heads // key.shape[1], query.dtype)
         if not keys.start:
             out[:, rows] = attend_to_chosen(own, of_keys, of_values, additive, scaling, softcap)
             continue
         packed = own.reshape(1, key.shape[1], -1, query.shape[3])
-        first, sum_first = attend_with_sums(packed, key[:, :, : keys.start], value[:, :, : keys.start], None, scaling)
-        rest, sum_rest = attend_with_sums(packed, of_keys, of_values, additive, scaling)
+        first, lse_first = attend_with_lse(packed, key[:, :, : keys.start], value[:, :, : keys.start], None, scaling)
+        rest, lse_rest = attend_with_lse(packed, of_keys, of_values, additive, scaling)
         joined = torch.lerp(
-            rest.to(sum_rest.dtype), first.to(sum_rest.dtype), (sum_first - sum_rest).sigmoid()[..., None]
+            rest.to(lse_rest.dtype), first.to(lse_rest.dtype), (lse_first - lse_rest).sigmoid()[..., None]
         )
         out[:, rows] = joined.reshape(1, heads, -1, value.shape[-1]).transpose(1, 2)
     return out

@@ -43,9 +43,9 @@ class AttentionMask:
         self._m = positions.shape[0]
         self._s = cache.length
         # without a window, a single query needs no mask: it attends to all tokens, or to a copy of those in `slots` [k]
-        self.is_everything = self._m == 1 and window is None and (chosen is None or positions.device.type in COPIES)
+        self.needs_no_mask = self._m == 1 and window is None and (chosen is None or positions.device.type in COPIES)
         self.slots: Tensor | None = None
-        if self.is_everything and chosen is not None:
+        if self.needs_no_mask and chosen is not None:
             self.slots = torch.nonzero_static(chosen[0], size=chosen[1])[:, 0]
 
     def blocks(
@@ -124,17 +124,15 @@ class PositionSortedMask(AttentionMask):
         self._key_positions = cache.positions[self.slots]
         self._ranks = np.array(ranks)
 
-    def blocks_in_order(
-        self, cells: int, shares_first: bool, device: torch.device
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def blocks_in_order(self, cells: int, splits: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
         """Blocks of queries: rows, keys, and which of these keys each attends to, [b, k] bool on `device`.
 
-        cells: the most (query, key) pairs of a block of several queries. shares_first: leave out the keys before the
+        cells: the most (query, key) pairs of a block of several queries. splits: leave out the keys before the
             first query's own, to which all queries of the block attend; ignored in a layer with a window.
         """
         start = 0
         while start < self._m:
-            first = int(self._ranks[start]) - 1 if shares_first and self.window is None else 0
+            first = int(self._ranks[start]) - 1 if splits and self.window is None else 0
             areas = np.arange(1, self._m - start + 1) * (self._ranks[start:] - first)
             stop = start + max(1, int(areas.searchsorted(cells, side="right")))
             rows, keys = slice(start, stop), slice(first, int(self._ranks[stop - 1]))

@@ -86,17 +86,14 @@ def shares_heads(model: Any, query: Tensor) -> bool:
     )
 
 
-def gives_sums(query: Tensor, value: Tensor) -> bool:
-    """Whether `attend_with_sums` has a kernel for these tensors: the CPU's, or on a GPU FlashAttention."""
-    if query.shape[-1] != value.shape[-1]:
-        return False
-    if not query.is_cuda:
-        return query.device.type in ("cpu", "meta")
-    is_flash = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256 and query.shape[-1] % 8 == 0
-    return is_flash and torch.cuda.get_device_capability(query.device) >= _AMPERE
+def gives_lse(model: Any, query: Tensor, value: Tensor) -> bool:
+    """Whether `attend_with_lse` has a kernel for these tensors: the CPU's, or on a GPU FlashAttention."""
+    width = query.shape[-1]
+    has_kernel = width == value.shape[-1] and width % 8 == 0 and query.device.type in ("cpu", "meta", "cuda")
+    return has_kernel and shares_heads(model, query)
 
 
-def attend_with_sums(
+def attend_with_lse(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Attention [1, h, m, d] of m queries, and the log-sum-exp [1, h, m] of each query's logits.

@@ -250,7 +250,7 @@ def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
 def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model, n, m, block = small_llama(dtype=torch.float32), 1000, 350, 2**17
     monkeypatch.setattr(masks, "BLOCK_ON_CPU", block // 2)
-    monkeypatch.setattr(attention, "BLOCK_ON_CPU", block // 8)  # cells
+    monkeypatch.setattr(attention, "SUMMED_ON_CPU", block // 8)  # cells
     whole = lazyllm.generate(model, prompt_tensor(n), Baseline(), 3, ()).kv_bytes
     with lazyllm.start(model, prompt_tensor(n), make(name, DROPPING.get(name, {}))) as session:
         for more in (None, prompt_tensor(m)):

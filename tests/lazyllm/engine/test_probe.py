@@ -101,7 +101,7 @@ def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size:
     """4 query heads on 2 key heads: each of the last 7 of 17 tokens by itself, weighted from 1 to 3."""
     draw = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 17, 8, dtype=torch.float64, generator=draw) for heads in (4, 2))
-    monkeypatch.setattr(attention, "BLOCK_ON_CPU", size)
+    monkeypatch.setattr(attention, "SUMMED_ON_CPU", size)
     look = ScoreSpec((0,), 7, per_head=True, summed=(1, 3))
 
     def seen(rows: slice, keys: slice) -> torch.Tensor:
@@ -120,7 +120,12 @@ def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size:
 
 
 def attention_in_order(
-    seed: int, window: int | None = None, softcap: float | None = None, widths: tuple[int, int] = (8, 8), **where: Any
+    seed: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    widths: tuple[int, int] = (8, 8),
+    splits: bool = False,
+    **where: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
     """[6, 4, d] `attend_in_order` of 6 queries, and what it should be. widths: of K and V. where: device and dtype.
 
@@ -141,7 +146,8 @@ def attention_in_order(
     of_set = torch.tensor(chosen, device=query.device), int(chosen.sum())
     mask = masks.PositionSortedMask(cache, torch.tensor(queries, device=query.device), of_set, window, ranks)
     assert mask.slots is not None
-    found = attention.attend_in_order(query, *cache.take(0, mask.slots, widths[0]), mask, 0.3, softcap)
+    sorted_key, sorted_value = cache.take(0, mask.slots, widths[0])
+    found = attention.attend_in_order(query, sorted_key, sorted_value, mask, 0.3, softcap, splits)
     expected = np.zeros(found.shape[1:])
     queried, keys, values = (part[0].double().cpu().numpy() for part in (query, key, value))
     for row, position in enumerate(queries):
@@ -154,10 +160,11 @@ def attention_in_order(
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("widths", [(8, 8), (8, 6)])
-@pytest.mark.parametrize("size", [1, 200, 2**22])  # scores of a block
-def test_queries_attend_to_the_first_tokens_in_order(window, softcap, widths, size, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("softcap", "widths", "splits"), [(2.0, (8, 6), False), (None, (8, 6), False), (None, (8, 8), True)]
+)
+@pytest.mark.parametrize("size", [1, 20, 2**22])  # pairs of a block
+def test_queries_attend_to_the_first_tokens_in_order(window, softcap, widths, splits, size, monkeypatch) -> None:
     monkeypatch.setattr(attention, "ORDERED_ON_CPU", size)
-    found, expected = attention_in_order(size, window, softcap, widths, dtype=torch.float64)
+    found, expected = attention_in_order(size, window, softcap, widths, splits, dtype=torch.float64)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
