@@ -87,7 +87,7 @@ TOLERANCES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5, "float64": 1e-
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1, 20, 2**22])  # pairs of a block
 def test_queries_attend_to_the_first_tokens_in_order(dtype: str, size: int, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "ORDERED", size)
+    monkeypatch.setattr(attention, "SPLIT", size)
     splits = dtype.endswith("float16")
     found, expected = attention_in_order(size, splits=splits, dtype=getattr(torch, dtype), device=CUDA)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES[dtype])

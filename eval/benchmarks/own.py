@@ -165,14 +165,18 @@ def _example(own: OwnDataset, row: Any, number: int) -> Example:
     answers = [str(value) for name in fields for value in values_of(name, many=True)]
     if not is_answers(answers):
         raise UserError(f"field {own.answers!r}: its text is empty, so there is nothing to score against")
+    if needs_classes(own) and not {*answers} <= {*own.classes}:
+        raise UserError(f"field {own.answers!r}: {shortened(answers)} is not in classes: {', '.join(own.classes)}")
     try:
         score_example(own, "", answers, own.classes)
     except json.JSONDecodeError as error:  # of the metric `number`
         raise UserError(f"field {own.answers!r}: the metric {own.metric} cannot score it ({error})") from error
-    texts = map(str, values_of(own.evidence, many=True)) if own.evidence else ()
+    texts = [*map(str, values_of(own.evidence, many=True))] if own.evidence else []
+    for text in texts:
+        if not text or context.count(text) != 1:
+            times = f"occurs {context.count(text)} times" if text else "is empty"
+            raise UserError(f"field {own.evidence!r}: {shortened(text)} {times} in {own.context!r}: expected once")
     spans = {(context.find(text), context.find(text) + len(text)) for text in texts}
-    if any(not 0 <= start < end for start, end in spans):
-        raise UserError(f"field {own.evidence!r}: its text does not occur in {own.context!r}")
     return Example(
         dataset=own.name,
         id=str(values_of(own.id)[0]) if own.id else sha256_of([number, row])[:48],

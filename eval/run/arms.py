@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from eval.benchmarks.datasets import format_value
+from eval.benchmarks.rows import sha256_of
 from eval.run import targets
 from eval.run.config import CONF
 from eval.run.settings import SERVER, RunConfig
@@ -56,6 +57,26 @@ def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
     require(first["name"] == BASELINE, "compare", baseline, "another label for it")
     last = {AA_TEST: first} if config.aa_test else {}
     return {baseline: first, **arms, **last}
+
+
+def check_distinct(arms: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse two arms of equal settings, as tables show one row for each setting. Raises UserError.
+
+    arms: {label: settings as in the run's identity}. Seeds of one arm are one setting.
+    """
+    labels: dict[str, str] = {}
+    for label, settings in arms.items():
+        if label == AA_TEST:
+            continue
+        own = label.removesuffix(f" seed {settings.get('seed')}")
+        first = labels.setdefault(sha256_of({key: value for key, value in settings.items() if key != "seed"}), own)
+        require(
+            first == own,
+            f"compare.{own}",
+            settings["name"],
+            f"settings that differ from those of {first} (seeds: N compares seeds; another version of a file takes "
+            "another name)",
+        )
 
 
 def _given(config: RunConfig) -> dict[str, dict[str, Any]]:

@@ -245,7 +245,7 @@ def one_line(error: Exception) -> UserError:
     message = message.replace("LexerNoViableAltException: ", "cannot read ")
     unknown = re.match(r"(?:Could not override|Key) '([^']+)'", message)
     if unknown is not None and unknown[1].startswith("method."):
-        message += " (lazyllm-bench methods lists the settings of each method)"
+        message += f" (lazyllm-bench methods lists those of each method; a sweep over methods takes +{unknown[1]})"
     elif unknown is not None:
         keys = [part for key, _, _ in documented(RunConfig()) for part in (key, key.partition(".")[0])]
         near = difflib.get_close_matches(unknown[1], {"method", "dataset", "experiment", *keys}, 1)

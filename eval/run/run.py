@@ -19,7 +19,7 @@ from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
 from eval.benchmarks.subsets import in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.arms import Arm, arms_asked, build_method, method_asked
+from eval.run.arms import Arm, arms_asked, build_method, canonical, check_distinct, method_asked
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
@@ -209,6 +209,7 @@ class Run:
     def arms(self) -> tuple[Arm, ...]:
         """The arms that reach their target speedups, in order; the others are left out, with a log line."""
         if self.is_served:
+            check_distinct(self.asked)
             return tuple(Arm(label, settings) for label, settings in self.asked.items())
         arms, shape, length = list[Arm](), self.shape, self.suite.length(self.data)
         for label, settings in self.asked.items():
@@ -226,6 +227,7 @@ class Run:
                 arms.append(arm)
         if not {arm.label for arm in arms} - ({self.baseline} if len(self.asked) > 1 else set()):
             raise UserError("no method reaches its speedup on this model: give another")
+        check_distinct({arm.label: canonical(arm.settings, shape.num_hidden_layers) for arm in arms})
         return tuple(arms)
 
     @cached_property
@@ -397,11 +399,16 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"{folder}: cannot be written ({exists}): give another with out=FOLDER, or start elsewhere")
 
 
+_OF_THE_RUN = {"model", "prompt", "messages", "stream", "stream_options", "max_tokens", "stop"}  # fields of a request
+
+
 def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
     """Refuse what servers cannot do, and URLs that cannot be one's."""
     model, server = config.model, config.server
-    is_mapping = isinstance(server.extra_body or {}, dict)
-    require(is_mapping, "server.extra_body", server.extra_body, "a mapping of fields, such as {top_k: 1}")
+    for extra in (server.extra_body or {}, *(settings.get("extra_body") or {} for settings in arms.values())):
+        require(isinstance(extra, dict), "extra_body", extra, "a mapping of fields, such as {top_k: 1}")
+        own = ", ".join(sorted(_OF_THE_RUN & extra.keys()))
+        require(not own, "extra_body", own, "other fields: the run gives these itself")
     for settings in arms.values():
         name, unknown = settings.get("name", ""), settings.keys() - {*SERVER_SETTINGS, "name", "turns"}
         if name not in ("baseline", SERVER):

@@ -21,14 +21,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import replaced, tf32_products, to_device
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
-from lazyllm.engine.masks import AttentionMask, Chosen, PositionSortedMask
+from lazyllm.engine.masks import AttentionMask, Chosen, PositionSortedMask, block_bytes
 from lazyllm.engine.sdpa import attend_with_lse, gives_lse, shares_heads
 from lazyllm.errors import UserError
 
 # Scores that a sum over queries holds at once: on a CPU they fit its caches; elsewhere they take 128 MB in float32
 SUMMED_ON_CPU, SUMMED = 2**22, 2**25
 # (query, key) pairs of a block's mask in `attend_in_order`. A larger block masks more pairs that need no mask
-ORDERED_ON_CPU, ORDERED = 2**16, 2**20
+SPLIT_ON_CPU, SPLIT = 2**16, 2**20
 
 # (slice of queries, slice of keys) -> [b, k] bool: which of the last k keys each query attends to, beside all keys
 # before these. None: all queries attend to all keys (`AttentionMask.visible_last`)
@@ -156,7 +156,7 @@ class RecordingAttention:
             key, value = context.cache.take(layer, slots, key.shape[3])
         if isinstance(mask, PositionSortedMask):
             softcap = kwargs.get("softcap")
-            splits = softcap is None and gives_lse(self._model, query, value)
+            splits = softcap is None and mask.window is None and gives_lse(self._model, query, value)
             return attend_in_order(query, key, value, mask, kwargs["scaling"], softcap, splits)
         # without a mask, prefill is causal; FlashAttention also applies the window, but in slots: there may be no gaps
         needs_none = (self._is_flash and context.cache.is_contiguous) or (not self._is_eager and mask.window is None)
@@ -372,13 +372,15 @@ def attend_in_order(
     splits: in a block, all queries attend to the keys before the first query's own. A kernel without a mask runs these
         keys, another one the rest under a mask. Their log-sum-exps of the logits give the weights that join both.
     """
-    heads, m = query.shape[1:3]
+    heads, m, share = query.shape[1], query.shape[2], query.shape[1] // key.shape[1]
+    pairs = SPLIT_ON_CPU if query.device.type == "cpu" else SPLIT
+    if not splits:
+        pairs = block_bytes(query.device) // ((share if softcap is None else heads) * query.element_size())
+    form = functools.partial(additive_mask, share=share, dtype=query.dtype)
     out = query.new_empty(1, m, heads, value.shape[-1])
-    pairs = ORDERED_ON_CPU if query.device.type == "cpu" else ORDERED
-    for rows, keys, visible in mask.blocks_in_order(pairs, splits, key.device):
+    for rows, keys, additive in mask.blocks_in_order(form, pairs, splits, key.device):
         own, of_keys, of_values = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-        additive = additive_mask(visible, heads // key.shape[1], query.dtype)
-        if not keys.start:
+        if not splits or not keys.start:
             out[:, rows] = attend_to_chosen(own, of_keys, of_values, additive, scaling, softcap)
             continue
         packed = own.reshape(1, key.shape[1], -1, query.shape[3])

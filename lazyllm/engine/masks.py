@@ -23,6 +23,11 @@ BLOCK_ON_CPU, BLOCK = 2**23, 2**27
 COPIES = frozenset({"cuda"})
 
 
+def block_bytes(device: torch.device) -> int:
+    """Bytes of a block's mask, at most."""
+    return BLOCK_ON_CPU if device.type == "cpu" else BLOCK
+
+
 Chosen = tuple[Tensor, int]  # [s] bool, which stored tokens take part in the step (the step's set); their number
 
 
@@ -56,7 +61,7 @@ class AttentionMask:
         form: turns `visible` into the mask of the attention function. cell: bytes that a (query, key) pair takes.
         """
         farthest = self._s if self.window is None else min(self._s, 2 * self.window)
-        most = max(1, (BLOCK_ON_CPU if device.type == "cpu" else BLOCK) // (cell * farthest))
+        most = max(1, block_bytes(device) // (cell * farthest))
         if self.window is not None:  # the larger a block, the more of its keys are outside a query's window
             most = min(most, max(64, self.window // 4))
         for first in range(0, self._m, most):
@@ -124,17 +129,21 @@ class PositionSortedMask(AttentionMask):
         self._key_positions = cache.positions[self.slots]
         self._ranks = np.array(ranks)
 
-    def blocks_in_order(self, cells: int, splits: bool, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Blocks of queries: rows, keys, and which of these keys each attends to, [b, k] bool on `device`.
+    def blocks_in_order(
+        self, form: Callable[[Tensor], Tensor], pairs: int, splits: bool, device: torch.device
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks of queries: rows, keys, and their mask on `device`.
 
-        cells: the most (query, key) pairs of a block of several queries. splits: leave out the keys before the
-            first query's own, to which all queries of the block attend; ignored in a layer with a window.
+        form: as in `blocks`. pairs: the most (query, key) pairs of a block of several queries. splits: leave out the
+            keys before the first query's own, to which all queries of the block attend. No window may hide these.
         """
         start = 0
         while start < self._m:
-            first = int(self._ranks[start]) - 1 if splits and self.window is None else 0
+            rank = int(self._ranks[start])
+            # a window of N positions holds at most N tokens
+            first = rank - 1 if splits else max(0, rank - (self.window or rank))
             areas = np.arange(1, self._m - start + 1) * (self._ranks[start:] - first)
-            stop = start + max(1, int(areas.searchsorted(cells, side="right")))
+            stop = start + max(1, int(areas.searchsorted(pairs, side="right")))
             rows, keys = slice(start, stop), slice(first, int(self._ranks[stop - 1]))
             key = (start, stop, first, device)
             if self._made[0] != key:
@@ -142,6 +151,6 @@ class PositionSortedMask(AttentionMask):
                 visible = stored <= query
                 if self.window is not None:
                     visible = visible & (stored > query - self.window)
-                self._made = key, to_device(visible, device)
+                self._made = key, to_device(form(visible), device)
             yield rows, keys, self._made[1]
             start = stop

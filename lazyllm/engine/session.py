@@ -175,10 +175,6 @@ class Session:
         """
         return None
 
-    def to_indices(self, mask: Tensor, count: int | None = None) -> Tensor:
-        """The ascending positions at which `missing_mask` is True. count: their number; None waits for the device."""
-        return mask.nonzero()[:, 0] if count is None else torch.nonzero_static(mask, size=count)[:, 0]
-
     def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         """The tokens that enter the next group: those of group `index` that go on, and revived ones; the newest last.
 
@@ -292,7 +288,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
         tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
         at_boundary, start = [number for number, end in enumerate(ends) if end == stop], stop
         masks = {number: sessions[number].missing_mask(group_of[number]) for number in at_boundary}
-        positions = _to_indices(sessions, {number: mask for number, mask in masks.items() if mask is not None})
+        positions = _to_indices({number: mask for number, mask in masks.items() if mask is not None})
         for number in at_boundary:
             tokens[number] = sessions[number].prune(group_of[number], tokens[number], positions.get(number))
             group_of[number] += 1
@@ -301,12 +297,12 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
     return decoder.last_logits([one.hidden for one in tokens])
 
 
-def _to_indices(sessions: Sequence[Session], masks: dict[int, Tensor]) -> dict[int, Tensor]:
+def _to_indices(masks: dict[int, Tensor]) -> dict[int, Tensor]:
     """{number of a session: the ascending positions at which its mask [p] is True}, in one wait for the device."""
-    counts = [None] * len(masks)
-    if len(masks) > 1:
-        counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
+    if len(masks) <= 1:
+        return {number: mask.nonzero()[:, 0] for number, mask in masks.items()}
+    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
     return {
-        number: sessions[number].to_indices(mask, count)
+        number: torch.nonzero_static(mask, size=count)[:, 0]
         for (number, mask), count in zip(masks.items(), counts, strict=True)
     }

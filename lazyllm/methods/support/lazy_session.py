@@ -6,7 +6,6 @@ Notation:
     p  positions up to the step's newest token
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,6 @@ class LazySession(Session):
     _mask: Tensor  # [p] bool, True for a token of the set
     _count: int  # number of tokens in the set
     _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before a step's first
-    _ranks: Sequence[int] | None  # `Tokens.ranks` of the tokens that go on next, if they are many
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
     def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -67,7 +65,7 @@ class LazySession(Session):
 
     def _take_all(self, length: int) -> None:
         """Begin a step whose set holds all tokens of the text, `length` of them."""
-        self._mask, self._count, self._stays, self._ranks = self._everything[:length], length, None, None
+        self._mask, self._count, self._stays = self._everything[:length], length, None
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
@@ -143,14 +141,6 @@ class LazySession(Session):
         self._count = keep + others
         self.note_selection(layer, self._mask)
 
-    def to_indices(self, mask: Tensor, count: int | None = None) -> Tensor:
-        positions = super().to_indices(mask, count)
-        shape, pairs = self.decoder.shape, len(positions) * self.length
-        mask_bytes = pairs * shape.heads // shape.kv_heads * self.decoder.dtype.itemsize
-        if mask_bytes > (SORTED_ON_CPU if mask.device.type == "cpu" else SORTED):
-            self._ranks = self._mask.cumsum(0)[positions].tolist()
-        return positions
-
     def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         if self._in_prefill:
             return self._prune_prompt(index, tokens)
@@ -178,7 +168,6 @@ class LazySession(Session):
         Tokens that were revived into group `index` but not into the next one go back into its Aux Cache.
         """
         aux, newest = self._aux[index], tokens
-        ranks, self._ranks = self._ranks, None
         if len(tokens) > 1:
             aux.put(tokens.positions[:-1], tokens.hidden[0, :-1])
             newest = replace(tokens[-1:], is_newest=True)
@@ -197,7 +186,16 @@ class LazySession(Session):
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
         hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
         rope = self._rope[:, positions].split([part.shape[2] for part in newest.rope], dim=2)
+        ranks = self._mask.cumsum(0)[positions].tolist() if self._pays_to_sort(len(positions)) else None
         return Tokens(hidden, positions, rope, is_newest=False, ranks=ranks)
+
+    def _pays_to_sort(self, m: int) -> bool:
+        """Whether m tokens attend faster to K and V that are sorted by position than by masks."""
+        shape = self.decoder.shape
+        share = shape.heads // shape.kv_heads
+        if self.decoder.device.type == "cpu":
+            return m * share > SORTED_ON_CPU
+        return m * share * self.length * self.decoder.dtype.itemsize > SORTED
 
     def importance(self, index: int) -> Tensor:
         """[s] importance (Eq. 1) of the tokens stored in the group whose layers have just run."""

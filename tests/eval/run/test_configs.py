@@ -32,6 +32,7 @@ from lazyllm.methods.support.schedule import Schedule
 from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
+from tests.conftest import ROOT
 from tests.runs import registered, run_of, settled
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -188,7 +189,10 @@ def test_published_experiments_have_their_arms() -> None:
         (["~limt"], "Could not delete from config. 'limt' does not exist"),
         (["model.nam=tiny"], "Key 'nam' not in 'ModelConfig' (did you mean model.name?"),
         (["timing.warmup=0"], "Key 'timing' not in 'RunConfig' (did you mean warmup?"),
-        (["method.keep=0.5"], "Key 'keep' is not in struct (lazyllm-bench methods lists the settings of each method)"),
+        (
+            ["method.keep=0.5"],
+            "Key 'keep' is not in struct (lazyllm-bench methods lists those of each method; a sweep ",
+        ),
         (["+method.kep=0.5"], "method 'lazy' has no setting 'kep'"),
         (["hydra.launcher.n_jobs=2"], "configures the jobs of a sweep: give -m too"),
         (["method=[lazy,fastkv]"], "expected one method; compare=[lazy,fastkv] takes several"),
@@ -259,6 +263,31 @@ def test_config_refuses(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         _ = run_of(*overrides).data
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("name: lazy, schedule: {2: 0.3}", "name: lazy, schedule: {25%: 0.3}"),
+        ("name: lazy", "name: lazy, prune_generated: false"),
+        ("name: random_drop, keep: 0.5, seed: 1", "name: random_drop, keep: 0.5, seed: 2"),
+        ("name: baseline", "name: baseline"),
+    ],
+)
+def test_two_arms_of_one_setting_are_refused(a: str, b: str) -> None:
+    run = run_of(f"compare={{a: {{{a}}}, b: {{{b}}}}}")
+    with pytest.raises(UserError, match=r"^compare\.b=\w+: expected settings that differ from those of a "):
+        _ = run.arms
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    for which in ("old", "new"):
+        (tmp_path / which).mkdir()
+        text = (ROOT / "lazyllm" / "methods" / "static_pruning.py").read_text(encoding="utf-8")
+        (tmp_path / which / "mine.py").write_text(f"{text}# {which}\n", encoding="utf-8")
+    arms = [f"{which}: {{name: {tmp_path}/{which}/mine.py, layer: 2, keep: 0.5}}" for which in ("old", "new")]
+    with pytest.raises(UserError, match="another version of a file takes another name"):
+        _ = run_of(f"compare={{{', '.join(arms)}}}").arms
 
 
 @pytest.mark.parametrize(

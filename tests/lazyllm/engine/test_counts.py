@@ -190,7 +190,7 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
     model = small_llama(kv_heads, layers=6, dtype=torch.float32, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
     monkeypatch.setattr(masks, "BLOCK_ON_CPU", block)
-    monkeypatch.setattr("lazyllm.engine.attention.ORDERED_ON_CPU", block // 4)  # cells
+    monkeypatch.setattr("lazyllm.engine.attention.SPLIT_ON_CPU", block // 4)  # cells
     with Seen() as seen:
         in_blocks = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
     assert in_blocks.computed.tolist() == whole.computed.tolist()
@@ -275,7 +275,7 @@ def test_blocks_change_no_result(
     whole = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
     for block in (1, 4000, 30000):  # a query alone, some, many
         monkeypatch.setattr(masks, "BLOCK_ON_CPU", block)
-        monkeypatch.setattr("lazyllm.engine.attention.ORDERED_ON_CPU", block // 4)
+        monkeypatch.setattr("lazyllm.engine.attention.SPLIT_ON_CPU", block // 4)
         found = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
         assert (found.token_ids, found.selected) == (whole.token_ids, whole.selected)
         tolerance = 1e-9 if attention == "sdpa" else 1e-6  # eager's softmax is in float32

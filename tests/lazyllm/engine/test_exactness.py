@@ -29,8 +29,8 @@ def test_random_shapes_and_schedules(
     """copies: devices on which one query attends to a copy of its tokens; as on a GPU, here too."""
     monkeypatch.setattr(masks, "COPIES", copies)
     rng = random.Random(f"{architecture} {seed}")
-    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 2000, 2**20]))
-    monkeypatch.setattr(attention, "ORDERED_ON_CPU", rng.choice([1, 100, 2**22]))
+    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
+    monkeypatch.setattr(attention, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))

@@ -159,12 +159,19 @@ def attention_in_order(
     return found[0].double().cpu().numpy(), expected
 
 
-@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
-    ("softcap", "widths", "splits"), [(2.0, (8, 6), False), (None, (8, 6), False), (None, (8, 8), True)]
+    ("window", "softcap", "widths", "splits"),
+    [
+        (None, None, (8, 8), True),
+        (None, None, (8, 6), False),
+        (5, None, (8, 6), False),
+        (None, 2.0, (8, 8), False),
+        (5, 2.0, (8, 8), False),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 20, 2**22])  # pairs of a block
 def test_queries_attend_to_the_first_tokens_in_order(window, softcap, widths, splits, size, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "ORDERED_ON_CPU", size)
+    monkeypatch.setattr(attention, "SPLIT_ON_CPU", size)
+    monkeypatch.setattr(masks, "BLOCK_ON_CPU", size * 64)  # bytes
     found, expected = attention_in_order(size, window, softcap, widths, splits, dtype=torch.float64)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)

@@ -66,8 +66,8 @@ def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, **set
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 6))])
 def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(f"{architecture} {seed}")
-    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 2000, 2**20]))
-    monkeypatch.setattr(attention, "ORDERED_ON_CPU", rng.choice([1, 100, 2**22]))
+    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
+    monkeypatch.setattr(attention, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
