@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
+from numbers import Integral
+from operator import index
 from typing import Protocol
 
 import numpy as np
@@ -385,7 +387,10 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
     if isinstance(input_ids, str | Mapping):
         kind = "a text" if isinstance(input_ids, str) else "a tokenizer's whole output"
         raise ValueError(f"input_ids is {kind}: give token ids, for example tokenizer(text).input_ids")
-    whole = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
+    try:
+        whole = input_ids if isinstance(input_ids, Prompt) else Prompt(torch.as_tensor(input_ids))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"input_ids are no token ids: give a list of numbers, or a tensor ({error})") from error
     prompt = whole.token_ids.cpu()
     if prompt.numel() == 0:
         raise ValueError("input_ids holds no tokens: give at least one")
@@ -410,8 +415,8 @@ def check_length(model: PreTrainedModel, tokens: int, max_new_tokens: int, advic
 
     tokens: of the text before the answer. advice: what else to do.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: give 1 or more")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}: give 1 or more, a whole number")
     total, most = tokens + max_new_tokens, longest_text(model.config)
     if total - 1 > most:  # the last new token is not run
         raise UserError(
@@ -439,7 +444,10 @@ class Greedy:
     """
 
     def __init__(self, end_ids: Collection[int] = (), min_new_tokens: int = 0) -> None:
-        self._end_ids = frozenset(end_ids)
+        try:
+            self._end_ids = frozenset(map(index, end_ids))  # a tensor's elements, too
+        except TypeError as error:
+            raise ValueError(f"eos_token_ids={end_ids!r}: give a list of token ids") from error
         self._min_new_tokens = min_new_tokens
         self._chosen = 0
 

@@ -191,8 +191,8 @@ def _at_depth(layer: Any, num_layers: int) -> Any:
         if "e" in layer.lower():  # a Fraction would hold every digit of 1e999999999
             raise ValueError("an exponent")
         share = Fraction(layer.strip()[:-1].strip()) / 100
-        if share > 1:
-            raise ValueError("beyond the model")
+        if not 0 < share <= 1:
+            raise ValueError("not in the model")
     except (ValueError, ZeroDivisionError) as error:
         raise ValueError(
             f"a pruning layer is a whole number or a share of the depth like 50%, got {layer!r}"

@@ -73,6 +73,8 @@ def test_prompts_in_every_form() -> None:
         ([0.5], "one prompt"),
         ("a text", r"a text: give token ids, for example tokenizer\(text\)"),
         ({"input_ids": PROMPT}, "a tokenizer's whole output: give token ids"),
+        (None, "input_ids are no token ids"),
+        ([[1, 2], [3]], "input_ids are no token ids"),
     ],
 )
 def test_generate_refuses_bad_prompts(prompt, message: str) -> None:
@@ -81,8 +83,12 @@ def test_generate_refuses_bad_prompts(prompt, message: str) -> None:
 
 
 def test_generate_and_start_refuse_bad_settings() -> None:
-    with pytest.raises(ValueError, match="max_new_tokens=0: give 1 or more"):
-        lazyllm.generate(MODEL, PROMPT, Baseline(), 0, ())
+    for bad in (0, 2.0, True, "3", None):
+        with pytest.raises(ValueError, match=f"max_new_tokens={bad!r}: give 1 or more, a whole number"):
+            lazyllm.generate(MODEL, PROMPT, Baseline(), bad, ())
+    for ids in ("45", 45, [4.5]):
+        with pytest.raises(ValueError, match=r"eos_token_ids=.* give a list of token ids"):
+            lazyllm.generate(MODEL, PROMPT, Baseline(), 3, ids)
     with pytest.raises(ValueError, match="turns='never': give continue or recompute"):
         lazyllm.start(MODEL, PROMPT, Baseline(), turns="never")
     with pytest.raises(ValueError, match="only 4 layers"):
@@ -91,6 +97,14 @@ def test_generate_and_start_refuse_bad_settings() -> None:
     model.model.layers[1].train()
     with pytest.raises(UserError, match="training mode"):
         lazyllm.generate(model, PROMPT, Baseline(), 3, ())
+
+
+def test_end_tokens_may_be_a_tensor() -> None:
+    free = lazyllm.generate(MODEL, PROMPT, Baseline(), 5, ()).token_ids
+    assert (
+        lazyllm.generate(MODEL, PROMPT, Baseline(), 5, torch.tensor(free[2:3])).token_ids
+        == free[: free.index(free[2]) + 1]
+    )
 
 
 def test_second_generation_is_refused_while_one_runs() -> None:

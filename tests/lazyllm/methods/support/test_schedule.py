@@ -56,7 +56,7 @@ def test_parse() -> None:
     for text in ("papr", "2:", ":0.5", "2:half", "2:0.5+2:0.7", "{}", "2=0.5:"):
         with pytest.raises(ValueError, match=r"schedule .*: expected 'paper', 'none', or a keep ratio"):
             Schedule.parse(text, 8)
-    shares = {"half%": "like 50%", "1/0%": "like 50%", "101%": "like 50%", "1%": "count from 1"}
+    shares = dict.fromkeys(("half%", "1/0%", "101%", "0%", "-10%"), "like 50%") | {"1%": "count from 1"}
     for bad, message in shares.items():
         with pytest.raises(ValueError, match=message):
             Schedule.parse({bad: 0.5}, 32)
