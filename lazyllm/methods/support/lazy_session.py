@@ -20,8 +20,9 @@ from lazyllm.engine.session import Session
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
 
-# K and V are sorted by position if a layer's masks would exceed these bytes; on a GPU, those of one block of queries
-SORTED_ON_CPU, SORTED = 2**20, BLOCK
+# K and V are sorted by position: on a CPU for more tokens than this, times the heads that share a key head; elsewhere
+# if a layer's masks would take more bytes than this, those of one block of queries
+SORTED_ON_CPU, SORTED = 96, BLOCK
 
 
 class LazySession(Session):

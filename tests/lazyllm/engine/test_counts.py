@@ -200,6 +200,29 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
     assert n * row // 4 < seen.largest <= max(n * row, 2 * block) < n * n
 
 
+@pytest.mark.parametrize(("kv_heads", "most"), [(1, 96 // HEADS), (HEADS, 96)])
+def test_many_tokens_of_a_step_are_sorted_and_few_run_by_masks(
+    kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masked, ordered = list[int](), list[int]()
+    in_blocks, in_order = attention.RecordingAttention.in_blocks, attention.attend_in_order
+
+    def noted_blocks(self: Any, module: Any, query: Any, *others: Any) -> Any:
+        masked.append(query.shape[2])
+        return in_blocks(self, module, query, *others)
+
+    def noted_order(query: Any, *others: Any) -> Any:
+        ordered.append(query.shape[2])
+        return in_order(query, *others)
+
+    monkeypatch.setattr(attention.RecordingAttention, "in_blocks", noted_blocks)
+    monkeypatch.setattr(attention, "attend_in_order", noted_order)
+    with lazyllm.start(small_llama(kv_heads, layers=6), prompt_tensor(600), Lazy({2: 0.4, 5: 0.5})) as session:
+        session.answer(None, 12, ())
+        session.answer(prompt_tensor(9), 2, ())
+    assert 1 < max(masked) <= most < min(ordered)
+
+
 @pytest.mark.parametrize(("device", "rows"), [("cpu", 2**23 // 256_000), ("cuda", 2**27 // 256_000)])
 def test_blocks_are_larger_on_a_gpu(device: str, rows: int) -> None:
     """1,000 revived tokens beside 31,000: a query costs 2 bytes for each of 4 heads and 32,000 keys."""
