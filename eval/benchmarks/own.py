@@ -173,7 +173,8 @@ def _example(own: OwnDataset, row: Any, number: int) -> Example:
         raise UserError(f"field {own.answers!r}: the metric {own.metric} cannot score it ({error})") from error
     texts = [*map(str, values_of(own.evidence, many=True))] if own.evidence else []
     for text in texts:
-        if not text or (times := context.count(text)) != 1:
+        times = context.count(text) if text else 0
+        if times != 1:
             found = f"occurs {times} times" if text else "is empty"
             raise UserError(f"field {own.evidence!r}: {shortened(text)} {found} in {own.context!r}: expected once")
     spans = {(context.find(text), context.find(text) + len(text)) for text in texts}
