@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.ranking import rank
@@ -78,6 +79,10 @@ class UniPrefill(Prune):
                 blocks = share_of(self.p, -(-n // self.block)) + 1
                 kept[layer] = n = min(n, blocks * self.block + self.first + self.last)
         return kept
+
+    def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
+        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
+        return self.scores_flops(config, n, tokens) + prefill_flops(config, tokens)
 
     def score_spec(self, layers: range) -> ScoreSpec:
         return ScoreSpec(layers[-1:], self.window, summed=(1, 1))

@@ -116,13 +116,19 @@ class Prune(Method):
             return super().stored_per_layer(num_layers, n)
         return [min([n, *self.kept(num_layers, n).values()])] * num_layers
 
-    def scores_flops(self, config: Any, n: int) -> int:
-        """FLOPs of the products of recorded queries with the keys up to them; some methods' `scoring_flops`."""
+    def scores_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
+        """FLOPs of the products of recorded queries with the keys up to them; some methods' `scoring_flops`.
+
+        computed: as in `ideal_speedup`.
+        """
+        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
         pairs = 0
         for group in self.groups(config.num_hidden_layers, n):
-            scores, m = group.scores or NO_SCORES, group.prompt_tokens
-            queries = min(scores.queries, m)
-            pairs += len(scores.layers) * (queries * m - queries * (queries - 1) // 2)
+            scores = group.scores or NO_SCORES
+            for layer in scores.layers:
+                m = tokens[layer]
+                queries = min(scores.queries, m)
+                pairs += queries * m - queries * (queries - 1) // 2
         return pairs * LayerShape.of(config).pair_flops // 2  # no product with V
 
 

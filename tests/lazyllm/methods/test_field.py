@@ -201,13 +201,23 @@ def test_flops_of_selection_are_those_announced() -> None:
         )
         tokens = [int(count) for count in session.computed[0]]
         announced = method.first_token_flops(model.config, n, tokens)
-        assert announced == prefill_flops(model.config, tokens) + method.scoring_flops(model.config, n)
+        if not isinstance(method, UniPrefill):  # its number of tokens depends on the prompt
+            assert announced == prefill_flops(model.config, tokens) + method.scoring_flops(model.config, n)
         pairs = sum(m * (m + 1) // 2 for m in tokens)
         if isinstance(method, GemFilter):
             pairs += 2 * n * (n + 1) // 2  # layers 1 and 2; of layer 3 no attention runs
         if isinstance(method, SpecPrefill):
             pairs += 4 * (n + 3) * (n + 4) // 2
         assert counted == pytest.approx(announced - pairs * shape.pair_flops, rel=0.05)
+
+
+def test_uniprefill_counts_the_scores_of_the_tokens_that_ran() -> None:
+    config = random_variant("llama", 0).config
+    method = UniPrefill(layers=[1, 2, 3], window=4, block=1, first=0, last=1)
+    # queries times keys, less those after a query: 4 queries of 40, of 10 and of 5 tokens, and 2 of 2
+    for computed, pairs in ([40, 10, 5, 5], 4 * 40 - 6 + 4 * 10 - 6 + 4 * 5 - 6), ([40, 2, 2, 2], 154 + 3 + 3):
+        scores = 2 * config.num_attention_heads * config.head_dim * pairs
+        assert method.first_token_flops(config, 40, computed) == prefill_flops(config, computed) + scores
 
 
 def test_specprefill_without_a_draft_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
