@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class GemFilter(Select):
     """Run the first layers, keep the tokens whose keys match the last query best, and run these as a new prompt.
 
-    layer: 1-based layer whose keys score; None for the authors' 14 of 32 layers, 20 of 40, else 14/32 of the depth.
+    layer: 1-based layer whose keys score; None for 14/32 of the depth, as the authors' Llama 3.1 8B, and for 20 of 40
+        layers, as their Mistral Nemo. Their Phi-3.5 mini takes 20 of 32.
     keep: number of tokens (int) or share of the prompt, rounded up (float). pool: odd width of the average pooling.
     sound: the first token and the last `window` tokens always stay, and count in `keep`; in the release none need stay.
 
