@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from eval.benchmarks.subsets import SPLITS, SUBSETS, Shard, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Example
 from eval.run.loop import measure
-from eval.store.results import find_runs
+from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.runs import small_run
 
@@ -74,8 +74,8 @@ def test_splits_have_folders_of_their_own_and_share_no_table(tmp_path: Path, mon
         measure(run, show=False)
     folders = {run.folder for run in runs}
     assert len(folders) == 2
-    assert [len(find_runs([folder])[0].visits) for folder in folders] == [1, 1]
-    assert len({run.model for run in find_runs([tmp_path])}) == 2
+    assert [len(Results.read([folder]).runs[0].visits) for folder in folders] == [1, 1]
+    assert len({run.model for run in Results.read([tmp_path]).runs}) == 2
     with pytest.raises(UserError, match=r"holds a run that differs \(split: "):
         measure(config.changed(split="dev", out=str(config.changed(split="test").folder)))
 
