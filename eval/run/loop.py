@@ -26,7 +26,7 @@ from eval.run.run import Run
 from eval.run.served import Servers
 from eval.run.tracing import traces
 from eval.run.wandb_run import Tracker, open_trackers
-from eval.store.folder import PLANNED, RunStore, open_store, planned_text
+from eval.store.folder import RunStore, open_store
 from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
 from eval.store.visit import Trace
@@ -50,13 +50,10 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
     config = run.config
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     log.info("reading %s", ", ".join(dataset.name for dataset in run.datasets))
-    part = "" if config.shard is None else parse_shard(config.shard).file_part
+    part = "" if config.shard is None else "-{}-of-{}".format(*parse_shard(config.shard))
     with open_store(run.folder, run.identity, run.about, part) as store:
         _check_prompts(run.cases, store)
-        planned = _all_keys(run, store)
-        if not store.visits.keys() >= {*planned}:
-            store.check_appends()
-        write_whole(run.folder / PLANNED, planned_text(planned))
+        store.plan(case.key for case in run.cases)
         with open_trackers(config.tracker, _stored(run, store), part) as trackers:
             _measure_missing(run, store, trackers, load or (lambda: load_model(run)))
             if part:
@@ -113,9 +110,9 @@ def show_together(runs: Sequence[StoredRun]) -> None:
 
 
 def _stored(run: Run, store: RunStore) -> StoredRun:
-    """The run as stored in its folder, without reading it again."""
-    planned = {key: store.visits.get(key, []) for key in _all_keys(run, store)}
-    return StoredRun(run.folder, store.about, [visit for visits in planned.values() for visit in visits])
+    """The run as stored in its folder, planned examples first, without reading it again."""
+    planned = dict.fromkeys([*(case.key for case in run.cases), *store.visits])
+    return StoredRun(run.folder, store.about, [visit for key in planned for visit in store.visits.get(key, ())])
 
 
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
@@ -240,8 +237,3 @@ def _measure(subject: Bench | Servers, todo: list[Case], warmup: int, store: Run
             last, each_s = now, (now - start) / done
             progress = f"{done} of {len(todo)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
             log.info("%s, ETA %.0f s", progress, each_s * (len(todo) - done))
-
-
-def _all_keys(run: Run, store: RunStore) -> list[tuple[str, str]]:
-    """(dataset, id) of the planned examples, then of others in the folder from a wider run."""
-    return list(dict.fromkeys([*(case.key for case in run.cases), *store.visits]))
