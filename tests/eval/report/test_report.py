@@ -13,7 +13,6 @@ import pytest
 
 import lazyllm
 from eval import cli
-from eval.analysis.registry import Subject
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
 from eval.benchmarks.datasets import DATASETS, load_rows
@@ -352,10 +351,8 @@ def draw(frame: pd.DataFrame) -> Any:
 
 
 FULL = Figure(f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw)
-SUBJECTS = {
-    "hand": Subject(hand_table, FULL),
-    "bare": Subject(bare_table, Figure("Not drawn", "", lambda results: pd.DataFrame(), draw)),
-}
+TABLES = {"hand": hand_table, "bare": bare_table}
+FIGURES = {"hand": FULL, "bare": Figure("Not drawn", "", lambda results: pd.DataFrame(), draw)}
 
 
 def make_runs(folder: Path) -> list[StoredRun]:
@@ -375,7 +372,7 @@ def make_runs(folder: Path) -> list[StoredRun]:
 
 
 def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path: Path) -> None:
-    page = render(Results(make_runs(tmp_path)), SUBJECTS)
+    page = render(Results(make_runs(tmp_path)), TABLES.values(), FIGURES)
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
     assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
     references = re.findall(r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)", page)
@@ -392,7 +389,8 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path
 
 def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr("eval.analysis.registry.SUBJECTS", SUBJECTS)
+    monkeypatch.setattr("eval.analysis.registry.TABLES", TABLES)
+    monkeypatch.setattr("eval.analysis.registry.FIGURES", FIGURES)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
     assert command.main(["runs"]) == 0
     assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
