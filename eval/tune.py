@@ -199,10 +199,8 @@ def tune(config: TuneConfig) -> Path:
             labels = {one: "-".join(f"{layer}_{percent}" for layer, percent in one) for one in cuts}
             arms = {label: {**config.method, "schedule": schedule_of(one)} for one, label in labels.items()}
             out = folder / "trials" / sha256_of(sorted(arms))[:12]
-            result = measure(trials.changed(compare=arms, out=str(out)), show=False, load=load)
-            assert result.results is not None  # there are no shards
-            frame: Any = result.results.frame
-            failed = {arm for run in result.results.runs for _, _, arm in run.failed}
+            run = measure(trials.changed(compare=arms, out=str(out)), show=False, load=load)
+            frame, failed = run.rows, {arm for _, _, arm in run.failed}
             return {
                 one: None if label in failed else rows_of(frame[frame["arm"] == label], frame)[-1]["score"]
                 for one, label in labels.items()
@@ -315,10 +313,10 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     write_whole(folder / "schedules.csv", table.to_csv(index=False, lineterminator="\n"))
     finalists = space.references() | {"tuned": order[0]}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    result = measure(test.changed(compare=methods, label=f"tuned_{space.target:g}x"))
-    if result.failed or result.results is None:
+    run = measure(test.changed(compare=methods, label=f"tuned_{space.target:g}x"))
+    if run.failed:
         raise UserError("answers failed, so no schedule is written: the same command tries them again")
-    frame: Any = result.results.frame
+    frame: Any = run.rows
     examples = frame[frame["arm"].isin([*finalists])]
     scores = on_common_examples(examples.assign(label=examples["arm"]), "score")
     drawn = dict(zip(scores.columns, drawn_means(scores).T, strict=True))

@@ -21,7 +21,7 @@ import pytest
 from eval.run.config import LAUNCHERS, check_arguments
 from eval.run.loop import measure
 from eval.store.folder import read_visits
-from eval.store.results import Results, find_runs
+from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.runs import run_of
 
@@ -72,7 +72,7 @@ def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[st
     assert done.returncode == 2, output
     assert "after layer 9, but the model has only 8 layers" in done.stderr, output
     assert "job failed (method=static_pruning method.layer=9" in output
-    frame: Any = Results(find_runs([folder / "runs"])).frame
+    frame: Any = Results.read([folder / "runs"]).frame
     table = frame[~frame["is_baseline"]]
     assert sorted(json.loads(settings)["layer"] for settings in table["settings"].unique()) == [2, 3, 4], output
     assert set(table.groupby("run").size()) == {4}  # two examples of each dataset
@@ -99,7 +99,7 @@ def test_joblib_shards_make_one_run_whatever_job_fails(
     assert "shard=3/2: expected the i-th of n shards" in done.stderr, output
     assert "job failed (shard=3/2 " in done.stderr, output
     assert "UserWarning" not in output
-    (stored,) = find_runs([tmp_path / "runs"])
+    (stored,) = Results.read([tmp_path / "runs"]).runs
     assert {file.name for file in stored.folder.glob("visits*")} == {"visits-1-of-2.jsonl", "visits-2-of-2.jsonl"}
     assert len(stored.rows) == 2 * len(stored.visits) == 8
     summary = json.loads((stored.folder / "summary.json").read_text())  # made by the shard that ended last

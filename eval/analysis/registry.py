@@ -1,7 +1,5 @@
 """All tables and figures by name, made of stored results only: the one place where a new one is registered."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +8,9 @@ from eval.analysis.paper_tables import claims, table1, table1_paper, table2, tab
 from eval.analysis.ranking import effective_keep, ranking
 from eval.analysis.serving import serving
 from eval.analysis.style import save
-from eval.analysis.table import Figure, Table, words
+from eval.analysis.table import Figure, words
 from eval.analysis.verdicts import step_cost, verdicts
 from eval.store.results import Results
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A subject of the report: a table, a figure, or both. command: an example of a run that gives its data."""
-
-    table: Callable[[Results], Table] | None = None
-    figure: Figure | None = None
-    command: str = ""
-
 
 # The functions that make tables, which have their names, and the modules whose `data` and `plot` make figures
 _TABLES = (
@@ -38,11 +26,10 @@ _FIGURES: dict[str, Any] = {
 # In the order of words.yaml
 TABLES = {name: make for name in words() for make in _TABLES if make.__name__ == name}
 FIGURES = {
-    name: Figure(**texts["figure"], data=_FIGURES[name].data, plot=_FIGURES[name].plot)
+    name: Figure(**texts["figure"], command=texts["command"], data=_FIGURES[name].data, plot=_FIGURES[name].plot)
     for name, texts in words().items()
     if name in _FIGURES
 }
-SUBJECTS = {name: Subject(TABLES.get(name), FIGURES.get(name), texts["command"]) for name, texts in words().items()}
 
 
 def draw_all(results: Results, folder: Path) -> list[Path]:

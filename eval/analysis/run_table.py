@@ -15,7 +15,7 @@ from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import FEWEST, VALUES, beside, drawn_means, on_common_examples, rows_of
 from eval.store.results import Results
-from eval.store.runs import StoredRun, canonical_json, counted
+from eval.store.runs import StoredArm, StoredRun, counted
 from lazyllm.machine import accelerator
 
 MANY = 12  # settings: with more, a terminal shows their means over tasks only
@@ -81,14 +81,16 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + "\n"  # NaN is no JSON
 
 
+def row_name(arm: StoredArm) -> str:
+    """An arm's name in tables of its run, without its seed."""
+    return marked(arm.name.removesuffix(f" seed {arm.seed}"), arm.method)
+
+
 def arm_groups(run: StoredRun) -> dict[str, list[str]]:
-    """{shown name: labels} of a run's arms; those that differ in the seed only are one, without it."""
+    """{`row_name`: labels} of a run's arms; those that differ in the seed only are one."""
     groups: dict[str, list[str]] = {}
-    names: dict[tuple[str, str], str] = {}
     for arm in run.arms.values():
-        key = arm.method, canonical_json(arm.settings)
-        name = names.setdefault(key, marked(arm.name.removesuffix(f" seed {arm.seed}"), arm.method))
-        groups.setdefault(name, []).append(arm.name)
+        groups.setdefault(row_name(arm), []).append(arm.name)
     return groups
 
 

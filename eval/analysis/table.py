@@ -46,6 +46,7 @@ class Table:
     frame: keys and values at full precision, for the CSV. cells: what is shown (`Cell`), one column per heading; the
     first `keys` columns name the row and are left-aligned. A name in `**` marks a summary of the rows above it. brief:
     the cells that a terminal shows, if they are too many; the columns after the keys come in the order of importance.
+    command: an example of a run that gives its data.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Table:
     keys: int = 1
     brief: pd.DataFrame | None = None
     notes: str = ""
+    command: str = ""
 
     def to_markdown(self, heading: str = "#") -> str:
         """Title, table, caption and notes. heading: the Markdown prefix of the title."""
@@ -154,6 +156,7 @@ class Figure:
 
     data: makes the table behind the picture, which is also its CSV; empty if no run has the necessary data.
     plot: draws matplotlib's picture from this table alone, so also from the CSV; never called with an empty table.
+    command: an example of a run that gives its data.
     """
 
     title: str
@@ -161,6 +164,7 @@ class Figure:
     data: Callable[[Results], pd.DataFrame]
     plot: Callable[[pd.DataFrame], Any]
     notes: str = ""
+    command: str = ""
 
 
 class Cell(str):
@@ -235,7 +239,7 @@ def words() -> dict[str, dict[str, Any]]:
 def worded(name: str, frame: pd.DataFrame, cells: pd.DataFrame, keys: int = 1, **values: Any) -> Table:
     """A table with its texts of words.yaml. values: of what stands there in braces."""
     texts = {key: text.format(**values) for key, text in words()[name]["table"].items()}
-    return Table(name=name, frame=frame, cells=cells, keys=keys, **texts)
+    return Table(name=name, frame=frame, cells=cells, keys=keys, command=words()[name]["command"], **texts)
 
 
 MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Column("examples", "n")

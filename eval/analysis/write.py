@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
-    from eval.analysis.registry import Subject
+    from eval.analysis.table import Figure, Table
 
 log = logging.getLogger(__name__)
 
@@ -33,54 +33,55 @@ FORMATS = ("md", "csv", "tex", "svg", "pdf", "png")
 
 
 def write_paper(
-    results: Results, out: Path, subjects: Mapping[str, Subject], formats: Sequence[str] = FORMATS
+    results: Results,
+    out: Path,
+    tables: Mapping[str, Callable[[Results], Table]],
+    figures: Mapping[str, Figure],
+    formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
     """Write everything into `out`, created if missing. Returns the paths, README.md first.
 
-    subjects: such as `eval.analysis.registry.SUBJECTS`. formats: suffixes of the files; pictures in README.md are PNG.
+    tables, figures: as in `eval.analysis.registry`. formats: suffixes of the files; pictures in README.md are PNG.
     Raises UserError if a file cannot be written.
     """
-    from eval.analysis.table import legend  # not at the top: it imports pandas
+    from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
+    from eval.analysis.table import legend
 
-    paths, sections, tables, missing = [], [], [], []
-    notes = results.unfinished
-    for number, (name, subject) in enumerate(subjects.items(), start=1):
-        if subject.table is not None:
-            log.info("%d of %d: table %s", number, len(subjects), name)
-            table = subject.table(results)
-            if table.frame.empty:
-                _remove(out / "tables" / name)
-                missing.append(f"- {table.title}: `{subject.command}`")
-                continue
-            table = replace(table, caption="\n".join([*notes, table.caption]))
-            forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
-            files = {suffix: out / "tables" / f"{name}.{suffix}" for suffix in forms if suffix in formats}
-            for suffix, file in files.items():
-                write_whole(file, forms[suffix]())
-            sections.append(f"{table.to_markdown('##')}\n{_source(files, subject.command)}\n")
-            tables.append(table)
-            paths += files.values()
-    for number, (name, subject) in enumerate(subjects.items(), start=1):
-        if (figure := subject.figure) is not None:
-            log.info("%d of %d: figure %s", number, len(subjects), name)
-            data, stem = figure.data(results), out / "figures" / name
-            if data.empty:
-                _remove(stem)
-                missing.append(f"- {figure.title}: `{subject.command}`")
-                continue
-            from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
-
-            pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
-            saved = save(figure.plot(data), stem, pictures) if pictures else []
-            files = {file.suffix[1:]: file for file in saved}
-            if "csv" in formats:
-                files["csv"] = stem.with_name(f"{name}.csv")
-                write_whole(files["csv"], data.to_csv(index=False, lineterminator="\n"))
-            texts = [text for text in (figure.caption, figure.notes) if text]
-            if "png" in formats:
-                texts.insert(0, f"![{figure.title}](figures/{name}.png)")
-            sections.append("\n\n".join([f"## {figure.title}", *texts, _source(files, subject.command)]) + "\n")
-            paths += files.values()
+    paths, sections, written, missing = [], [], [], []
+    notes, total = results.unfinished, len(tables) + len(figures)
+    for number, (name, make) in enumerate(tables.items(), start=1):
+        log.info("%d of %d: table %s", number, total, name)
+        table = make(results)
+        if table.frame.empty:
+            _remove(out / "tables" / name)
+            missing.append(f"- {table.title}: `{table.command}`")
+            continue
+        table = replace(table, caption="\n".join([*notes, table.caption]))
+        forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
+        files = {suffix: out / "tables" / f"{name}.{suffix}" for suffix in forms if suffix in formats}
+        for suffix, file in files.items():
+            write_whole(file, forms[suffix]())
+        sections.append(f"{table.to_markdown('##')}\n{_source(files, table.command)}\n")
+        written.append(table)
+        paths += files.values()
+    for number, (name, figure) in enumerate(figures.items(), start=1 + len(tables)):
+        log.info("%d of %d: figure %s", number, total, name)
+        data, stem = figure.data(results), out / "figures" / name
+        if data.empty:
+            _remove(stem)
+            missing.append(f"- {figure.title}: `{figure.command}`")
+            continue
+        pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
+        saved = save(figure.plot(data), stem, pictures) if pictures else []
+        files = {file.suffix[1:]: file for file in saved}
+        if "csv" in formats:
+            files["csv"] = stem.with_name(f"{name}.csv")
+            write_whole(files["csv"], data.to_csv(index=False, lineterminator="\n"))
+        texts = [text for text in (figure.caption, figure.notes) if text]
+        if "png" in formats:
+            texts.insert(0, f"![{figure.title}](figures/{name}.png)")
+        sections.append("\n\n".join([f"## {figure.title}", *texts, _source(files, figure.command)]) + "\n")
+        paths += files.values()
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     runs, answers = len(results.runs), len(results.counting)
     index = (
@@ -92,7 +93,7 @@ def write_paper(
         index += "\n".join([*(f"**{note}**" for note in notes), "", ""])
     if missing:
         index += "\n".join(["No run yet for:", "", *missing, "", ""])
-    index += f"In all tables, {signs}\n\n" if (signs := legend(tables)) else ""
+    index += f"In all tables, {signs}\n\n" if (signs := legend(written)) else ""
     write_whole(out / "README.md", index + "\n".join(sections))
     return [out / "README.md", out / "provenance.json", *paths]
 
@@ -147,10 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.getLogger("fontTools").setLevel(logging.WARNING)
     results = Results.read(options.runs, options.where, options.newest)
     from eval.analysis.ranking import effective_keep  # not at the top: importing matplotlib is slow
-    from eval.analysis.registry import SUBJECTS
+    from eval.analysis.registry import FIGURES, TABLES
 
-    keep = replace(SUBJECTS["effective_keep"], table=partial(effective_keep, within=options.within))
+    tables = TABLES | {"effective_keep": partial(effective_keep, within=options.within)}
     out = options.out or options.runs[0] / "paper"
-    paths = write_paper(results, out, SUBJECTS | {"effective_keep": keep}, options.formats)
+    paths = write_paper(results, out, tables, FIGURES, options.formats)
     print(f"{counted(len(paths), 'file')} from {counted(len(results.runs), 'run')}: {paths[0]}")
     return 0

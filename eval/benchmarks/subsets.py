@@ -16,7 +16,6 @@ writes its own files there (`eval.store.folder`), and the last one to end writes
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from eval.benchmarks.suite import Example
 from lazyllm.errors import UserError
@@ -54,28 +53,12 @@ def in_split(dataset: str, examples: Sequence[Example], split: str | None) -> li
     return chosen
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The `number`-th (from 1) of `count` shards."""
-
-    number: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    @property
-    def file_part(self) -> str:
-        """The last part of its file names, before the suffix."""
-        return f"-{self.number}-of-{self.count}"
-
-
-def parse_shard(text: str) -> Shard:
-    """The shard written i/n. Raises UserError for another text."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """(i, n) of the shard i/n, the i-th (from 1) of n. Raises UserError for another text."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"shard={text}: expected the i-th of n shards, written i/n with i from 1 to n, e.g. 2/4")
-    return Shard(int(match[1]), int(match[2]))
+    return int(match[1]), int(match[2])
 
 
 def shard_numbers(tokens: Mapping[tuple[str, str], int], count: int) -> dict[tuple[str, str], int]:

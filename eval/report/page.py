@@ -8,7 +8,7 @@ import base64
 import hashlib
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ import matplotlib as mpl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.analysis.registry import Subject
-from eval.analysis.table import Cell, Table, legend
+from eval.analysis.table import Cell, Figure, Table, legend
 from eval.report import overview
 from eval.report.record_browser import embed_answers, embed_traces
 from eval.store.results import Results
@@ -32,21 +31,25 @@ COMPARED = ("score", "TTFT speedup", "% computed", "% tokens computed", "KL, nat
 MOST = 4
 
 
-def render(results: Results, subjects: Mapping[str, Subject], most: int | None = None) -> str:
+def render(
+    results: Results,
+    make_tables: Iterable[Callable[[Results], Table]],
+    figures: Mapping[str, Figure],
+    most: int | None = None,
+) -> str:
     """The page of some runs.
 
-    subjects: such as `eval.analysis.registry.SUBJECTS`. most: number of examples shown for each run and dataset, None
-    for all. Raises UserError if a trace cannot be read.
+    make_tables, figures: such as those of `eval.analysis.registry`. most: number of examples shown for each run and
+    dataset, None for all. Raises UserError if a trace cannot be read.
     """
     runs = results.runs
     common, differing = overview.provenance(runs)
-    tables = [subject.table(results) for subject in subjects.values() if subject.table is not None]
+    tables = [make(results) for make in make_tables]
     pictures = []
-    for name, subject in subjects.items():
-        if (figure := subject.figure) is not None:
-            data = figure.data(results)
-            svg = None if data.empty else inline_svg(figure.plot(data), f"figure-{name}")
-            pictures.append({**vars(figure), "name": f"figure-{name}", "svg": svg, "command": subject.command})
+    for name, figure in figures.items():
+        data = figure.data(results)
+        svg = None if data.empty else inline_svg(figure.plot(data), f"figure-{name}")
+        pictures.append({**vars(figure), "name": f"figure-{name}", "svg": svg})
     first = next((picture for picture in pictures if picture["svg"]), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     environment = Environment(

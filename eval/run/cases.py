@@ -7,6 +7,7 @@ from typing import Any
 
 from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
 from eval.benchmarks.suite import Dataset, Example, LoadedDataset
+from eval.run.arms import Arm
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_end_ids
 
@@ -15,13 +16,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Case:
-    """One example with its prompt, for all arms of a run. end_ids: tokens that end an answer."""
+    """One example with its prompt.
+
+    end_ids: tokens that end an answer. arms: those that a visit is to measure, in this order.
+    """
 
     dataset: Dataset
     example: Example
     prompt: BuiltPrompt
     max_new_tokens: int
     end_ids: tuple[int, ...]
+    arms: tuple[Arm, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:

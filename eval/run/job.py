@@ -33,7 +33,7 @@ from eval.run.settings import RunConfig
 from lazyllm.errors import FailedExamplesError, UserError
 
 if TYPE_CHECKING:
-    from eval.run.loop import RunResult
+    from eval.store.runs import StoredRun
 
 GRACE_S = 0.5  # time for the regular end, which frees the device and records when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     bounds = None if options.gate is None else parse_gate(options.gate)
     if bounds and any(argument.startswith("hydra/launcher=") for argument in arguments):
         raise UserError("--gate: expected no launcher, whose jobs end in other processes")
-    finished: list[RunResult] = []  # of the jobs in this process
+    finished: list[StoredRun] = []  # of the jobs in this process
 
     def work(config: DictConfig) -> None:
         with job():
@@ -62,22 +62,23 @@ def main(arguments: Sequence[str]) -> int:
             from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
 
             finished.append(measure(run))
-        if failed := finished[-1].failed:
-            raise FailedExamplesError(failed)
+        if failures := finished[-1].failures:
+            raise FailedExamplesError(failures)
 
     try:
         start(work, arguments)
     finally:  # a job that failed does not hide the others
-        whole = [result.results for result in finished if result.results is not None]
+        whole = [run for run in finished if not run.unvisited]
         if len(whole) > 1:
             from eval.run.loop import show_together  # the jobs have imported it
 
             show_together(whole)
     if bounds is None or (finished and not whole):  # the last shard to end checks the gate
         return 0
-    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it
+    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported these
+    from eval.store.results import Results
 
-    failures = [why for results in whole for why in gate_failures(comparisons(results), bounds)]
+    failures = [why for run in whole for why in gate_failures(comparisons(Results([run])), bounds)]
     print("\n".join([f"gate {options.gate}: {'FAILED' if failures else 'passed'}", *failures]))
     return 1 if failures else 0
 

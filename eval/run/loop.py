@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
@@ -17,16 +17,16 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from eval.analysis.run_table import run_json, run_table
-from eval.analysis.table import Table, console
+from eval.analysis.table import console
 from eval.benchmarks.subsets import parse_shard
 from eval.run import device_lock, identity
 from eval.run.cases import Case
-from eval.run.measure import Bench, Todo, in_turn, released
+from eval.run.measure import Bench, in_turn, released
 from eval.run.run import Run
 from eval.run.served import Servers
 from eval.run.tracing import traces
 from eval.run.wandb_run import Tracker, open_trackers
-from eval.store.folder import PLANNED, RunStore, open_store, planned_text
+from eval.store.folder import RunStore, open_store
 from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
 from eval.store.visit import Trace
@@ -41,82 +41,41 @@ PROGRESS_EVERY_S = 10.0  # between lines of progress
 DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earlier job may have set its own number
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """A finished run. results, table: None while other shards have examples to measure. failed: as of `_failed`."""
-
-    results: Results | None
-    table: Table | None
-    failed: str = ""
-
-
-def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> RunResult:
-    """Measure what the run's folder does not hold yet, then make the table of all its examples.
+def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | None = None) -> StoredRun:
+    """Measure what the run's folder does not hold yet, then make the table, unless other shards are `unvisited`.
 
     show: print the table. load: gives the model, if several runs share it. Raises UserError, before the model loads if
-    possible.
+    possible; FailedExamplesError if no arm has answered.
     """
     config = run.config
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
     log.info("reading %s", ", ".join(dataset.name for dataset in run.datasets))
-    part = "" if config.shard is None else parse_shard(config.shard).file_part
+    part = "" if config.shard is None else "-{}-of-{}".format(*parse_shard(config.shard))
     with open_store(run.folder, run.identity, run.about, part) as store:
         _check_prompts(run.cases, store)
-        planned = _all_keys(run, store)
-        if not store.visits.keys() >= {*planned}:
-            store.check_appends()
-        write_whole(run.folder / PLANNED, planned_text(planned))
+        store.plan(case.key for case in run.cases)
         with open_trackers(config.tracker, _stored(run, store), part) as trackers:
             _measure_missing(run, store, trackers, load or (lambda: load_model(run)))
             if part:
                 store.reload()  # with the other shards' visits so far
-            result, pictures = _result(run, store), list[Path]()
-            if result.results is not None and result.table is not None:
-                pictures = _summarise(run, result.results, result.table, trackers)
-    if result.table is not None and show:
-        screen = console()
-        screen.print(result.table.to_rich(screen.width))
-        lines = ["Files:", *(f"  {path}" for path in (run.folder / "summary.md", *pictures))]
-        if config.model.name == "tiny":
-            lines.append("A first look at a checkpoint on LongBench, on a GPU:")
-            lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
-        screen.print("\n".join(lines), highlight=False)
+            stored = _stored(run, store)
+            if stored.unvisited:
+                left = counted(len(stored.unvisited), "example")
+                log.info("%s: %s left for other shards; the last makes the table", run.folder, left)
+            elif not stored.answered:
+                raise FailedExamplesError(f"no answer: {stored.failures}")
+            else:
+                _summarise(run, Results([stored]), trackers, show)
     if bad := [row for data in run.loaded for row in data.skipped]:
         where, reason = bad[0]
         log.warning("skipped %s (data.on_error=skip), the first: %s: %s", counted(len(bad), "row"), where, reason)
-    return result
+    return stored
 
 
-def _result(run: Run, store: RunStore) -> RunResult:
-    """The results of all the run's examples, planned ones first. Raises FailedExamplesError if no arm has answered."""
-    stored = _stored(run, store)
-    pending, failed = [key for key in _all_keys(run, store) if key not in store.visits], _failed(stored)
-    if pending:
-        left = counted(len(pending), "example")
-        log.info("%s: %s left for other shards; the last makes the table", run.folder, left)
-        return RunResult(None, None, failed)
-    if not stored.answered:
-        raise FailedExamplesError(f"no answer: {failed}")
-    results = Results([stored])
-    title = ", ".join([run.config.model.name, run.name, run.data_name, *filter(None, [run.config.split])])
-    return RunResult(results, run_table(results, title), failed)
-
-
-def _failed(run: StoredRun) -> str:
-    """How many answers are missing, as all tries failed, and why the first; "" for none."""
-    if not (failed := run.failed):
-        return ""
-    (dataset, example, arm), reason = next(iter(failed.items()))
-    return (
-        f"{counted(len(failed), 'answer')} failed and {'is' if len(failed) == 1 else 'are'} not in the table, the "
-        f"first of {arm} on {dataset}, row {example}: {reason}. {run.folder} holds all; the same command tries them "
-        "again"
-    )
-
-
-def _summarise(run: Run, results: Results, table: Table, trackers: list[Tracker]) -> list[Path]:
-    """Write the run's table and its pictures into its folder, and show them in W&B. Returns the pictures."""
-    folder = run.folder
+def _summarise(run: Run, results: Results, trackers: list[Tracker], show: bool) -> None:
+    """Write the run's table and its pictures into its folder, and show them in W&B. show: print the table too."""
+    folder, name = run.folder, run.config.model.name
+    table = run_table(results, ", ".join([name, run.name, run.data_name, *filter(None, [run.config.split])]))
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())
     write_whole(folder / "summary.md", table.to_page())
@@ -134,19 +93,26 @@ def _summarise(run: Run, results: Results, table: Table, trackers: list[Tracker]
     for tracker in trackers:
         tracker.finish(results, table, pictures)
     log.info("visits, summary.json, .csv and .md are in %s", folder)
-    return pictures
+    if show:
+        screen = console()
+        screen.print(table.to_rich(screen.width))
+        lines = ["Files:", *(f"  {path}" for path in (folder / "summary.md", *pictures))]
+        if name == "tiny":
+            lines.append("A first look at a checkpoint on LongBench, on a GPU:")
+            lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
+        screen.print("\n".join(lines), highlight=False)
 
 
-def show_together(results: Sequence[Results]) -> None:
+def show_together(runs: Sequence[StoredRun]) -> None:
     """Print one table of a sweep's runs, each joined within itself."""
-    together, screen = Results([run for one in results for run in one.runs]), console()
-    screen.print(run_table(together, "All runs of the sweep").to_rich(screen.width))
+    screen = console()
+    screen.print(run_table(Results(runs), "All runs of the sweep").to_rich(screen.width))
 
 
 def _stored(run: Run, store: RunStore) -> StoredRun:
-    """The run as stored in its folder, without reading it again."""
-    planned = {key: store.visits.get(key, []) for key in _all_keys(run, store)}
-    return StoredRun(run.folder, store.about, [visit for visits in planned.values() for visit in visits])
+    """The run as stored in its folder, planned examples first, without reading it again."""
+    planned = dict.fromkeys([*(case.key for case in run.cases), *store.visits])
+    return StoredRun(run.folder, store.about, [visit for key in planned for visit in store.visits.get(key, ())])
 
 
 def _check_prompts(cases: list[Case], store: RunStore) -> None:
@@ -213,12 +179,12 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: C
 
     An example that some arms have answered is visited again with the baseline and the other arms.
     """
-    todo = list[Todo]()
+    todo = list[Case]()
     for number, case in enumerate(run.ours):
         answered = store.answered(case.key)
         if lacking := [arm for arm in run.arms if arm.label not in answered]:
             again = [arm for arm in run.arms if arm in lacking or arm.label == run.baseline]
-            todo.append(Todo(case, in_turn(again, number)))
+            todo.append(replace(case, arms=in_turn(again, number)))
     untraced, ours = _untraced(run, store), len(run.ours)
     log.info("%s: %s, %d of them already measured", run.folder, counted(ours, "example"), ours - len(todo))
     if not todo and not untraced:
@@ -255,10 +221,10 @@ def _trace_file(store: RunStore, case: Case, label: str) -> Path:
     return store.folder / "traces" / Trace.file_name(*case.key, label)
 
 
-def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
+def _measure(subject: Bench | Servers, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
     """Store each visit as soon as it is made, and log the progress."""
     log.info("warming up: %s of each arm", counted(warmup, "run"))
-    subject.warm_up([one.case for one in todo], warmup)
+    subject.warm_up(todo, warmup)
     start = last = time.monotonic()
     for done, visit in enumerate(subject.measure(todo), start=1):
         for label, failure in visit.failures.items():
@@ -271,8 +237,3 @@ def _measure(subject: Bench | Servers, todo: list[Todo], warmup: int, store: Run
             last, each_s = now, (now - start) / done
             progress = f"{done} of {len(todo)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
             log.info("%s, ETA %.0f s", progress, each_s * (len(todo) - done))
-
-
-def _all_keys(run: Run, store: RunStore) -> list[tuple[str, str]]:
-    """(dataset, id) of the planned examples, then of others in the folder from a wider run."""
-    return list(dict.fromkeys([*(case.key for case in run.cases), *store.visits]))

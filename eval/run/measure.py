@@ -41,14 +41,6 @@ log = logging.getLogger(__name__)
 WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 
 
-@dataclass(frozen=True, eq=False)
-class Todo:
-    """A visit to make. arms: in the order in which they are measured."""
-
-    case: Case
-    arms: tuple[Arm, ...]
-
-
 def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
     """The arms in the order of a run's visit with this number, from 0.
 
@@ -138,23 +130,25 @@ class Bench:
         for call in calls:
             call()
 
-    def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:
+    def measure(self, cases: Sequence[Case]) -> Iterator[Visit]:
         """The visits: each arm's answers, or its failure: out of memory, logits that are not finite, an error in it.
 
         Examples of several turns are measured one by one, whatever `batch_size` is. With a larger one, the longest
         prompts come first.
         """
-        together = [one for one in todo if self.run.batch_size > 1 and not one.case.prompt.turns]
-        for one in todo:
-            if one not in together:
-                yield self._visit(one, {arm.label: self._answers_or_failure(one.case, arm) for arm in one.arms})
-        together.sort(key=lambda one: -len(one.case.prompt.token_ids))
-        outcomes = defaultdict[Todo, dict[str, _Answers | Failure]](dict)
-        waiting = deque((one, arm) for one in together for arm in one.arms)
-        for done, arm, outcome in self._decode(waiting, self.run.batch_size):
-            outcomes[done][arm.label] = outcome
-            if len(outcomes[done]) == len(done.arms):
-                yield self._visit(done, outcomes.pop(done))
+        together = list[Case]()
+        for case in cases:
+            if self.run.batch_size > 1 and not case.prompt.turns:
+                together.append(case)
+            else:
+                yield self._visit(case, {arm.label: self._answers_or_failure(case, arm) for arm in case.arms})
+        together.sort(key=lambda case: -len(case.prompt.token_ids))
+        outcomes = defaultdict[tuple[str, str], dict[str, _Answers | Failure]](dict)
+        waiting = deque((case, arm) for case in together for arm in case.arms)
+        for case, arm, outcome in self._decode(waiting, self.run.batch_size):
+            outcomes[case.key][arm.label] = outcome
+            if len(outcomes[case.key]) == len(case.arms):
+                yield self._visit(case, outcomes.pop(case.key))
 
     def _tried(self, case: Case, do: Callable[[], Any]) -> tuple[Any, bool]:
         """What a call returns, or its failure, and whether memory lacked. A UserError is raised: all would fail."""
@@ -212,26 +206,26 @@ class Bench:
         self.parks |= freed
         return freed
 
-    def _decode(self, waiting: deque[tuple[Todo, Arm]], size: int) -> Iterator[tuple[Todo, Arm, _Answers | Failure]]:
+    def _decode(self, waiting: deque[tuple[Case, Arm]], size: int) -> Iterator[tuple[Case, Arm, _Answers | Failure]]:
         """The arms' answers as they end, at most `size` at once. First tokens are made alone and in order; a visit's
         begin when the batch has room for all of them, if it ever has.
 
         After an error, the answers in the batch start again, half as many at once until all of them have ended; a lone
         one's is its failure.
         """
-        batch, inside = Batch(self.model, size), dict[Request, tuple[Todo, Arm]]()
+        batch, inside = Batch(self.model, size), dict[Request, tuple[Case, Arm]]()
         while waiting or inside:
             failure, lacks_memory = None, False
-            begun, lost = list[tuple[Todo, Arm]](), list[tuple[Todo, Arm]]()  # begun: not in the batch yet
+            begun, lost = list[tuple[Case, Arm]](), list[tuple[Case, Arm]]()  # begun: not in the batch yet
             done: list[tuple[Request, Generation]] = []
             try:
                 if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
                     begun = [waiting.popleft()]
-                    one, arm = begun[0]
-                    request = self._request(one.case, arm.method(one.case.dataset.name))
+                    case, arm = begun[0]
+                    request = self._request(case, arm.method(case.dataset.name))
                     if self.parks:
                         park(request.method.models())
-                    self._rehearse(one.case, arm)
+                    self._rehearse(case, arm)
                     batch.add(request)
                     inside[request] = begun.pop()
                 else:
@@ -240,7 +234,7 @@ class Bench:
                 raise
             except Exception as error:
                 lost = [*inside.values(), *begun]
-                failure, lacks_memory = _failure(lost[0][0].case, error), is_out_of_memory(error)
+                failure, lacks_memory = _failure(lost[0][0], error), is_out_of_memory(error)
             if failure is not None:  # not in the handler, as the error's frames hold memory
                 batch, inside = Batch(self.model, size), {}
                 free(*devices_of(self.model))
@@ -253,31 +247,31 @@ class Bench:
                 log.warning("%d answers at once until %d have ended: %s", fewer, len(lost), reason)
                 yield from self._decode(deque(lost), fewer)
             for request, out in done:
-                one, arm = inside.pop(request)
-                yield one, arm, _Answers(request.method, "continue", [out], [None], packed=True)
+                case, arm = inside.pop(request)
+                yield case, arm, _Answers(request.method, "continue", [out], [None], packed=True)
 
-    def _visit(self, one: Todo, outcomes: Mapping[str, _Answers | Failure]) -> Visit:
+    def _visit(self, case: Case, outcomes: Mapping[str, _Answers | Failure]) -> Visit:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
         baseline, measured = outcomes.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
-        logits = partial(forced_logits, self.model, one.case.prompt.as_input())
+        logits = partial(forced_logits, self.model, case.prompt.as_input())
         of_baseline = cache(partial(logits, Baseline()))
 
         def measurements(own: _Answers) -> list[Measurement]:
-            turns = [self._measurement(one.case, turn, own) for turn in range(len(own.outs))]
+            turns = [self._measurement(case, turn, own) for turn in range(len(own.outs))]
             if own is baseline or not isinstance(baseline, _Answers):
                 return turns
             for turn, (theirs, ours) in enumerate(zip(baseline.outs, own.outs, strict=True)):
                 turns[turn] = replace(turns[turn], **of_generations(theirs, ours))
             # forced in the first turn only: in later turns, the two have different texts before them
-            for name, ids in self._answers_to_force(one.case, baseline).items():
+            for name, ids in self._answers_to_force(case, baseline).items():
                 kl, log_likelihood = of_forced(of_baseline(ids), logits(own.method, ids), ids)
                 turns[0] = replace(turns[0], **{f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood})
             return turns
 
         for label, own in outcomes.items():
             is_failure = isinstance(own, Failure)
-            measured[label] = own if is_failure else self._tried(one.case, partial(measurements, own))[0]
-        return visit_of(one, self.run.arms, measured, self.attention_kernel)
+            measured[label] = own if is_failure else self._tried(case, partial(measurements, own))[0]
+        return visit_of(case, self.run.arms, measured, self.attention_kernel)
 
     def _answers_to_force(self, case: Case, baseline: _Answers) -> dict[str, tuple[int, ...]]:
         """The tokens of the baseline's answer and of the gold one; none unless `fidelity=answer`."""
@@ -316,17 +310,16 @@ class Bench:
         )
 
 
-def _arms_to_begin(waiting: deque[tuple[Todo, Arm]], inside: Mapping[Request, tuple[Todo, Arm]]) -> int:
+def _arms_to_begin(waiting: deque[tuple[Case, Arm]], inside: Mapping[Request, tuple[Case, Arm]]) -> int:
     """How many answers the next visit in line begins together: 1 if it has begun."""
     newest = waiting[0][0]
     return 1 if any(one is newest for one, _ in inside.values()) else sum(one is newest for one, _ in waiting)
 
 
 def visit_of(
-    one: Todo, arms: Sequence[Arm], outcomes: Mapping[str, list[Measurement] | Failure], kernel: str | None = None
+    case: Case, arms: Sequence[Arm], outcomes: Mapping[str, list[Measurement] | Failure], kernel: str | None = None
 ) -> Visit:
     """The visit of a case. arms: the run's, in order. outcomes: by arm. kernel: of attention."""
-    case = one.case
     turns = [
         Turn(
             sha256=message.sha256,
@@ -342,7 +335,7 @@ def visit_of(
         id=case.example.id,
         groups=list(case.example.groups),
         turns=turns,
-        order=[arm.label for arm in one.arms],
+        order=[arm.label for arm in case.arms],
         answers={arm.label: own for arm in arms if isinstance(own := outcomes.get(arm.label), list)},
         failures={label: own for label, own in outcomes.items() if isinstance(own, Failure)},
         attention_kernel=kernel,

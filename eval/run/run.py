@@ -278,9 +278,9 @@ class Run:
         """The cases that this job measures: all, or its shard's (`eval.benchmarks.subsets`)."""
         if self.config.shard is None:
             return self.cases
-        shard = parse_shard(self.config.shard)
-        numbers = shard_numbers({case.key: len(case.prompt.token_ids) for case in self.cases}, shard.count)
-        return [case for case in self.cases if numbers[case.key] == shard.number]
+        number, count = parse_shard(self.config.shard)
+        numbers = shard_numbers({case.key: len(case.prompt.token_ids) for case in self.cases}, count)
+        return [case for case in self.cases if numbers[case.key] == number]
 
     @cached_property
     def batch_size(self) -> int:

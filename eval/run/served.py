@@ -15,7 +15,7 @@ from eval.analysis.columns import PROMPT_ENDS
 from eval.benchmarks.chat_format import THOUGHT_END
 from eval.run.arms import Arm
 from eval.run.cases import Case
-from eval.run.measure import WARMUP_TOKENS, Todo, in_turn, scored, visit_of
+from eval.run.measure import WARMUP_TOKENS, in_turn, scored, visit_of
 from eval.run.run import Run
 from eval.server import Answer, RequestError, Server
 from eval.store.visit import Failure, Measurement, Visit
@@ -48,12 +48,12 @@ class Servers:
                 except RequestError as error:
                     log.warning("warming up on %s, row %s failed (%s)", *case.key, error)
 
-    def measure(self, todo: Sequence[Todo]) -> Iterator[Visit]:
+    def measure(self, cases: Sequence[Case]) -> Iterator[Visit]:
         """The arms answer in turn: prompt by prompt in each visit's order, or under load in blocks with theirs.
 
         Under load, an arm has the run's number of conversations at once, or they begin at the run's rate.
         """
-        load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(todo)
+        load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(cases)
         most = max(BLOCK, 4 * load.concurrency) if load.is_shared else 1
         for number in count():
             if not (block := list(islice(waiting, most))):
@@ -61,23 +61,23 @@ class Servers:
             order = [arm.label for arm in (in_turn(self.run.arms, number) if load.is_shared else block[0].arms)]
             answers: list[dict[str, list[Answer] | Failure]] = [{} for _ in block]
             for label in order:
-                asked = [(place, arm) for place, one in enumerate(block) for arm in one.arms if arm.label == label]
+                asked = [(place, arm) for place, case in enumerate(block) for arm in case.arms if arm.label == label]
                 futures = []
                 with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
                     for place, arm in asked:
-                        futures.append(pool.submit(self._converse, arm, block[place].case))
+                        futures.append(pool.submit(self._converse, arm, block[place]))
                         time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
                     wait(futures, return_when=FIRST_EXCEPTION)
                     pool.shutdown(cancel_futures=True)  # after an error, as a server that is gone fails all others too
                 for (place, _), future in zip(asked, futures, strict=True):
                     answers[place][label] = future.result()
-            for one, given in zip(block, answers, strict=True):
-                arms = tuple(sorted(one.arms, key=lambda arm: order.index(arm.label)))
+            for case, given in zip(block, answers, strict=True):
+                arms = tuple(sorted(case.arms, key=lambda arm: order.index(arm.label)))
                 baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
                 for label, own in given.items():
                     is_failure = isinstance(own, Failure)
-                    measured[label] = own if is_failure else self._measurements(one.case, own, baseline)
-                yield visit_of(Todo(one.case, arms), self.run.arms, measured)
+                    measured[label] = own if is_failure else self._measurements(case, own, baseline)
+                yield visit_of(replace(case, arms=arms), self.run.arms, measured)
 
     def _converse(self, arm: Arm, case: Case) -> list[Answer] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""

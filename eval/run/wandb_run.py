@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.analysis.run_table import arm_groups
+from eval.analysis.run_table import row_name
 from eval.analysis.table import Table
 from eval.run.config import QUIET
 from eval.run.settings import TrackerConfig
@@ -117,8 +117,7 @@ class Tracker:
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
         """Show the arm's rows of the run's table, and every turn. results: of this run. pictures: PNG ones count."""
-        names = [name for name, labels in arm_groups(self.run).items() if self.arm.name in labels]
-        rows: Any = table.frame[table.frame["method"].isin(names)]
+        rows: Any = table.frame[table.frame["method"] == row_name(self.arm)]
         named = rows.assign(name=rows["name"].where(rows["kind"] != "all", "all"))
         values = named.drop(columns=["run", "kind", "task", "method"]).astype(object).melt("name").dropna()
         self._run.summary.update({f"{name}/{column}": value for name, column, value in values.itertuples(index=False)})

@@ -97,6 +97,17 @@ class RunStore:
         _append_line(self._files["visits"], visit.to_json())
         self.visits.setdefault(visit.key, []).append(visit)
 
+    def plan(self, keys: Iterable[tuple[str, str]]) -> None:
+        """List the examples that the job plans, then others in the folder from a wider run. Raises UserError if visits
+        are missing and cannot be appended."""
+        planned = dict.fromkeys([*keys, *self.visits])
+        if not self.visits.keys() >= planned.keys():
+            self.check_appends()
+        content: dict[str, list[str]] = {}
+        for dataset, example in planned:
+            content.setdefault(dataset, []).append(example)
+        write_whole(self.folder / PLANNED, json.dumps(content) + "\n")
+
     def check_appends(self) -> None:
         """Raise UserError if the visits are compressed."""
         for file in files_of(self.folder, "visits"):
@@ -225,14 +236,6 @@ def read_planned(folder: Path) -> list[tuple[str, str]] | None:
         return None
     except (OSError, *NO_LINE) as error:
         raise UserError(f"{file}: cannot be read ({type(error).__name__}: {error}); remove it") from error
-
-
-def planned_text(keys: Iterable[tuple[str, str]]) -> str:
-    """The content of `PLANNED`."""
-    content: dict[str, list[str]] = {}
-    for dataset, example in keys:
-        content.setdefault(dataset, []).append(example)
-    return json.dumps(content) + "\n"
 
 
 def files_of(folder: Path, name: str) -> list[Path]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import fingerprint
-from eval.store.runs import ROW_COLUMNS, StoredRun, stored_runs
+from eval.store.runs import COLUMNS, StoredRun, stored_runs
 from eval.store.visit import Measurement, Turn, Visit
 from lazyllm.errors import UserError
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COLUMNS = ["model", "paper_model", "run", "folder", *ROW_COLUMNS]
 # Keys of an identity that may differ between runs that share a table
 _FREE = {"arms", "baseline", "data", "seed", "warmup", "fidelity", "batch_size", "suite_code"}
 _ROWS = "rows of "  # key of a dataset: the hashes of its rows and templates
@@ -42,8 +41,11 @@ class Results:
 
     @classmethod
     def read(cls, folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> Results:
-        """All runs with visits in the folders and their subfolders. Raises UserError as `find_runs`."""
-        results = cls(find_runs(folders, where, newest))
+        """All runs with answers in the folders and below, by name. where, newest: as in `chosen`. Raises UserError."""
+        read = [replace(run, given=run.visits) for run in chosen(stored_runs(folders), where, newest)]
+        if not (runs := [run for run in read if run.answered]):
+            raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
+        results = cls(with_variants(runs))
         for sentence in [*results.unfinished, *results.choices]:
             log.warning("%s", sentence)
         return results
@@ -63,16 +65,10 @@ class Results:
         """
         import pandas as pd
 
-        parts = [
-            run.rows.assign(
-                model=run.model, paper_model=run.paper_model, run=run.about["fingerprint"], folder=str(run.folder)
-            )
-            for run in self.runs
-            if len(run.rows)
-        ]
+        parts = [run.rows for run in self.runs if len(run.rows)]
         if not parts:
             return pd.DataFrame(columns=COLUMNS).astype({"is_baseline": bool, "counts": bool})
-        frame = pd.concat(parts, ignore_index=True)[COLUMNS]
+        frame = pd.concat(parts, ignore_index=True)
         chosen = self._chosen(frame)
         return frame.assign(counts=frame["counts"] & (frame["folder"] == chosen))
 
@@ -134,14 +130,6 @@ class Results:
             counts[run.model.removesuffix(run.variant)].append(len(run.differences))
         runs = [run for run in self.runs if len(run.differences) == min(counts[run.model.removesuffix(run.variant)])]
         return self if len(runs) == len(self.runs) else Results(runs)
-
-
-def find_runs(folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> list[StoredRun]:
-    """All runs with visits in the folders and below, by name. where, newest: as in `chosen`. Raises UserError."""
-    read = [replace(run, given=run.visits) for run in chosen(stored_runs(folders), where, newest)]
-    if not (runs := [run for run in read if run.answered]):
-        raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
-    return with_variants(runs)
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:

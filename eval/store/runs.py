@@ -79,7 +79,7 @@ class StoredRun:
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """A row for each arm's answer to a turn: the columns of `Results.frame` from `arm` on. Raises UserError."""
+        """The run's part of `Results.frame`, without another run that may count instead. Raises UserError."""
         import pandas as pd
 
         keys: list[tuple[Any, ...]] = []
@@ -107,7 +107,9 @@ class StoredRun:
             frame[name] = frame["dataset"].map({key: getattr(dataset, name) for key, dataset in DATASETS.items()})
         # arms in the order of tables, whatever was measured first
         places = frame["arm"].map({name: place for place, name in enumerate(self.arms)})
-        return frame.iloc[places.argsort(kind="stable")].reset_index(drop=True)[[*ROW_COLUMNS]]
+        frame = frame.iloc[places.argsort(kind="stable")].reset_index(drop=True)
+        frame = frame.assign(model=self.model, paper_model=self.paper_model, folder=str(self.folder))
+        return frame.assign(run=self.about["fingerprint"])[COLUMNS]
 
     @cached_property
     def answered(self) -> dict[tuple[str, str], set[str]]:
@@ -138,10 +140,27 @@ class StoredRun:
             if arm not in self.answered.get(visit.key, ())
         }
 
+    @property
+    def failures(self) -> str:
+        """How many answers are missing, as all tries failed, and why the first; "" for none."""
+        if not (failed := self.failed):
+            return ""
+        (dataset, example, arm), reason = next(iter(failed.items()))
+        return (
+            f"{counted(len(failed), 'answer')} failed and {'is' if len(failed) == 1 else 'are'} not in the table, the "
+            f"first of {arm} on {dataset}, row {example}: {reason}. {self.folder} holds all; the same command tries "
+            "them again"
+        )
+
     @cached_property
     def planned(self) -> list[tuple[str, str]] | None:
         """`read_planned`."""
         return read_planned(self.folder)
+
+    @property
+    def unvisited(self) -> set[tuple[str, str]]:
+        """(dataset, id) of each planned example without a visit."""
+        return {*(self.planned or ())} - {visit.key for visit in self.visits}
 
     @property
     def unfinished(self) -> str:
@@ -204,10 +223,10 @@ class StoredRun:
         return sorted((self.folder / "traces").glob("*.json"))
 
 
-ROW_COLUMNS = (
-    "arm", "method", "settings", "label", "seed", "is_baseline",
+COLUMNS = [
+    "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "seed", "is_baseline",
     "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED,
-)  # fmt: skip
+]  # fmt: skip
 
 
 def _derived(one: Measurement) -> tuple[float | None, int | None, int]:

@@ -12,7 +12,7 @@ import pytest
 from eval import cli
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.board import board_page, read_board
-from eval.store.folder import PLANNED, planned_text
+from eval.store.folder import PLANNED
 from eval.store.visit import Visit
 from tests.conftest import ROOT
 from tests.eval.store.made import LAZY, PROVENANCE, write_run
@@ -44,7 +44,7 @@ def submit(folder: Path, visits: list[Visit] = TWO, **changes: Any) -> Path:
     """A submission of one raw run; returns the run's folder. changes: of its identity and provenance."""
     usual: dict[str, Any] = {"data": {"hotpotqa": "aa bb v1"}}
     run = write_run(folder / "tiny-lazy-abc", visits, **(usual | changes))
-    (run / PLANNED).write_text(planned_text(visit.key for visit in visits))
+    (run / PLANNED).write_text(json.dumps({visits[0].dataset: [visit.id for visit in visits]}))
     (folder / "README.md").write_text("# Two rows\n\nBy hand.\n")
     return run
 
@@ -120,7 +120,7 @@ def test_board_refuses_runs_without_provenance_or_gold_answers(tmp_path, capsys,
 
 def test_board_refuses_removed_records_and_edited_runs(tmp_path, capsys) -> None:
     run = submit(tmp_path / "board" / "two")
-    (run / PLANNED).write_text(planned_text([*(visit.key for visit in TWO), ("hotpotqa", "row-3")]))
+    (run / PLANNED).write_text('{"hotpotqa": ["row-1", "row-2", "row-3"]}')
     said = refused(tmp_path / "board", capsys)
     assert "no record of 2 planned answers, such as hotpotqa, row row-3, baseline" in said
     (run / PLANNED).unlink()

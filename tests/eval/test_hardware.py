@@ -134,9 +134,7 @@ def test_kernel_that_ran_is_told_by_its_operators(attention: str, kernel: str) -
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_cpu_rate", lambda *_: 1e9)
-    result = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
-    assert result.results is not None
-    [stored] = result.results.runs
+    stored = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
     [one] = stored.visits
     [baseline], [turn] = one.answers["baseline"], one.turns
     config: Any = load_config(ModelSpec("tiny"))
@@ -148,7 +146,7 @@ def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkey
     flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
     assert baseline.prefill_mfu == pytest.approx(flops / baseline.ttft_s / 1e9)
     assert one.attention_kernel == "SDPA's flash for CPUs"
-    text = run_table(result.results, "a run").to_markdown()
+    text = run_table(Results([stored]), "a run").to_markdown()
     assert "MFU, %" in text
     assert "Attention kernel of the baseline, by its operators: SDPA's flash for CPUs." in text
 

@@ -167,9 +167,11 @@ def test_a_conversation_is_in_the_range_of_its_whole_prompt() -> None:
 def test_seeds_of_a_setting_are_one_row() -> None:
     visit = example("trec", "a", score=0.2, baseline={"score": 0.4})
     again = [replace(answer, score=0.6, ttft_s=0.1) for answer in visit.answers[ARM]]
-    run = stored([replace(visit, answers={**visit.answers, "drop seed 1": again})], "random_drop", {"keep": 0.5})
+    answers = {"baseline": visit.answers["baseline"], "drop seed 0": visit.answers[ARM], "drop seed 1": again}
+    run = stored([replace(visit, answers=answers)], "random_drop", {"keep": 0.5})
     arms: Any = run.identity["arms"]
-    arms["drop seed 1"] = {"method": arms[ARM]["method"] | {"seed": 1}}
+    first = arms.pop(ARM)["method"]
+    arms |= {f"drop seed {seed}": {"method": first | {"seed": seed}} for seed in (0, 1)}
     (row,) = (row for row in run_table(Results([run]), "").frame.to_dict("records") if row["method"] != "baseline")
     assert (row["examples"], row["score"]) == (1, 40)
     assert row["ttft_speedup"] == pytest.approx((0.4 + 0.4) / (0.2 + 0.1))

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval.analysis.registry import FIGURES, TABLES, Subject
+from eval.analysis.registry import FIGURES, TABLES
 from eval.analysis.style import new_figure
 from eval.analysis.table import Figure
 from eval.analysis.write import main, write_paper
@@ -21,16 +21,15 @@ from tests.eval.store.visits import visit
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESET = {"name": "lazy", "schedule": "table1", "prune_generated": False, "revive": True}
-ALL_TABLES = {name: Subject(make, command=f"run {name}") for name, make in TABLES.items()}
 
 
-def subject(name: str, data: pd.DataFrame) -> Subject:
+def figure(name: str, data: pd.DataFrame) -> Figure:
     """A figure of nothing, with these data."""
-    figure = Figure(f"Picture {name}", f"About {name}.", lambda results: data, lambda frame: new_figure(1, 1))
-    return Subject(figure=figure, command=f"run {name}")
+    about, draw = f"About {name}.", lambda frame: new_figure(1, 1)
+    return Figure(f"Picture {name}", about, lambda results: data, draw, command=f"run {name}")
 
 
-SOME, NONE = subject("some", pd.DataFrame({"a": [1]})), subject("some", pd.DataFrame())
+SOME, NONE = {"some": figure("some", pd.DataFrame({"a": [1]}))}, {"some": figure("some", pd.DataFrame())}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +42,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results, tmp_path: Path) -> None:
-    subjects = ALL_TABLES | {"some": SOME, "none": subject("none", pd.DataFrame())}
-    paths = write_paper(runs, tmp_path, subjects)
+    figures = SOME | {"none": figure("none", pd.DataFrame())}
+    paths = write_paper(runs, tmp_path, TABLES, figures)
     first = [path.read_bytes() for path in paths]
-    assert [path.read_bytes() for path in write_paper(runs, tmp_path, subjects)] == first
+    assert [path.read_bytes() for path in write_paper(runs, tmp_path, TABLES, figures)] == first
     made = {name: make(runs) for name, make in TABLES.items()}
     with_runs = {name for name, table in made.items() if len(table.frame)}
     assert {"field", "table1", "verdicts"} <= with_runs < made.keys()
@@ -59,7 +58,7 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
     assert set(re.findall(r"\]\(([^)]+)\)", index)) == there - {"README.md"}
     assert "About some." in index
     assert "- Picture none: `run none`\n" in index
-    assert "- Later questions on the same context, by turn: `run turns`\n" in index
+    assert "- Later questions on the same context, by turn: `python run.py experiment=turns`\n" in index
     assert (tmp_path / "figures" / "some.csv").read_text() == "a\n1\n"
     for name in with_runs:
         assert made[name].to_markdown("##") in index
@@ -68,9 +67,8 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
 
 
 def test_paper_removes_what_an_earlier_call_wrote_and_has_no_run_now(runs: Results, tmp_path: Path) -> None:
-    table = {"turns": Subject(lambda results: TABLES["field"](runs)), "some": SOME}
-    write_paper(runs, tmp_path, table)
-    write_paper(runs, tmp_path, {"turns": ALL_TABLES["turns"], "some": NONE})
+    write_paper(runs, tmp_path, {"turns": TABLES["field"]}, SOME)
+    write_paper(runs, tmp_path, {"turns": TABLES["turns"]}, NONE)
     assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {"README.md", "provenance.json"}
 
 
@@ -78,7 +76,7 @@ def test_paper_writes_only_the_formats_asked_for_and_names_what_it_makes(
     runs: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="eval.analysis.write"):
-        paths = write_paper(runs, tmp_path, {"table1": ALL_TABLES["table1"], "some": SOME}, ["md", "png"])
+        paths = write_paper(runs, tmp_path, {"table1": TABLES["table1"]}, SOME, ["md", "png"])
     assert caplog.messages == ["1 of 2: table table1", "2 of 2: figure some"]
     assert {path.suffix for path in paths} == {".md", ".png", ".json"}
     assert set(re.findall(r"\]\(([^)]+)\)", paths[0].read_text())) == {
@@ -87,7 +85,7 @@ def test_paper_writes_only_the_formats_asked_for_and_names_what_it_makes(
 
 
 def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
-    write_paper(runs, tmp_path, {})
+    write_paper(runs, tmp_path, {}, {})
     text = (tmp_path / "provenance.json").read_text()
     folder = runs.runs[1].folder
     assert str(folder.parent) not in text
@@ -104,9 +102,9 @@ def test_command_writes_the_real_figures(runs: Results, tmp_path: Path, capsys: 
     folder = runs.runs[0].folder.parent
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
     assert "from 2 runs" in capsys.readouterr().out
-    for name, figure in FIGURES.items():
+    for name, one in FIGURES.items():
         there = (tmp_path / "out" / "figures" / f"{name}.png").exists()
-        assert there == (not figure.data(runs).empty)
+        assert there == (not one.data(runs).empty)
     with pytest.raises(UserError, match="no such folder"):
         main([str(tmp_path / "absent"), "--out", str(tmp_path / "out")])
 
@@ -121,7 +119,7 @@ def test_import_of_the_command_loads_nothing_slow() -> None:
 def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
     """results/embedded goes stale if a table changes: `lazyllm-bench paper results/embedded/records` makes it."""
     committed = ROOT / "results" / "embedded"
-    write_paper(Results.read([committed / "records"]), tmp_path, ALL_TABLES, ["md"])
+    write_paper(Results.read([committed / "records"]), tmp_path, TABLES, {}, ["md"])
     names = {file.name for file in (committed / "tables").iterdir()}
     assert names == {file.name for file in (tmp_path / "tables").iterdir()}
     for made in (tmp_path / "tables").iterdir():

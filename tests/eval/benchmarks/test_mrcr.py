@@ -123,11 +123,9 @@ def test_messages_enter_the_template_as_they_are(settings) -> None:
 def test_run_from_a_folder_scores_and_stores(settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUITES, "mrcr", replace(SUITE, check=partial(check_lengths, (64,))))
     folder = settings(long(30), long(31)).dir
-    result = measure(
+    visits = measure(
         small_run(tmp_path / "run", dataset={"mrcr_2": True}, data=DataConfig(dir=str(folder)), mrcr=MrcrConfig([64]))
-    )
-    assert result.results is not None
-    visits = result.results.runs[0].visits
+    ).visits
     assert [(one.dataset, one.groups, one.turns[0].answers) for one in visits] == [
         ("mrcr_2", ["length=64"], ["xY9It slept.", "xY9"])
     ] * 2

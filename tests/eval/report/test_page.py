@@ -17,7 +17,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from eval.report.page import render
 from eval.store.results import Results
-from tests.eval.report.test_report import HOSTILE, LAST_LAYERS, REVIVED, SUBJECTS, TRACE, make_runs
+from tests.eval.report.test_report import FIGURES, HOSTILE, LAST_LAYERS, REVIVED, TABLES, TRACE, make_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -50,7 +50,8 @@ def browser() -> Iterator[webdriver.Chrome]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    (folder / "page.html").write_text(render(Results(make_runs(folder / "runs")), SUBJECTS), encoding="utf-8")
+    page = render(Results(make_runs(folder / "runs")), TABLES.values(), FIGURES)
+    (folder / "page.html").write_text(page, encoding="utf-8")
     return folder / "page.html"
 
 

@@ -13,7 +13,6 @@ import pytest
 
 import lazyllm
 from eval import cli
-from eval.analysis.registry import Subject
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
 from eval.benchmarks.datasets import DATASETS, load_rows
@@ -22,7 +21,7 @@ from eval.report import __main__ as command
 from eval.report import overview
 from eval.report.page import grid, inline_svg, render
 from eval.report.record_browser import embed_answers, embed_trace, last_layers, revived
-from eval.store.results import Results, find_runs
+from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Trace, Visit
 from lazyllm.errors import UserError
@@ -168,7 +167,7 @@ def test_shared_texts_are_embedded_once(tmp_path: Path) -> None:
     for seed in range(3):
         visits = [example(n, text=f"seed {seed}", end=ends[n], score=n / 3, ttft_s=0.1) for n in range(4)]
         store(tmp_path / f"run-{seed}", {"name": "random_drop", "keep": 0.5, "seed": seed}, visits, seed=seed)
-    embedded = embed_answers(find_runs([tmp_path]))
+    embedded = embed_answers(Results.read([tmp_path]).runs)
     strings = embedded["strings"]
     assert [text for text in strings if text.startswith("prompt")] == ends
     assert strings.count("a base") == strings.count("because") == 1
@@ -185,7 +184,7 @@ def test_examples_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
     visits = [example(n, dataset) for dataset in ("hotpotqa", "trec") for n in range(3)]
     store(tmp_path / "a", {"name": "lazy"}, visits)
     store(tmp_path / "b", {"name": "static_pruning"}, visits[:1])
-    embedded = embed_answers(find_runs([tmp_path]), 2)
+    embedded = embed_answers(Results.read([tmp_path]).runs, 2)
     shown = [(record["run"], record["dataset"], embedded["strings"][record["id"]]) for record in embedded["records"]]
     assert shown == [
         (0, "hotpotqa", "row-0"), (0, "hotpotqa", "row-1"), (0, "trec", "row-0"), (0, "trec", "row-1"),
@@ -198,11 +197,11 @@ def test_every_turn_of_an_example_is_embedded(tmp_path: Path) -> None:
     turns.answers["lazy"] = [measurement(score=score) for score in (0.25, 0.5, 0.75)]
     write_run(tmp_path / "a", [visit(0), turns, visit(2)])
     for most, rows in ((None, 3), (2, 2)):  # turns are no examples
-        embedded = embed_answers(find_runs([tmp_path]), most)
+        embedded = embed_answers(Results.read([tmp_path]).runs, most)
         names = ["row-0", "row-1, turn 1", "row-1, turn 2", "row-1, turn 3", "row-2"]
         assert [embedded["strings"][shown["id"]] for shown in embedded["records"]] == names[: rows + 2]
         assert [shown["method"]["score"] for shown in embedded["records"]][1:4] == [25, 50, 75]
-    runs = find_runs([write_run(tmp_path / "b", [turns], provenance={"started": "now"})])
+    runs = Results.read([write_run(tmp_path / "b", [turns], provenance={"started": "now"})]).runs
     assert dict(overview.summary(runs))["Examples"] == "1, in 1 visit"
     assert overview.runs_table(runs).cells["examples"].tolist() == ["1"]
 
@@ -212,21 +211,21 @@ def test_warnings_name_their_runs(tmp_path: Path) -> None:
     store(tmp_path / "fine", {"name": "lazy"}, visits)
     store(tmp_path / "base", {"name": "baseline"}, visits)
     store(tmp_path / "another suite", {"name": "lazy"}, [example(0, "needle")])  # has means of its own
-    assert overview.warnings(find_runs([tmp_path]), None) == []
+    assert overview.warnings(Results.read([tmp_path]).runs, None) == []
     store(tmp_path / "alone", {"name": "static_pruning"}, [example(0, baseline=None)], baseline=None, warmup=0)
     store(tmp_path / "dirty", {"name": "random_drop"}, [example(0)], {"git_commit": "c0ffee+changes"})
     expected = (
         r"without a baseline.*\(alone\)", r"without warm-up.*\(alone\)", r"uncommitted code.*\(dirty\)",
         r"2 of the 3.*\(alone, dirty\)", "only the first 2 examples are shown",
     )  # fmt: skip
-    for text, pattern in zip(overview.warnings(find_runs([tmp_path]), 2), expected, strict=True):
+    for text, pattern in zip(overview.warnings(Results.read([tmp_path]).runs, 2), expected, strict=True):
         assert re.search(pattern, text)
 
 
 def test_provenance_has_common_values_once_and_others_by_run(tmp_path: Path) -> None:
     store(tmp_path / "a", {"name": "lazy"}, [example(0)])
     store(tmp_path / "b", {"name": "static_pruning"}, [example(0)], {"started": "2026-01-03T00:00:00Z"}, warmup=1)
-    common, differing = overview.provenance(find_runs([tmp_path]))
+    common, differing = overview.provenance(Results.read([tmp_path]).runs)
     assert dict(common)["git_commit"] == "c0ffee"
     assert dict(common)["machine.device"] == "one core"
     assert dict(common)["data.hotpotqa"] == "aa bb"
@@ -236,7 +235,7 @@ def test_provenance_has_common_values_once_and_others_by_run(tmp_path: Path) -> 
     assert differing.cells.to_numpy().tolist() == [
         ["a", "5", "2026-01-02T03:04:05Z"], ["b", "1", "2026-01-03T00:00:00Z"]
     ]  # fmt: skip
-    (one,) = find_runs([tmp_path / "a"])
+    (one,) = Results.read([tmp_path / "a"]).runs
     assert overview.provenance([one])[1] is None
 
 
@@ -244,7 +243,7 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
     visits = [example(0, score=1.0, ttft_s=0.1), example(1, score=0.5, ttft_s=0.3)]
 
     def rows(folder: Path) -> list[dict[str, Any]]:
-        found = overview.results_table(Results(find_runs([folder]))).cells.to_dict("records")
+        found = overview.results_table(Results.read([folder])).cells.to_dict("records")
         return [row for row in found if row["setting"] == "lazy, schedule={2: 0.5}"]
 
     store(tmp_path / "a", {"name": "lazy", "schedule": {"2": 0.5}}, visits)
@@ -262,7 +261,7 @@ def test_results_have_one_row_for_a_task_of_one_dataset(tmp_path: Path) -> None:
         ("mean over tasks", 68.75), ("hotpotqa", 75), ("musique", 0), ("multi_doc_qa", 37.5), ("trec", 100)
     ]  # fmt: skip
     store(tmp_path / "a first run", {"name": "random_drop", "keep": 0.5}, visits[:1])  # whose baseline does not count
-    settings = overview.results_table(Results(find_runs([tmp_path]))).cells["setting"]
+    settings = overview.results_table(Results.read([tmp_path])).cells["setting"]
     assert list(dict.fromkeys(settings)) == ["baseline", "random_drop, keep=0.5", "lazy, schedule={2: 0.5}"]
 
 
@@ -295,20 +294,20 @@ def test_finding_claims_no_more_than_was_measured(tmp_path: Path, runs: dict[str
     for name, visits in runs.items():
         has_baseline = name == "baseline" or "baseline" in visits[0].answers
         store(tmp_path / name, {"name": name}, visits, **({} if has_baseline else {"baseline": None}))
-    (said,) = overview.findings(Results(find_runs([tmp_path])))
+    (said,) = overview.findings(Results.read([tmp_path]))
     assert re.match(rf"mini on longbench: .*{expected}", said)
 
 
 def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
     for number, changes in enumerate([{}, {}, {"turns": 4, "data": {"hotpotqa": "cc dd"}}]):
         write_run(tmp_path / str(number), [example(number)], LAZY, "mini", **{"data": {"hotpotqa": "aa bb"}} | changes)
-    settings = overview.settings_table(find_runs([tmp_path]))
+    settings = overview.settings_table(Results.read([tmp_path]).runs)
     assert settings is not None
     assert settings.cells.to_numpy().tolist() == [
         ["mini (turns=4)", "turns", "4"], ["mini (turns=4)", "rows of hotpotqa", "cc dd"]
     ]  # fmt: skip
-    assert overview.settings_table(find_runs([tmp_path / "0"])) is None
-    found, others = overview.findings(Results(find_runs([tmp_path])))
+    assert overview.settings_table(Results.read([tmp_path / "0"]).runs) is None
+    found, others = overview.findings(Results.read([tmp_path]))
     assert found.startswith("mini on longbench: ")
     assert others == "Other settings, in tables only: mini (turns=4)."
 
@@ -352,10 +351,8 @@ def draw(frame: pd.DataFrame) -> Any:
 
 
 FULL = Figure(f"Drawn {HOSTILE}", f"Caption {HOSTILE}", lambda results: pd.DataFrame({"x": [1.0, 2.0]}), draw)
-SUBJECTS = {
-    "hand": Subject(hand_table, FULL),
-    "bare": Subject(bare_table, Figure("Not drawn", "", lambda results: pd.DataFrame(), draw)),
-}
+TABLES = {"hand": hand_table, "bare": bare_table}
+FIGURES = {"hand": FULL, "bare": Figure("Not drawn", "", lambda results: pd.DataFrame(), draw)}
 
 
 def make_runs(folder: Path) -> list[StoredRun]:
@@ -371,11 +368,11 @@ def make_runs(folder: Path) -> list[StoredRun]:
     store(folder / "static", {"name": "static_pruning", "keep": 0.5}, unpaired, baseline=None)
     (folder / "lazy" / "traces").mkdir()
     (folder / "lazy" / "traces" / "one.json").write_text(TRACE.to_json(), encoding="utf-8")
-    return find_runs([folder])
+    return Results.read([folder]).runs
 
 
 def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path: Path) -> None:
-    page = render(Results(make_runs(tmp_path)), SUBJECTS)
+    page = render(Results(make_runs(tmp_path)), TABLES.values(), FIGURES)
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
     assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
     references = re.findall(r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)", page)
@@ -392,7 +389,8 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path
 
 def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr("eval.analysis.registry.SUBJECTS", SUBJECTS)
+    monkeypatch.setattr("eval.analysis.registry.TABLES", TABLES)
+    monkeypatch.setattr("eval.analysis.registry.FIGURES", FIGURES)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
     assert command.main(["runs"]) == 0
     assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")

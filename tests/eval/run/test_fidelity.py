@@ -19,7 +19,6 @@ import lazyllm
 from eval.benchmarks.prompts import gold_token_ids
 from eval.run.cases import Case
 from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
-from eval.run.measure import Todo
 from eval.store.visit import Measurement
 from lazyllm import Prompt
 from lazyllm.methods import Baseline, Lazy, StaticPruning
@@ -47,7 +46,7 @@ def measured(dataset: str, fidelity: str | None = None, **method: Any) -> tuple[
     case = case_of(dataset, TOKENIZER, 8)
     arms = arm("baseline", name="baseline"), arm("method", **method)
     bench = bench_of(MODEL, TOKENIZER, arms, fidelity=fidelity)
-    (visit,) = bench.measure([Todo(case, arms)])
+    (visit,) = bench.measure([replace(case, arms=arms)])
     return case, visit.answers["method"][0], visit.answers["baseline"][0]
 
 

@@ -59,7 +59,7 @@ def test_failure_of_an_arm_is_its_own_and_the_same_command_visits_that_example_a
     ]
     assert re.search(r"; out of memory at 9\d prompt tokens: lower", failures["lookup", "lazy"].reason)
     assert all("generate_or_fail" in why.traceback for why in failures.values())
-    assert "2 answers failed and are not in the table, the first of lazy on lookup" in result.failed
+    assert "2 answers failed and are not in the table, the first of lazy on lookup" in result.failures
     assert "1 answer failed, left out here" in (tmp_path / "run" / "summary.md").read_text()
 
     monkeypatch.setattr(eval.run.measure, "generate", generate)
@@ -91,10 +91,10 @@ def test_shard_in_which_all_fails_leaves_the_others_alone(tmp_path: Path, monkey
     first, second = (small_run(tmp_path / "run", shard=f"{number}/2") for number in (1, 2))
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
     result = measure(first, show=False)
-    assert result.results is None
+    assert result.unvisited
     failed = sum(len(visit.failures) for visit in read_visits(tmp_path / "run"))
     assert 0 < failed < 12
-    assert f"{failed} answers failed and are not in the table" in result.failed
+    assert f"{failed} answers failed and are not in the table" in result.failures
     with pytest.raises(FailedExamplesError, match=r"no answer: 12 answers failed"):
         measure(second, show=False)
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -133,7 +133,7 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
 
 def test_run_without_a_baseline_has_a_table_and_no_picture(tmp_path: Path) -> None:
     run = small_run(tmp_path / "run", baseline=False, dataset={"lookup": True}, limit=2)
-    assert measure(run, show=False).table.frame["ttft_speedup"].isna().all()
+    assert Results([measure(run, show=False)]).by_task["ttft_speedup"].isna().all()
     assert not (tmp_path / "run" / "figures").exists()
 
 
@@ -145,9 +145,9 @@ def test_model_loads_once_only_if_needed_and_leaves_the_memory(tmp_path: Path, m
         return model
 
     monkeypatch.setattr("eval.run.loop.load_weights", counted)
-    tables = [measure(small_run(tmp_path / "run"), show=False).table for _ in range(2)]
+    runs = [measure(small_run(tmp_path / "run"), show=False) for _ in range(2)]
     assert len(loaded) == 1
-    assert tables[0].to_csv() == tables[1].to_csv()
+    assert runs[0].visits == runs[1].visits
     gc.collect()
     assert loaded[0]() is None  # its memory is free for the next job of a sweep
 
@@ -173,7 +173,7 @@ def test_shards_visit_each_example_once_and_the_last_makes_the_table(tmp_path: P
     whole = measure(small_run(tmp_path / "whole"), show=False)
     shards = [small_run(tmp_path / "run").changed(shard=f"{number}/3") for number in (1, 2, 3)]
     results = [measure(shard, show=False) for shard in shards]
-    assert [result.results is None for result in results] == [True, True, False]
+    assert [len(result.unvisited) for result in results] == [4, 2, 0]
     about, visits = read_about(tmp_path / "run/run.json"), read_visits(tmp_path / "run")
     assert about["identity"] == read_about(tmp_path / "whole/run.json")["identity"]
     assert about["config"]["shard"] is None
@@ -182,12 +182,12 @@ def test_shards_visit_each_example_once_and_the_last_makes_the_table(tmp_path: P
     assert [Visit.from_json(line) for file in files for line in file] == visits
     assert outcomes(tmp_path / "run") == outcomes(tmp_path / "whole")
     assert len(outcomes(tmp_path / "run")) == 12
-    assert results[2].table.frame["score"].tolist() == whole.table.frame["score"].tolist()
+    assert results[2].rows["score"].tolist() == whole.rows["score"].tolist()
     failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("measured again")))
     for shard in (None, "1/2"):
-        assert measure(shards[0].changed(shard=shard), show=False).results is not None
+        assert not measure(shards[0].changed(shard=shard), show=False).unvisited
     # more shards than examples: some have nothing to do
-    assert measure(small_run(tmp_path / "new").changed(shard="7/7"), show=False).results is None
+    assert measure(small_run(tmp_path / "new").changed(shard="7/7"), show=False).unvisited
 
 
 def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -263,4 +263,4 @@ def test_wider_run_that_a_compressed_folder_refuses_leaves_its_plan(tmp_path: Pa
     with pytest.raises(UserError, match="gunzip it"):
         measure(small_run(tmp_path, limit=2), show=False)
     assert (tmp_path / "examples.json").read_bytes() == planned
-    assert measure(small_run(tmp_path, limit=1), show=False).failed == ""
+    assert measure(small_run(tmp_path, limit=1), show=False).failures == ""

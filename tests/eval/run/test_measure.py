@@ -19,7 +19,7 @@ from eval.benchmarks.suite import Example
 from eval.run import measure
 from eval.run.arms import Arm
 from eval.run.cases import Case
-from eval.run.measure import WARMUP_TOKENS, Bench, Todo, in_turn
+from eval.run.measure import WARMUP_TOKENS, Bench, in_turn
 from eval.store.visit import Measurement, Visit
 from lazyllm import Generation
 from lazyllm.methods import Baseline, Lazy
@@ -73,7 +73,7 @@ def case(name: str, text: str = "text") -> Case:
 
 
 def visit(on: Bench, of: Case | None = None, number: int = 0) -> Visit:
-    (made,) = on.measure([Todo(of or case("qasper"), in_turn(on.run.arms, number))])
+    (made,) = on.measure([replace(of or case("qasper"), arms=in_turn(on.run.arms, number))])
     return made
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from eval.run import measure
 from eval.run.arms import Arm
 from eval.run.loop import load_model
-from eval.run.measure import Bench, Todo, in_turn
+from eval.run.measure import Bench, in_turn
 from eval.run.run import Run
 from lazyllm.engine import decoder, session
 from lazyllm.methods.support import other_models
@@ -90,7 +91,7 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(
     """Those of a draft too, and those of each later turn that runs the whole text again."""
     made, compared = plan(turns), arms(turns=later)
     bench = bench_of(model(), made.tokenizer, compared, chat=made.chat, batch_size=batch_size)
-    todo = [Todo(case, in_turn(compared, number)) for number, case in enumerate(made.cases)]
+    todo = [replace(case, arms=in_turn(compared, number)) for number, case in enumerate(made.cases)]
     assert not any(visit.failures for visit in bench.measure(todo))
     assert len(recorded.timed) > len(compared)
     assert not +recorded.early

@@ -15,7 +15,7 @@ from eval.run import loop
 from eval.run.job import main
 from eval.run.run import Run
 from eval.store.folder import read_visits
-from eval.store.results import Results, find_runs
+from eval.store.results import Results
 from eval.store.visit import Measurement, Visit
 from lazyllm.engine.generation import Conversation
 from lazyllm.errors import UserError
@@ -316,7 +316,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
     answers = [one for label in ("baseline", "server") for one in measured(there, label)]
     answers.sort(key=lambda one: one.request.sent_at)
     assert all(one.ttft_s >= own for one, own in zip(answers, engine, strict=True))
-    assert len(find_runs([tmp_path])) == 2
+    assert len(Results.read([tmp_path]).runs) == 2
 
 
 def test_baseline_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: str, tmp_path: Path, capsys) -> None:

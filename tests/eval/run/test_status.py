@@ -12,7 +12,7 @@ import pytest
 
 from eval import cli
 from eval.run.status import Status, status
-from eval.store.folder import PLANNED, open_store, planned_text
+from eval.store.folder import PLANNED, open_store
 from eval.store.visit import Failure
 from tests.eval.store.test_folder import ABOUT, IDENTITY
 from tests.eval.store.visits import visit
@@ -25,7 +25,7 @@ def make(folder: Path, done: int, planned: int | None = None, **identity: Any) -
         for number in range(len(store.visits), done):
             store.append(visit(number))
     if planned is not None:
-        (folder / PLANNED).write_text(planned_text(("hotpotqa", f"row-{number}") for number in range(planned)))
+        (folder / PLANNED).write_text(json.dumps({"hotpotqa": [f"row-{number}" for number in range(planned)]}))
     return folder
 
 
@@ -49,7 +49,7 @@ def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "1 run: 1 done" in capsys.readouterr().out
     make(tmp_path / "b", 3, 4, seed=1)
-    (tmp_path / "b" / PLANNED).write_text(planned_text([("hotpotqa", "row-2"), ("hotpotqa", "row-9")]))
+    (tmp_path / "b" / PLANNED).write_text('{"hotpotqa": ["row-2", "row-9"]}')
     os.utime(tmp_path / "b" / "visits.jsonl", (0, 0))
     make(tmp_path / "c", 0, None, seed=2)
     (tmp_path / "c" / PLANNED).unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """Rows with later turns, from a config to stored numbers: against the model's own generation, and counts by hand."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,6 @@ import lazyllm
 from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.loop import load_model
-from eval.run.measure import Todo
 from eval.run.run import Run
 from eval.run.settings import ModelConfig
 from eval.store.visit import Measurement, Visit
@@ -44,7 +44,7 @@ def case() -> Case:
 
 
 def visit_of(*arms: Arm) -> Visit:
-    (visit,) = bench_of(model(), plan().tokenizer, arms, chat=plan().chat).measure([Todo(case(), arms)])
+    (visit,) = bench_of(model(), plan().tokenizer, arms, chat=plan().chat).measure([replace(case(), arms=arms)])
     assert not visit.failures
     return visit
 

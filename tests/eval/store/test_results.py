@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from eval.store.folder import fingerprint, read_visits
-from eval.store.results import COLUMNS, Results, chosen, find_runs
+from eval.store.results import COLUMNS, Results, chosen
 from eval.store.runs import label_of
 from lazyllm.errors import UserError
 from tests.eval.store.made import LAZY, PROVENANCE, write_run
@@ -14,7 +14,7 @@ from tests.eval.store.visits import measurement, visit
 
 
 def frame_of(*folders: Path) -> Any:
-    return Results(find_runs(folders)).frame
+    return Results.read(folders).frame
 
 
 def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
     write_run(tmp_path / "a" / "deep", [visit(1)], seed=1)
     write_run(tmp_path / "begun", [], seed=2)
     (tmp_path / "stray.jsonl").write_text("{}")
-    runs = find_runs([tmp_path, tmp_path / "a"])
+    runs = Results.read([tmp_path, tmp_path / "a"]).runs
     assert [run.folder for run in runs] == [tmp_path / "a" / "deep", tmp_path / "b"]
     assert runs[1].visits == [visit(0)]
     lazy = runs[0].arms["lazy"]
@@ -33,11 +33,11 @@ def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
 
 def test_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
-        find_runs([tmp_path / "absent"])
+        Results.read([tmp_path / "absent"])
     assert list(Results([]).frame.columns) == COLUMNS
     write_run(tmp_path / "begun", [])
     with pytest.raises(UserError, match="no run with answers"):
-        find_runs([tmp_path])
+        Results.read([tmp_path])
 
 
 DROP = {"method": {"name": "random_drop", "keep": 0.5}}
@@ -77,7 +77,7 @@ def test_model_name_tells_runs_apart_that_share_no_table(
     }  # fmt: skip
     for number, changes in enumerate(runs):
         write_run(tmp_path / str(number), [visit(number)], **usual | changes)
-    found = find_runs([tmp_path])
+    found = Results.read([tmp_path]).runs
     names = [f"tiny ({variant})" if variant else "tiny" for variant in variants]
     assert [run.model for run in found] == names
     assert list(Results(found).frame["model"].unique()) == list(dict.fromkeys(names))
@@ -88,7 +88,7 @@ def test_model_name_tells_runs_apart_that_share_no_table(
 def test_newest_runs_share_a_table_with_the_newest_of_their_model(tmp_path: Path) -> None:
     for name, started, engine in (("a", "2026-01-02", "1"), ("b", "2026-01-01", "2"), ("c", "2026-01-01", "1")):
         write_run(tmp_path / name, [visit(0)], provenance=PROVENANCE | {"started": started}, engine=engine)
-    assert [run.folder.name for run in find_runs([tmp_path], newest=True)] == ["a", "c"]
+    assert [run.folder.name for run in Results.read([tmp_path], newest=True).runs] == ["a", "c"]
 
 
 def test_where_selects_by_config_and_identity(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_where_selects_by_config_and_identity(tmp_path: Path) -> None:
     write_run(tmp_path / "b", [visit(0)], {"name": "gemfilter"}, dtype="float32", max_new_tokens=3)
 
     def names(*where: str) -> list[str]:
-        return [run.folder.name for run in find_runs([tmp_path], where)]
+        return [run.folder.name for run in Results.read([tmp_path], where).runs]
 
     assert names("dtype=bfloat16") == names("max_new_tokens=null") == names("arms.lazy.method.schedule.2=0.5") == ["a"]
     assert names("max_new_tokens=3") == names("arms.lazy.method.name=gemfilter", "dtype=float32") == ["b"]
@@ -131,7 +131,7 @@ def test_a_row_holds_the_answer(tmp_path: Path) -> None:
 
 def test_each_turn_is_a_row_and_measurements_are_behind_it(tmp_path: Path) -> None:
     write_run(tmp_path, [visit(0, turns=3), visit(1)])
-    results = Results(find_runs([tmp_path]))
+    results = Results.read([tmp_path])
     lazy = results.counting[results.counting["arm"] == "lazy"]
     assert lazy[["id", "turn", "prompt_tokens"]].to_numpy().tolist() == [
         ["row-0", 1, 100], ["row-0", 2, 1], ["row-0", 3, 2], ["row-1", 1, 100],
@@ -145,7 +145,7 @@ def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path
     write_run(
         tmp_path / "whole", [visit(0, score=1.0), visit(1)], provenance=PROVENANCE | {"started": "2026-01"}, warmup=9
     )
-    results = Results(find_runs([tmp_path]))
+    results = Results.read([tmp_path])
     counting = results.counting[results.counting["arm"] == "lazy"]
     assert counting[["id", "score"]].to_numpy().tolist() == [["row-0", 100], ["row-1", 50]]
     (sentence,) = results.choices
@@ -153,7 +153,7 @@ def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path
     told = f"lazy, schedule={{2: 0.5}}, hotpotqa: measured in {look} and in {whole}; tables count {whole}, which"
     assert sentence.startswith(told)
     write_run(tmp_path / "again", [visit(0), visit(1)], provenance=PROVENANCE | {"started": "2026-03"}, warmup=8)
-    assert {*Results(find_runs([tmp_path])).counting["folder"]} == {str(tmp_path / "again")}  # as many, but newer
+    assert {*Results.read([tmp_path]).counting["folder"]} == {str(tmp_path / "again")}  # as many, but newer
 
 
 def test_label_leaves_out_usual_values() -> None:
@@ -166,16 +166,16 @@ def test_label_leaves_out_usual_values() -> None:
 
 def test_unfinished_runs_are_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [visit(0)])
-    assert Results(find_runs([tmp_path])).unfinished == []  # nothing is known of a plan
+    assert Results.read([tmp_path]).unfinished == []  # nothing is known of a plan
     (folder / "examples.json").write_text(json.dumps({"hotpotqa": ["row-0", "row-1", "row-2"]}))
-    assert Results(find_runs([tmp_path])).unfinished == ["Unfinished: a, 1 of 3 examples."]
+    assert Results.read([tmp_path]).unfinished == ["Unfinished: a, 1 of 3 examples."]
 
 
 def test_visits_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = []
     monkeypatch.setattr("eval.store.runs.read_visits", lambda folder: folders.append(folder) or read_visits(folder))
     write_run(tmp_path, [visit(0)], LAZY)
-    results = Results(find_runs([tmp_path]))
+    results = Results.read([tmp_path])
     assert len(results.frame) == 2
     assert len(results.by_task)
     assert len(folders) == 1
