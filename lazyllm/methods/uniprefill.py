@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
+from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked, share_of
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_int, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from eval.store.visit import Measurement, Visit
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
-from lazyllm.methods.support.schedule import keep_count
+from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.models.load import load_end_ids
 from lazyllm.spec import ModelSpec
 from tests.runs import arm, bench_of, small_run

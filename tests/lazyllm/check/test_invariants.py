@@ -15,7 +15,7 @@ from lazyllm.check import invariants
 from lazyllm.engine.inputs import Boundary
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Prune, Select
-from lazyllm.methods.support.schedule import keep_count
+from lazyllm.methods.support.hyperparameters import keep_count
 from tests.helpers import example_of
 from tests.reference import random_model
 
