@@ -272,11 +272,6 @@ class Conversation:
         self._session, self._is_closed = None, True
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the whole text so far, prompts and answers."""
-        return len(self.token_ids)
-
-    @property
     def kv_bytes(self) -> int:
         """Bytes of all K and V."""
         return 0 if self._session is None else self._session.kv_bytes

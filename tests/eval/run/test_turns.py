@@ -159,7 +159,7 @@ def test_revived_tokens_are_counted_turn_by_turn() -> None:
     measured = visit_of(arm("lazy", name="lazy", schedule={2: 0.3})).answers["lazy"]
     with lazyllm.start(model(), case().prompt.as_input(), method) as conversation:
         for number, one in enumerate(measured):
-            more = None if number == 0 else read(number, token_ids(measured))[conversation.num_tokens :]
+            more = None if number == 0 else read(number, token_ids(measured))[len(conversation.token_ids) :]
             out = conversation.answer(more, 8, END_IDS)
             seconds += one.total_s
             assert one.revived_tokens == out.revived.mean()

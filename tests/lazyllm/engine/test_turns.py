@@ -51,7 +51,7 @@ def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, **set
         steps = rng.randint(1, 4)
         expected = reference.answer(prompt if more is None else more, steps)
         assert max(reference.counts.values()) == 1
-        start = session.num_tokens if more else 0
+        start = len(session.token_ids) if more else 0
         found = assert_same(session, more, steps, expected)
         if not settings:
             new = entering(expected.selected[0], range(start, len(reference.text) - steps), len(before))
@@ -201,7 +201,7 @@ def test_turn_that_would_change_a_longrope_is_refused() -> None:
     session.answer(None, 3, ())
     with pytest.raises(ValueError, match="beyond 16 tokens"):
         session.answer([7, 8, 9], 3, ())
-    assert session.num_tokens == 13
+    assert len(session.token_ids) == 13
     assert len(session.answer([7], 2, ()).token_ids) == 2
 
 
@@ -235,7 +235,7 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             session.answer(more, new, ())  # type: ignore[arg-type]
-    assert session.num_tokens == twin.num_tokens == 9
+    assert len(session.token_ids) == len(twin.token_ids) == 9
     ours, theirs = session.answer([7, 8], 3, ()), twin.answer([7, 8], 3, ())
     assert (ours.token_ids, ours.selected) == (theirs.token_ids, theirs.selected)
     session.close()
