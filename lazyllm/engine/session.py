@@ -9,12 +9,10 @@ Notation:
     w  hidden width          v  vocabulary                   r  sessions
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,9 +25,6 @@ from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Selection
 from lazyllm.engine.masks import Chosen
 from lazyllm.engine.sdpa import backends
 from lazyllm.errors import UserError
-
-if TYPE_CHECKING:
-    from lazyllm.engine.method import Method
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,8 @@ class Session:
     groups: all layers, in order.
     prompt_tokens: n; after later turns, the prompt tokens of all turns so far.
     max_new_tokens: the maximum number of generated tokens.
-    method: chooses tokens at the boundaries of the prefill; None: all tokens go on, and stay stored.
+    method: the `Method` that chooses tokens at the boundaries of the prefill (untyped, as its module imports this one).
+        None: all tokens go on, and stay stored.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
@@ -68,7 +64,7 @@ class Session:
         groups: Sequence[Group],
         prompt_tokens: int,
         max_new_tokens: int,
-        method: Method | None = None,
+        method: Any = None,
     ) -> None:
         check_longrope(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder

@@ -6,10 +6,8 @@ Notation:
     p  positions up to the step's newest token
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +20,6 @@ from lazyllm.engine.session import Session
 from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
-
-if TYPE_CHECKING:
-    from lazyllm.methods.lazy import Lazy
 
 # K and V are sorted by position: on a CPU for more tokens than this, times the heads that share a key head; elsewhere
 # if a layer's masks would take more bytes than this, those of one block of queries
@@ -39,6 +34,8 @@ class LazySession(Session):
 
     Candidates are the prompt tokens of all turns; with `prune_generated`, all tokens but the newest. The best of them
     go on, and so do all tokens that are no candidates. A later turn is one step of several tokens; the newest goes on.
+
+    method: the `lazyllm.methods.Lazy` (untyped, as its module imports this one).
     """
 
     # The step's set: the tokens that take part in it from its last boundary on
@@ -47,7 +44,7 @@ class LazySession(Session):
     _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before a step's first
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
-    def __init__(self, decoder: Decoder, method: Lazy, prompt_tokens: int, max_new_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
         groups = method.groups(len(decoder.layers), prompt_tokens)
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
         self._schedule = Schedule.parse(method.schedule, len(decoder.layers))

@@ -1,11 +1,9 @@
 """The session of methods that choose prompt tokens before the prefill, and the clock of their choice."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +13,14 @@ from lazyllm.engine.devices import read_clock
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Scoring, Session
 
-if TYPE_CHECKING:
-    from lazyllm.methods.support.bases import Select
-
 
 class SelectSession(Session):
-    """The session of a `Select`: the baseline's, on the tokens that the method selects when the session starts."""
+    """The session of a `Select`: the baseline's, on the tokens that the method selects when the session starts.
 
-    def __init__(self, decoder: Decoder, method: Select, prompt: Prompt, max_new_tokens: int) -> None:
+    method: the `Select` (untyped, as its module imports this one).
+    """
+
+    def __init__(self, decoder: Decoder, method: Any, prompt: Prompt, max_new_tokens: int) -> None:
         n, kept = len(prompt), method.kept(len(prompt))
         everything = torch.arange(n, device=decoder.device), Scoring()
         positions, scoring = timed_selection(decoder, method, prompt) if kept < n else everything
@@ -43,7 +41,7 @@ class SelectSession(Session):
         return logits
 
 
-def timed_selection(decoder: Decoder, method: Select, prompt: Prompt) -> tuple[Tensor, Scoring]:
+def timed_selection(decoder: Decoder, method: Any, prompt: Prompt) -> tuple[Tensor, Scoring]:
     """The selected positions [k] on the model's device, and what selecting them cost."""
     began, run_before = time.perf_counter(), decoder.tokens_run
     with preserve_rope_state(decoder.model):  # `select` may run a longer text than the prefill
