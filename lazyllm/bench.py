@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Kept = dict[int, list[int]]  # {pruning layer: positions of the tokens that enter the next layer}
+Selected = dict[int, list[int]]  # {pruning layer: positions of the tokens that enter the next layer}
 
 
 @dataclass(frozen=True)
@@ -287,9 +287,9 @@ def in_turns(model: PreTrainedModel, methods: Sequence[Method | None], prompt: T
             yield None
             seconds, _ = timed(model, lambda: advance([generation]))
             step_s.append(seconds)
-        computed = [[int(count) for count in step] for step in session.computed]
-        revived = [after - before for before, after in pairwise(map(statistics.fmean, computed))]
-        flops = method.first_token_flops(model.config, len(prompt), computed[0])
+        computed = generation.result().computed
+        revived = (computed[1:] - computed[:-1]).mean(axis=1).tolist()
+        flops = method.first_token_flops(model.config, len(prompt), computed[0].tolist())
         mfu = utilisation(model, flops, ttft_s)
         yield Run(generation.token_ids, ttft_s, step_s, ttft_s + sum(step_s), flops, revived, *held, mfu)
 
@@ -357,7 +357,7 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
 
     from lazyllm.engine.generation import start
 
-    before, after, revived = Kept(), Kept(), 0.0
+    before, after, revived = Selected(), Selected(), 0.0
     if method is None:
         with torch.inference_mode():
             cache, token = next_token(model, prompt[None])
@@ -372,7 +372,7 @@ def second_turn(model: PreTrainedModel, method: Method | None, prompt: Tensor, t
     return Run(token_ids, seconds, [], seconds, flops, [revived])
 
 
-def turn_flops(config: Any, first: Kept, second: Kept, n: int, m: int) -> int:
+def turn_flops(config: Any, first: Selected, second: Selected, n: int, m: int) -> int:
     """FLOPs of a second turn of m tokens, after n prompt tokens and one answer token, counted as in `prefill_flops`.
 
     A layer runs the tokens of the second turn's selection that it did not store in the first turn. Each attends to the

@@ -100,7 +100,7 @@ def parts_of(noted: Callable[[str], AbstractContextManager[None]], model: Any, m
             session.prefill(on_device)
         for step in range(NEW_TOKENS - 1):
             with noted(f"step {step + 1}"):
-                session.step(7 + step)
+                session.step(torch.full((1,), 7 + step, device=decoder.device))
 
 
 def parts_on(card: Any, model: Any, method: Method) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Generation, generate
-from lazyllm.engine.inputs import Boundary, Kept
+from lazyllm.engine.inputs import Boundary, Selection
 from lazyllm.engine.method import Method
 
 _STEPS = 5
@@ -130,7 +130,7 @@ def _positions_checked(method: Method) -> Iterator[None]:
     """Check that `Method.prune` leaves the positions it is given as they are."""
     prune = type(method).prune
 
-    def checked(self: Method, at: Boundary, recorded: list[torch.Tensor]) -> Kept:
+    def checked(self: Method, at: Boundary, recorded: list[torch.Tensor]) -> Selection:
         before, kept = at.positions.clone(), prune(self, at, recorded)
         _holds(torch.equal(at.positions, before), f"changed `at.positions` after layer {at.layer}: expected a copy")
         return kept

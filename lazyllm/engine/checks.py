@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.flops import windows_of
 from lazyllm.engine.inputs import Group, ScoreSpec
-from lazyllm.engine.session import Session, step_together
+from lazyllm.engine.session import Session
 from lazyllm.errors import UserError
 
 CHECKED_STEPS = 2  # decoding steps
@@ -60,6 +60,6 @@ def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
     session = Session(decoder, [Group(layers, n, ScoreSpec(layers), score_in_decode=True)], n, CHECKED_STEPS)
     logits = []
     for tokens in token_ids.split([n, *[1] * CHECKED_STEPS]):
-        logits.append(step_together([session], [tokens])[0] if logits else session.prefill(tokens))
+        logits.append(session.step(tokens) if logits else session.prefill(tokens))
         session.context.take_each()  # raises RuntimeError if a layer did not call the installed attention function
     return torch.stack(logits)

@@ -271,21 +271,6 @@ class Conversation:
         """Free the memory. No answer can follow."""
         self._session, self._is_closed = None, True
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the whole text so far, prompts and answers."""
-        return len(self.token_ids)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all K and V."""
-        return 0 if self._session is None else self._session.kv_bytes
-
-    @property
-    def aux_bytes(self) -> int:
-        """Bytes of hidden states of tokens that may be revived."""
-        return 0 if self._session is None else self._session.aux_bytes
-
     @torch.inference_mode()
     def fork(self) -> Conversation:
         """An independent copy of the conversation, its caches included. Raises UserError for a closed conversation."""

@@ -1,4 +1,4 @@
-"""What a method gets (`Prompt`, `Boundary`), declares (`Group`, `ScoreSpec`) and returns (`Kept`); without torch."""
+"""What a method gets (`Prompt`, `Boundary`), declares (`Group`, `ScoreSpec`), returns (`Selection`). No torch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Selection:
     """What a method chooses at a boundary, as indices of the m tokens that the group computed.
 
     entering: [k] ascending, the tokens that enter the next group, the newest among them; None for all.

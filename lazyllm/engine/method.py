@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
-from lazyllm.engine.inputs import Boundary, Group, Kept, Prompt
+from lazyllm.engine.inputs import Boundary, Group, Prompt, Selection
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Method(ABC):
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
 
     def __post_init__(self) -> None:
-        """Refuse bad hyperparameters (`lazyllm.methods.support.schedule.checked`). Raises TypeError or ValueError."""
+        """Refuse bad hyperparameters (`support.hyperparameters.checked`). Raises TypeError or ValueError."""
         for field in fields(self):  # type: ignore[arg-type]  # a method is a dataclass
             check, value = field.metadata.get("check"), getattr(self, field.name)
             if check is not None and not (value is None and field.default is None):
@@ -71,13 +71,13 @@ class Method(ABC):
         groups = self.groups(len(decoder.layers), len(prompt))
         return Session(decoder, groups, len(prompt), max_new_tokens, self)
 
-    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept:
+    def prune(self, at: Boundary, recorded: list[Tensor]) -> Selection:
         """Choose tokens in prefill, at the end of a group that declares `scores`; by default all go on.
 
         recorded: the scores that the group declares, a tensor for each layer. The choice must not wait for the device,
             unless the method is `adaptive`.
         """
-        return Kept()
+        return Selection()
 
     def pruning_layers(self, num_layers: int) -> Collection[int]:
         """The layers, from 1, that `Generation.selected` names even if all their tokens go on."""

@@ -1,7 +1,7 @@
 """One generation's state, and the loop that runs its tokens through groups of layers, alone or with other generations.
 
 A boundary lies between two groups of layers. All layers of a group see the same tokens in every step, so tokens are
-chosen at boundaries only: `Session.prune` gets the tokens that leave a group, and returns those that enter the next.
+chosen at boundaries only: `Session.leave` gets the tokens of a group, and returns those that enter the next.
 
 Notation:
     n  prompt tokens         p  positions up to the step's newest token
@@ -21,7 +21,7 @@ from torch import Tensor
 from lazyllm.engine.attention import AttentionContext
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope
-from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept
+from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Selection
 from lazyllm.engine.masks import Chosen
 from lazyllm.engine.sdpa import backends
 from lazyllm.errors import UserError
@@ -135,7 +135,7 @@ class Session:
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
         self._lengthen(max(self.max_positions, self.length + token_ids.shape[0] + max_new_tokens - 1))
-        return step_together([self], [token_ids])[0]
+        return self.step(token_ids)
 
     def _lengthen(self, max_positions: int) -> None:
         """Let the text grow to `max_positions` tokens."""
@@ -148,9 +148,9 @@ class Session:
         """An independent copy of the state."""
         return copy.deepcopy(self, {id(shared): shared for shared in (self.decoder, self._method)})
 
-    def step(self, token_id: int) -> Tensor:
-        """Run one generated token; return the logits [v] after it. Waits for the device at boundaries only."""
-        return step_together([self], [torch.full((1,), token_id, device=self.decoder.device)])[0]
+    def step(self, token_ids: Tensor) -> Tensor:
+        """Run the tokens [m] of a decoding step: the logits [v] after them. Waits for the device at boundaries only."""
+        return step_together([self], [token_ids])[0]
 
     def begin_step(self, m: int) -> Tensor:
         """Lengthen the text by the m tokens of a decoding step, or of a later turn: their positions [m]."""
@@ -169,13 +169,13 @@ class Session:
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
 
     def missing_mask(self, index: int) -> Tensor | None:
-        """[p] bool, True at the positions that the next group computes in a decoding step; None if `prune` needs none.
+        """[p] bool, True at the positions that the next group computes in a decoding step; None if `leave` needs none.
 
-        Never waits for the device. `LazySession` also chooses the step's tokens here, before `prune` gets them.
+        Never waits for the device. `LazySession` also chooses the step's tokens here, before `leave` gets them.
         """
         return None
 
-    def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
+    def leave(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         """The tokens that enter the next group: those of group `index` that go on, and revived ones; the newest last.
 
         positions: those at which `missing_mask` is True, ascending; None without such a mask.
@@ -184,22 +184,22 @@ class Session:
         if self._method is None or not self._in_prefill:
             return tokens
         group, layers = self.groups[index], len(self.decoder.layers)
-        layer, kept = group.layers.stop, Kept()
+        layer, selection = group.layers.stop, Selection()
         if group.scores is not None:
             at = Boundary(layer, layers, self.prompt_tokens, tokens.positions, self.decoder.shape.kv_heads, self._notes)
-            kept = self._method.prune(at, self.context.take_each() if group.scores.layers else [])
-        if kept.stored is not None:
+            selection = self._method.prune(at, self.context.take_each() if group.scores.layers else [])
+        if selection.stored is not None:
             heads = (self.decoder.shape.kv_heads,)
-            self.check_selection(self._method.label, kept.stored, len(tokens), None, heads=heads)
-            self.caches[index].retain(kept.stored)
-        if kept.entering is not None:
+            self.check_selection(self._method.label, selection.stored, len(tokens), None, heads=heads)
+            self.caches[index].retain(selection.stored)
+        if selection.entering is not None:
             is_known = layer < layers and not self._method.adaptive
             declared = self.groups[index + 1].prompt_tokens if is_known else None
-            self.check_selection(self._method.label, kept.entering, len(tokens), declared, len(tokens) - 1)
-            for cache in self.caches[: index + 1] if kept.forget else ():
-                cache.retain(kept.entering)  # each of them holds exactly the tokens of this group, in order
-            tokens = tokens[kept.entering]
-        if kept.entering is not None or layer in self._method.pruning_layers(layers):
+            self.check_selection(self._method.label, selection.entering, len(tokens), declared, len(tokens) - 1)
+            for cache in self.caches[: index + 1] if selection.forget else ():
+                cache.retain(selection.entering)  # each of them holds exactly the tokens of this group, in order
+            tokens = tokens[selection.entering]
+        if selection.entering is not None or layer in self._method.pruning_layers(layers):
             self.note_selection(layer, tokens.positions)
         return tokens
 
@@ -290,7 +290,7 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
         masks = {number: sessions[number].missing_mask(group_of[number]) for number in at_boundary}
         positions = _to_indices({number: mask for number, mask in masks.items() if mask is not None})
         for number in at_boundary:
-            tokens[number] = sessions[number].prune(group_of[number], tokens[number], positions.get(number))
+            tokens[number] = sessions[number].leave(group_of[number], tokens[number], positions.get(number))
             group_of[number] += 1
     for session in sessions:
         session.computed.append(session.by_layer(session._num_computed))

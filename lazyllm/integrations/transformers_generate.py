@@ -44,7 +44,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lazyllm.engine.batch import BATCH_SIZE, generate_requests
 from lazyllm.engine.generation import Generation, check_method, make_request
 from lazyllm.engine.method import Method
-from lazyllm.methods.support.schedule import check_int
+from lazyllm.methods.support.hyperparameters import check_int
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
 _NOT_KEPT = "the layers see different tokens, so it is not recorded: call model(sequences, ...) afterwards"

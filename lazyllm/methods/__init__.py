@@ -42,7 +42,7 @@ METHODS: dict[str, type[Method]] = {
 
 def known() -> list[str]:
     """The names of all methods: lazyllm's own, then those that installed packages add."""
-    return [*METHODS, *(name for name in plugins.installed() if name not in METHODS)]
+    return [*METHODS, *sorted(plugins.installed().names - METHODS.keys())]
 
 
 def by_name(name: str) -> type[Method]:

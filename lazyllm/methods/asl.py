@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
-from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import (
+from lazyllm.methods.support.hyperparameters import (
     check_count_or_ratio,
     check_int,
     check_odd,
@@ -18,6 +17,7 @@ from lazyllm.methods.support.schedule import (
     checked,
     count_of,
 )
+from lazyllm.methods.support.ranking import best_and_window, rank, sum_over_first, window_scores
 
 if TYPE_CHECKING:
     from torch import Tensor

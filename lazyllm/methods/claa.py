@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Boundary, Group
 from lazyllm.methods.fastkv import HalfwayCut
+from lazyllm.methods.support.hyperparameters import check_int, checked
 from lazyllm.methods.support.ranking import best_and_window, window_scores
-from lazyllm.methods.support.schedule import check_int, checked
 
 if TYPE_CHECKING:
     from torch import Tensor

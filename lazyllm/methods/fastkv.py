@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
+from lazyllm.methods.support.hyperparameters import check_choice, check_int, check_odd, check_ratio, checked, share_of
 from lazyllm.methods.support.ranking import best_and_window, sum_over_first, window_scores
-from lazyllm.methods.support.schedule import check_choice, check_int, check_odd, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor

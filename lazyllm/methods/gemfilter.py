@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lazyllm.engine.flops import LayerShape, first_layers_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select, at_depth
+from lazyllm.methods.support.hyperparameters import check_count_or_ratio, check_int, check_odd, checked, count_of
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_odd, checked, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,6 +11,7 @@ from lazyllm.engine.flops import nearest_ratio
 from lazyllm.engine.inputs import Group, Prompt, ScoreSpec
 from lazyllm.engine.method import Method
 from lazyllm.methods.support.bases import groups_between
+from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.methods.support.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Lazy(Method):
         schedule, kept = Schedule.parse(self.schedule, num_layers), {}
         for layer, ratio in schedule.keep.items():
             if ratio < 1:  # with 1, the layers before and after it see the same tokens: no boundary
-                n = kept[layer] = schedule.kept(layer, n)
+                n = kept[layer] = keep_count(ratio, n)
         return kept
 
     def groups(self, num_layers: int, n: int) -> list[Group]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_count_or_ratio, check_int, check_odd, checked, count_of
+from lazyllm.methods.support.hyperparameters import check_count_or_ratio, check_int, check_odd, checked, count_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, groups_between
+from lazyllm.methods.support.hyperparameters import check_int, check_positive, check_ratio, checked, share_of
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_int, check_positive, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor

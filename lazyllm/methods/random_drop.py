@@ -9,7 +9,7 @@ import numpy as np
 
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_int, check_ratio, checked, keep_count
+from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked, keep_count
 
 if TYPE_CHECKING:
     from lazyllm.engine.decoder import Decoder

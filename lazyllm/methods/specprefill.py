@@ -12,8 +12,15 @@ from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import require
 from lazyllm.methods.support.bases import Select
+from lazyllm.methods.support.hyperparameters import (
+    check_int,
+    check_model_name,
+    check_odd,
+    check_ratio,
+    checked,
+    keep_count,
+)
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_int, check_model_name, check_odd, check_ratio, checked, keep_count
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:

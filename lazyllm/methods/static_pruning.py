@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lazyllm.engine.inputs import ScoreSpec
 from lazyllm.methods.support.bases import Prune
-from lazyllm.methods.support.schedule import check_int, check_ratio, checked, keep_count
+from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked, keep_count
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
+from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked, share_of
 from lazyllm.methods.support.ranking import rank
-from lazyllm.methods.support.schedule import check_int, check_ratio, checked, share_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ import lazyllm
 from lazyllm.bench import BenchCase, Pair, Run, case_of, cells_of, in_turns, main, turn_flops
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.methods import METHODS, Baseline, Lazy
-from lazyllm.methods.support.schedule import keep_count
+from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.presets import fields_of
 from tests.reference import random_model, random_variant
 

@@ -18,7 +18,14 @@ from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_se
 from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information, window_size
 from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter
 from lazyllm.methods.support.bases import Select
-from lazyllm.methods.support.schedule import check_choice, check_int, check_model_name, check_ratio, checked, keep_count
+from lazyllm.methods.support.hyperparameters import (
+    check_choice,
+    check_int,
+    check_model_name,
+    check_ratio,
+    checked,
+    keep_count,
+)
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Kept, Prompt, ScoreSpec
+from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Prompt, ScoreSpec, Selection
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods.support.ranking import split_prompt
@@ -34,7 +34,7 @@ class Prune(Method):
     >>> from dataclasses import dataclass
     >>> import lazyllm
     >>> from lazyllm.methods import Prune, ScoreSpec
-    >>> from lazyllm.methods.support.schedule import check_ratio, checked, keep_count
+    >>> from lazyllm.methods.support.hyperparameters import check_ratio, checked, keep_count
     >>>
     >>> @dataclass(frozen=True)
     ... class KeepLast(Prune):
@@ -101,12 +101,12 @@ class Prune(Method):
         """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
         return None
 
-    def prune(self, at: Boundary, recorded: list[Tensor]) -> Kept:
+    def prune(self, at: Boundary, recorded: list[Tensor]) -> Selection:
         scores = self.score(at, recorded)
         stored = self.store(at, scores)
         if stored is not None and self.forget:
             raise UserError(f"{self.label}: store keeps other tokens in each key head: write forget = False beside it")
-        return Kept(self.select(at, scores), stored, self.forget)
+        return Selection(self.select(at, scores), stored, self.forget)
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
         return groups_between(self, self.kept(num_layers, n), num_layers, n, self.score_spec)
@@ -160,7 +160,7 @@ class Select(Method):
     >>> from dataclasses import dataclass
     >>> import lazyllm
     >>> from lazyllm.methods import ScoreSpec, Select
-    >>> from lazyllm.methods.support.schedule import keep_count
+    >>> from lazyllm.methods.support.hyperparameters import keep_count
     >>>
     >>> @dataclass(frozen=True)
     ... class AskFirst(Select):

@@ -17,6 +17,7 @@ from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens
 from lazyllm.engine.masks import BLOCK, Chosen
 from lazyllm.engine.session import Session
+from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.methods.support.ranking import rank, split_prompt
 from lazyllm.methods.support.schedule import Schedule
 
@@ -130,7 +131,7 @@ class LazySession(Session):
         """Choose the tokens of the step's set that go on after group `index`."""
         layer = self.groups[index].layers.stop
         others = self.length - self._num_candidates + self._num_unranked  # tokens without a rank, which go on
-        keep = self._schedule.kept(layer, self._count - others)
+        keep = keep_count(self._schedule.keep[layer], self._count - others)
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
             if self._stays is None:
@@ -142,7 +143,7 @@ class LazySession(Session):
         self._count = keep + others
         self.note_selection(layer, self._mask)
 
-    def prune(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
+    def leave(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         if self._in_prefill:
             return self._prune_prompt(index, tokens)
         return self._revive(index, tokens, positions) if index < len(self._aux) else tokens
@@ -154,7 +155,7 @@ class LazySession(Session):
         if self.groups[index].scores is None:
             return tokens
         layer = self.groups[index].layers.stop
-        kept, pruned = split_prompt(self.importance(index), self._schedule.kept(layer, len(tokens)))
+        kept, pruned = split_prompt(self.importance(index), keep_count(self._schedule.keep[layer], len(tokens)))
         if index < len(self._aux):
             self._aux[index].put(tokens.positions[pruned], tokens.hidden[0, pruned])
         tokens = tokens[kept]

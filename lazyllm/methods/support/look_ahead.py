@@ -11,7 +11,7 @@ from torch import Tensor
 from lazyllm.engine.decoder import Decoder
 from lazyllm.engine.generation import end_ids_of
 from lazyllm.engine.inputs import Group, ScoreSpec
-from lazyllm.engine.session import Session, step_together
+from lazyllm.engine.session import Session
 
 
 def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int) -> Tensor:
@@ -34,7 +34,7 @@ def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int) -> 
     for _ in range(queries - 1):
         token = logits.argmax(dim=0, keepdim=True)
         counts = counts * ~ends[token][0]
-        logits = step_together([session], [token])[0]
+        logits = session.step(token)
         scores = scores + counts * score_of_query(session.context.take_each(), n, pool)
         count = count + counts
     return scores / count

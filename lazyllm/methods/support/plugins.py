@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import is_dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,14 @@ GROUP = "lazyllm.methods"
 
 
 @cache
-def installed() -> dict[str, tuple[EntryPoint, ...]]:
-    """{name: the methods of that name}, looked up once per process. Two of one name are refused when used."""
-    points: dict[str, tuple[EntryPoint, ...]] = {}
-    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
-        points[point.name] = (*points.get(point.name, ()), point)
-    return points
+def installed() -> EntryPoints:
+    """All installed methods, looked up once per process. Two of one name are refused when used."""
+    return entry_points(group=GROUP)
 
 
 def only(name: str, built_in: Iterable[str]) -> EntryPoint | None:
     """The only installed method of that name; None if there is none. Raises UserError if the name is taken twice."""
-    points: Any = installed().get(name, ())
+    points: Any = tuple(installed().select(name=name))
     packages = " and ".join(sorted({point.dist.name for point in points}))
     if points and name in built_in:
         raise UserError(

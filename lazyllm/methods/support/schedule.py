@@ -1,14 +1,14 @@
-"""LazyLLM's schedule of layers and keep ratios (arXiv 2407.14057, 3.2 and Figure 4), and checks of hyperparameters."""
+"""LazyLLM's schedule of layers and keep ratios (arXiv 2407.14057, section 3.2 and Figure 4)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache, partial
-from math import ceil, floor
 from typing import Any
+
+from lazyllm.methods.support.hyperparameters import check_ratio
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,6 @@ class Schedule:
             return "+".join(f"{layer}:{ratio}" for layer, ratio in value.items())
         return cls(value)
 
-    def kept(self, layer: int, n: int) -> int:
-        """The number of tokens that go on, of n that entered pruning layer `layer`."""
-        return keep_count(self.keep[layer], n)
-
 
 def _mapping_of(text: str) -> dict[str, float]:
     """{layer: ratio} of a schedule's text."""
@@ -110,77 +106,6 @@ def _mapping_of(text: str) -> dict[str, float]:
             "{9: 0.7, 19: 0.7} or 9:0.7+19:0.7"
         )
     return mapping
-
-
-@lru_cache(maxsize=1024)  # a decoding step asks at each boundary
-def keep_count(ratio: float, n: int) -> int:
-    """ceil(ratio * n), exact for the ratio as written in decimal: 0.7 of 10 is 7."""
-    return ceil(Fraction(str(ratio)) * n)
-
-
-def checked(check: Callable[..., object], default: Any = MISSING, kw_only: bool = False, **limits: Any) -> Any:
-    """A hyperparameter: a field whose value `check(name, value, **limits)` may refuse. None passes as the default.
-
-    >>> keep: float = checked(check_ratio, 0.5)
-    """
-    return field(default=default, kw_only=kw_only, metadata={"check": partial(check, **limits)})
-
-
-def check_choice(what: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuse what is none of the choices. Raises ValueError."""
-    if value not in choices:
-        raise ValueError(f"{what}={value!r}: give one of {', '.join(choices)}")
-
-
-def check_ratio(what: str, ratio: Any) -> float:
-    """A keep ratio as a float. Raises TypeError or ValueError, naming `what`, unless it is a number in (0, 1]."""
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise TypeError(f"{what} is a number in (0, 1], got {ratio!r}")
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{what} lies in (0, 1], got {ratio}")
-    return float(ratio)
-
-
-def share_of(share: float, n: int) -> int:
-    """floor(share * n), exact as `keep_count`."""
-    return floor(Fraction(str(share)) * n)
-
-
-def check_count_or_ratio(what: str, value: Any) -> None:
-    """Refuse a value that is neither a number of tokens (int) nor a share (float). Raises as `check_ratio`."""
-    (check_int if isinstance(value, int) else check_ratio)(what, value)
-
-
-def count_of(keep: float, n: int) -> int:
-    """`keep` as a number of n tokens: an int is that number, at most n; a float is a share, rounded up."""
-    return min(keep, n) if isinstance(keep, int) else keep_count(keep, n)
-
-
-def check_odd(what: str, value: Any) -> None:
-    """Refuse what is no odd number, of 1 or more. Raises TypeError or ValueError."""
-    if check_int(what, value, 1) % 2 == 0:
-        raise ValueError(f"{what}={value}: give an odd number")
-
-
-def check_positive(what: str, value: Any, below: float = 1e6) -> None:
-    """Refuse what is no number above 0. Raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < below:
-        raise ValueError(f"{what}={value!r}: give a number above 0 and below {below:g}")
-
-
-def check_model_name(what: str, value: Any) -> None:
-    """Refuse what cannot name a model. Raises TypeError."""
-    if not isinstance(value, str):
-        raise TypeError(f"{what}={value!r}: give the name of a model (folder, hub id or preset)")
-
-
-def check_int(what: str, value: Any, least: int = 1) -> int:
-    """The value. Raises TypeError or ValueError, naming `what`, unless it is a whole number of `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{what} is a whole number of {least} or more, got {value!r}")
-    if value < least:
-        raise ValueError(f"{what} is a whole number of {least} or more, got {value}")
-    return value
 
 
 def _at_depth(layer: Any, num_layers: int) -> Any:

@@ -172,10 +172,8 @@ def test_memory_is_what_a_generation_holds(name: str, tiny) -> None:
 def test_work_of_a_later_turn_is_that_of_the_tokens_it_runs(method: Method, tiny) -> None:
     model, layers, shape = Model.of(TINY), 8, LayerShape.of(tiny.config)
     with lazyllm.start(tiny, list(range(5, 305)), method) as session:
-        session.answer(None, 5, ())
-        held = session.kv_bytes // model.kv_bytes
-        session.answer(list(range(400, 440)), 1, ())
-        now = session.kv_bytes // model.kv_bytes
+        held = session.answer(None, 5, ()).kv_bytes // model.kv_bytes
+        now = session.answer(list(range(400, 440)), 1, ()).kv_bytes // model.kv_bytes
     first, turn = model.conversation(method, [300], 5), model.conversation(method, [300, 40], 5)
     assert turn[:2] == first
     assert model.conversation(method, [300, 40], 5, "recompute")[2:] == model.conversation(method, [345], 5)

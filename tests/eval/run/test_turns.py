@@ -18,7 +18,7 @@ from eval.store.visit import Measurement, Visit
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
-from lazyllm.methods.support.schedule import keep_count
+from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.models.load import load_end_ids
 from lazyllm.spec import ModelSpec
 from tests.runs import arm, bench_of, small_run
@@ -159,7 +159,7 @@ def test_revived_tokens_are_counted_turn_by_turn() -> None:
     measured = visit_of(arm("lazy", name="lazy", schedule={2: 0.3})).answers["lazy"]
     with lazyllm.start(model(), case().prompt.as_input(), method) as conversation:
         for number, one in enumerate(measured):
-            more = None if number == 0 else read(number, token_ids(measured))[conversation.num_tokens :]
+            more = None if number == 0 else read(number, token_ids(measured))[len(conversation.token_ids) :]
             out = conversation.answer(more, 8, END_IDS)
             seconds += one.total_s
             assert one.revived_tokens == out.revived.mean()

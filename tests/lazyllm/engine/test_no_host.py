@@ -82,7 +82,7 @@ def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, 
         assert (prefill.asked, prefill.host) == (0, [])
         for token_id in range(STEPS):
             with OnDevice(revived) as step:
-                logits = session.step(token_id)
+                logits = session.step(torch.full((1,), token_id, device=META))
             assert step.asked == asks
             assert (step.host, logits.shape) == ([], (97,))
         rows = PROMPT[:6].to(META)

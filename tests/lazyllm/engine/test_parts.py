@@ -1,4 +1,4 @@
-"""Importance, selection and the two caches, each against an obvious version."""
+"""Importance and the two caches, each against an obvious version."""
 
 import random
 from typing import Any
@@ -11,7 +11,6 @@ from lazyllm.engine.attention import attention_scores, installed_attention
 from lazyllm.engine.cache import AuxCache, GroupCache
 from lazyllm.engine.devices import tf32_products
 from lazyllm.measuring import allows_tf32
-from lazyllm.methods.support.ranking import rank, split_prompt
 from tests.reference import random_model
 
 CPU = torch.device("cpu")
@@ -38,17 +37,6 @@ def test_installed_attention_is_removed_even_after_an_error() -> None:
         raise KeyboardInterrupt
     assert model.config._attn_implementation == "sdpa"
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
-
-
-def test_split_prompt_keeps_the_newest_and_ties_break_downwards() -> None:
-    kept, pruned = split_prompt(torch.tensor([0.1, 0.3, 0.1, 0.3, 0.1, 0.0]), keep=4)
-    assert (kept.tolist(), pruned.tolist()) == ([0, 1, 3, 5], [2, 4])
-    kept, pruned = split_prompt(torch.tensor([0.9, 0.0]), keep=1)
-    assert (kept.tolist(), pruned.tolist()) == ([1], [0])
-    kept, pruned = split_prompt(torch.tensor([0.9]), keep=1)
-    assert (kept.tolist(), pruned.tolist()) == ([0], [])
-    assert rank(torch.tensor([0.2, 0.5, 0.2, 0.4, 0.2])).tolist() == [1, 3, 0, 2, 4]
-    assert rank(torch.zeros(5)).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,6 +9,7 @@ import torch
 
 import lazyllm
 from lazyllm.engine import attention
+from lazyllm.engine.generation import Conversation
 from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
 from lazyllm.methods.support import lazy_session
 from tests.field_oracles import on_the_rest
@@ -51,7 +52,7 @@ def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, **set
         steps = rng.randint(1, 4)
         expected = reference.answer(prompt if more is None else more, steps)
         assert max(reference.counts.values()) == 1
-        start = session.num_tokens if more else 0
+        start = len(session.token_ids) if more else 0
         found = assert_same(session, more, steps, expected)
         if not settings:
             new = entering(expected.selected[0], range(start, len(reference.text) - steps), len(before))
@@ -171,29 +172,22 @@ def test_fork_and_its_session_do_not_see_each_other(method: Method) -> None:
     model, rng = random_model("llama", 5, num_layers=4), random.Random(3)
     prompt, question, other = draw(rng, 40) * 2, draw(rng, 9), draw(rng, 9)
 
-    def alone(*turns: list[int]) -> tuple[list[np.ndarray], int, int]:
-        session, watched = lazyllm.start(model, prompt, method), Recording()
-        for more in (None, *turns):
-            session.answer_with(watched, more, 4)
-        return watched.logits[4:], session.kv_bytes, session.aux_bytes
+    def answers(session: Conversation, turns: list[list[int]]) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+        watched = Recording()
+        found = [session.answer_with(watched, more, 4) for more in turns]
+        return watched.logits, [(out.kv_bytes, out.aux_bytes) for out in found]
 
     session = lazyllm.start(model, prompt, method)
     session.answer(None, 4, ())
     fork, late = session.fork(), session.fork()
-    results = {}
-    for name, branch, turns in (
-        ("fork", fork, [other]),
-        ("self", session, [question, other]),
-        ("late", late, [question]),
-    ):
-        watched = Recording()
-        for more in turns:
-            branch.answer_with(watched, more, 4)
-        results[name] = (watched.logits, branch.kv_bytes, branch.aux_bytes)
-    for name, turns in (("fork", [other]), ("self", [question, other]), ("late", [question])):
-        logits, *held = alone(*turns)
-        assert held == list(results[name][1:])
-        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(results[name][0], logits, strict=True))
+    branches = [(fork, [other]), (session, [question, other]), (late, [question])]
+    results = [answers(branch, turns) for branch, turns in branches]
+    for (logits, held), (_, turns) in zip(results, branches, strict=True):
+        alone = lazyllm.start(model, prompt, method)
+        alone.answer(None, 4, ())
+        expected, held_alone = answers(alone, turns)
+        assert held == held_alone
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(logits, expected, strict=True))
 
 
 def test_turn_that_would_change_a_longrope_is_refused() -> None:
@@ -201,7 +195,7 @@ def test_turn_that_would_change_a_longrope_is_refused() -> None:
     session.answer(None, 3, ())
     with pytest.raises(ValueError, match="beyond 16 tokens"):
         session.answer([7, 8, 9], 3, ())
-    assert session.num_tokens == 13
+    assert len(session.token_ids) == 13
     assert len(session.answer([7], 2, ()).token_ids) == 2
 
 
@@ -235,7 +229,7 @@ def test_bad_turns_leave_the_session_as_it_was() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             session.answer(more, new, ())  # type: ignore[arg-type]
-    assert session.num_tokens == twin.num_tokens == 9
+    assert len(session.token_ids) == len(twin.token_ids) == 9
     ours, theirs = session.answer([7, 8], 3, ()), twin.answer([7, 8], 3, ())
     assert (ours.token_ids, ours.selected) == (theirs.token_ids, theirs.selected)
     session.close()

@@ -97,21 +97,3 @@ def test_carried_over_by_hand() -> None:
     # a token without characters counts for the next one
     info = carried_over(np.array([1.0, 2.0]), np.array([[0, 0], [0, 2]]), np.array([[0, 1], [1, 2]]))
     assert info.tolist() == [2.0, 1.0]
-
-
-def test_carried_over_loses_nothing() -> None:
-    draw = np.random.default_rng(0)
-    for _ in range(50):
-        length = int(draw.integers(1, 30))
-        one, other = (np.sort(draw.choice(length + 1, draw.integers(0, length + 1), replace=False)) for _ in range(2))
-        spans = [
-            np.array(list(zip([0, *cut], [*cut, length], strict=True))) for cut in (one[one > 0], other[other > 0])
-        ]
-        spans = [some[some[:, 0] < some[:, 1]] for some in spans]
-        info = draw.random(len(spans[0]))
-        expected = np.zeros(len(spans[1]))
-        for value, (start, stop) in zip(info, spans[0], strict=True):
-            for character in range(start, stop):
-                owner = next(i for i, (a, b) in enumerate(spans[1]) if a <= character < b)
-                expected[owner] += value / (stop - start)
-        np.testing.assert_allclose(carried_over(info, *spans), expected, rtol=0, atol=1e-12)
