@@ -70,6 +70,12 @@ LONGEST = (
     "test_virtual_card.py",
     "test_architectures.py",
     "test_kill.py",
+    "test_launchers.py",
+    "test_served.py",
+    "test_write.py",
+    "test_gpu_hour.py",
+    "test_wheel.py",
+    "test_interrupt.py",
 )
 
 
