@@ -68,14 +68,15 @@ def tiny() -> tuple[Any, Any]:
 LONGEST = (
     "test_first_run.py",
     "test_virtual_card.py",
-    "test_architectures.py",
     "test_kill.py",
+    "test_architectures.py",
+    "test_gpu_hour.py",
     "test_launchers.py",
+    "test_join_oracle.py",
     "test_served.py",
     "test_write.py",
-    "test_gpu_hour.py",
-    "test_wheel.py",
     "test_interrupt.py",
+    "test_wheel.py",
 )
 
 
