@@ -1,13 +1,12 @@
 """Kills a run on `tiny` by SIGKILL many times, and compares the result with the same run without kills.
 
-python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS ...]  ROWS: answers that decode together; 0: conversations of two
+python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together; 0: conversations of two
                                                              turns, one by one, in two shards
 
 Three arms answer each example; one of them fails at some. This process imports everything once and forks. Each fork is
 a job that calls `eval.run.loop.measure` and dies by SIGKILL: half of them after a random time, the others after writing
 a random number of bytes (RLIMIT_FSIZE cuts a write at the limit), which leaves incomplete lines. A job is started again
-until its run is done; then the next run begins, until the number of kills is reached. Prints the counts of each ROWS as
-JSON.
+until its run is done; then the next run begins, until the number of kills is reached. Prints its counts as JSON.
 """
 
 import gc
@@ -202,19 +201,17 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
     return counts
 
 
-def main(kills: int = 100, seed: int = 0, *all_rows: int) -> None:
+def main(kills: int = 100, seed: int = 0, rows: int = 1) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     fail_sometimes()
-    counts = {}
-    for rows in all_rows or (1,):
-        quick = quick_run(rows)
-        for dataset in quick.datasets:  # making the rows would take most of a job's time: once, before the fork
-            load(dataset, quick.data)
-        gc.freeze()  # nor does a job look through all modules for garbage
-        with tempfile.TemporaryDirectory() as folder:
-            counts[rows] = asdict(kill_run(Path(folder), kills, seed, rows))
-    print(json.dumps(counts))
+    quick = quick_run(rows)
+    for dataset in quick.datasets:  # making the rows would take most of a job's time: it is done once, before the fork
+        load(dataset, quick.data)
+    gc.freeze()  # nor does a job look through all modules for garbage
+    with tempfile.TemporaryDirectory() as folder:
+        counts = kill_run(Path(folder), kills, seed, rows)
+    print(json.dumps(asdict(counts)))
 
 
 if __name__ == "__main__":
