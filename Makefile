@@ -13,6 +13,8 @@ READY_TO_TEST := .venv/.ready-to-test
 PIN := UV_FIND_LINKS="$${UV_FIND_LINKS:-$$PIP_FIND_LINKS}" $(BIN)/uv pip compile --quiet --no-annotate --no-header --python $(BIN)/python pyproject.toml
 # how many test processes; each keeps to one thread
 JOBS ?= auto
+# pytest's arguments: .ci/run asks for the slow tests and the notebooks too
+TESTS ?=
 # Bytecode is kept: without it, each test process and each command that a test starts compiles torch and transformers anew
 unexport PYTHONDONTWRITEBYTECODE
 # make paper: where the runs lie (several folders are fine), and where tables and figures go
@@ -29,7 +31,7 @@ test: setup-tests
 	$(MAKE) --no-print-directory --jobs=2 lint pytest
 
 pytest: setup-tests
-	$(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # one thread: the bootstrap's products are too small for more, and crawl where other work shares the cores
 paper: setup

@@ -28,8 +28,8 @@ pytestmark = [
 
 
 @cache
-def seen(what: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.virtual_card", what]
+def seen() -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.virtual_card"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout)
@@ -37,19 +37,19 @@ def seen(what: str) -> dict[str, Any]:
     return found
 
 
-def parts(what: str) -> dict[str, dict[str, Any]]:
+def parts() -> dict[str, dict[str, Any]]:
     """{method: its parts}, of all that ran."""
-    methods = seen(what)["methods"]
+    methods = seen()["methods"]
     assert {name: said for name, said in methods.items() if isinstance(said, str)} == {}
     return methods
 
 
 def test_every_method_answers_as_on_the_cpu_and_mixes_no_devices() -> None:
-    assert {name.split(": ")[1] for name in parts("quick")} == METHODS.keys()
+    assert {name.split(": ")[1] for name in parts()} == METHODS.keys()
 
 
 def test_commands_run_on_the_card() -> None:
-    assert {command: said for command, said in seen("quick")["commands"].items() if said} == {}
+    assert {command: said for command, said in seen()["commands"].items() if said} == {}
 
 
 def documented() -> dict[str, list[str]]:
@@ -75,13 +75,13 @@ def waits_and_most(name: str, found: dict[str, Any]) -> Iterator[tuple[int, int]
 
 @pytest.mark.parametrize("name", METHODS)
 def test_waits_are_those_of_the_documents(name: str) -> None:
-    for waits, most in waits_and_most(name, parts("quick")[f"llama, bfloat16: {name}"]):
+    for waits, most in waits_and_most(name, parts()[f"llama, bfloat16: {name}"]):
         assert waits <= most
         assert (waits > 0) == (most > 0)
 
 
 def test_attention_runs_on_fused_backends_and_cudnn_in_prefills_only() -> None:
-    for name, found in parts("quick").items():
+    for name, found in parts().items():
         for label, part in found.items():
             calls = " ".join(part["attention"])
             assert "math" not in calls
@@ -92,7 +92,7 @@ def test_attention_runs_on_fused_backends_and_cudnn_in_prefills_only() -> None:
 
 
 def test_scores_of_16_bits_use_tensor_cores_and_others_do_not() -> None:
-    found = parts("quick")
+    found = parts()
     for name in ("lazy", "pyramidinfer"):
         assert found[f"llama, bfloat16: {name}"]["prefill"]["scores"] == ["tf32"]
         assert found[f"llama, float32: {name}"]["prefill"]["scores"] == ["none"]
@@ -100,7 +100,7 @@ def test_scores_of_16_bits_use_tensor_cores_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mistakes_are_found(mutation: str) -> None:
-    baseline, lazy = (seen(mutation)["methods"][f"llama, bfloat16: {name}"] for name in ("baseline", "lazy"))
+    baseline, lazy = (seen()["mutations"][mutation][f"llama, bfloat16: {name}"] for name in ("baseline", "lazy"))
     if mutation == "wrong_device":
         assert "same device" in baseline
         assert "same device" in lazy

@@ -57,8 +57,7 @@ def code_sha256(parts: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         for file in _sources(_ROOT / part):
-            content = json.dumps(_meaning(_tree(file))) if file.suffix == ".py" else file.read_text(encoding="utf-8")
-            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{content}\0".encode())
+            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{_content(file)}\0".encode())
     return digest.hexdigest()[:16]
 
 
@@ -89,17 +88,26 @@ def _own_files(module: str, package: str) -> set[str]:
     for name in names:  # it grows
         path = _ROOT / name.replace(".", "/")
         paths[name] = path if path.is_dir() else path.with_suffix(".py")
-        for node in (node for file in _sources(paths[name]) for node in ast.walk(_tree(file))):
-            other = node.module if isinstance(node, ast.ImportFrom) and node.module is not None else ""
-            other = ".".join(other.split(".")[:3])
+        for imported in (module for file in _sources(paths[name]) for module in _imports(file)):
+            other = ".".join(imported.split(".")[:3])
             if other.startswith(f"{package}.") and other not in (*names, "lazyllm.methods.support"):
                 names.append(other)
     return {path.relative_to(_ROOT).as_posix() for path in paths.values()}
 
 
 @cache
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_bytes())
+def _content(file: Path) -> str:
+    """A source as it is hashed."""
+    if file.suffix == ".py":
+        return json.dumps(_meaning(ast.parse(file.read_bytes())))
+    return file.read_text(encoding="utf-8")
+
+
+@cache
+def _imports(file: Path) -> list[str]:
+    """The modules from which a source imports names."""
+    nodes = ast.walk(ast.parse(file.read_bytes()))
+    return [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
 
 
 def _meaning(node: Any) -> Any:

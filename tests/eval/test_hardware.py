@@ -64,23 +64,33 @@ def test_peak_by_dtype() -> None:
     assert [accelerator(f"NVIDIA {kind.name}") for kind in ACCELERATORS.values()] == [*ACCELERATORS.values()]
 
 
-@pytest.mark.parametrize(
-    ("settings", "allowed"),
-    [
-        ("", False),
-        ("torch.backends.cuda.matmul.allow_tf32 = True", True),
-        ("torch.set_float32_matmul_precision('high')", True),
-        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", True),  # from then on, allow_tf32 raises
-        ("torch.backends.fp32_precision = 'tf32'", True),
-        ("torch.backends.cuda.matmul.fp32_precision = 'ieee'", False),
-    ],
-)
-def test_tf32_is_known_whichever_setting_was_used(settings: str, allowed: bool) -> None:
-    if "fp32_precision" in settings and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("this torch has no fp32_precision")
-    code = f"import torch\n{settings}\nfrom lazyllm import measuring\nprint(measuring.allows_tf32())"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == str(allowed)
+# {what a program sets: whether products may then be of TF32}
+TF32 = {
+    "": False,
+    "torch.backends.cuda.matmul.allow_tf32 = True": True,
+    "torch.set_float32_matmul_precision('high')": True,
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": True,  # from then on, allow_tf32 raises
+    "torch.backends.fp32_precision = 'tf32'": True,
+    "torch.backends.cuda.matmul.fp32_precision = 'ieee'": False,
+}
+# Each setting in a fork of its own, as none can be taken back
+EACH_SETTING = """
+import os, sys, torch
+from lazyllm import measuring
+for settings in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(settings)
+        print(measuring.allows_tf32(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_tf32_is_known_whichever_setting_was_used() -> None:
+    new = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+    cases = {settings: allowed for settings, allowed in TF32.items() if new or "fp32_precision" not in settings}
+    ran = subprocess.run([sys.executable, "-c", EACH_SETTING, *cases], capture_output=True, text=True, check=True)
+    assert dict(zip(cases, ran.stdout.split(), strict=True)) == {key: str(allowed) for key, allowed in cases.items()}
 
 
 def test_bfloat16_without_units_for_it_gets_a_line() -> None:

@@ -3,6 +3,7 @@
 import ast
 import linecache
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def scaled(x: float) -> float:
 def hash_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The hash of one source text."""
     monkeypatch.setattr(identity, "_ROOT", tmp_path)
-    monkeypatch.setattr(identity, "_tree", identity._tree.__wrapped__)
+    monkeypatch.setattr(identity, "_content", identity._content.__wrapped__)
 
     def of(source: str) -> str:
         (tmp_path / "room").mkdir(exist_ok=True)
@@ -71,21 +72,27 @@ def test_engine_is_what_all_runs_share() -> None:
     assert "lazyllm/methods/lazy.py" not in files
 
 
+def forget() -> None:
+    """All hashes, and what was read of sources."""
+    for kept in (code_sha256, identity._content, identity._imports):
+        kept.cache_clear()
+
+
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources, to be changed; hashes are not kept."""
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the sources, to be changed."""
     for package in ("lazyllm", "eval"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=lambda _, names: [n for n in names if "." in n[:1]])
     monkeypatch.setattr(identity, "_ROOT", tmp_path)
-    monkeypatch.setattr(identity, "code_sha256", code_sha256.__wrapped__)
-    monkeypatch.setattr(identity, "_tree", identity._tree.__wrapped__)
-    return tmp_path
+    yield tmp_path
+    forget()
 
 
 def changed_by(tree: Path, name: str) -> set[str]:
     """What changes its hash with this file: suites and methods."""
 
     def hashes() -> dict[str, str]:
+        forget()
         suites = {name: suite_code(suite.load.__module__) for name, suite in SUITES.items()}
         return suites | {name: method_code(name) for name in METHODS}
 
