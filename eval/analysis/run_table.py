@@ -175,16 +175,21 @@ def _caption(results: Results, frame: Any) -> str:
         lines.append(f"Longer than model.max_prompt_tokens: {shown}, whose middle is cut out, as in LongBench.")
     for row in frame[_whole(frame) & frame["failed"].gt(0)].to_dict("records"):
         lines.append(
-            f"{row['method']}: {counted(row['failed'], 'answer')} failed, left out here; counted as 0, the score is "
-            f"{row['score_failed_as_zero']:.2f}."
+            f"{_where(results, row['run'])}{row['method']}: {counted(row['failed'], 'answer')} failed, left out here; "
+            f"counted as 0, the score is {row['score_failed_as_zero']:.2f}."
         )
     for run in results.runs:
-        answered, where = set[str]().union(*run.answered.values()), f"{run.folder.name}, " * (len(results.runs) > 1)
+        answered, where = set[str]().union(*run.answered.values()), _where(results, run.folder.name)
         for name, labels in arm_groups(run).items():
             count = _failures(run, labels).total()
             if count and answered.isdisjoint(labels):
                 lines.append(f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
     return "\n".join(lines)
+
+
+def _where(results: Results, folder: str) -> str:
+    """What tells an arm of this run from the same arm of another run: nothing for a single run."""
+    return f"{folder}, " if len(results.runs) > 1 else ""
 
 
 def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
@@ -203,7 +208,7 @@ def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
 class Comparison:
     """An arm beside the baseline of the same visits, as a mean over tasks.
 
-    name: the arm's. is_aa_test: whether it is the baseline once more.
+    name: the arm's, after its run's if there are several. is_aa_test: whether it is the baseline once more.
     score: the arm's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
     intervals, which are NaN if a dataset has fewer than `FEWEST` examples.
     examples, better, worse: all with both answers, and those that score higher or lower.
@@ -257,7 +262,8 @@ def comparisons(results: Results) -> list[Comparison]:
             better, worse = (int((side * by_example > 0).to_numpy().sum()) for side in (1, -1))
             changed = None if same.empty else int((same < 100).sum())
             numbers = len(by_example), better, worse, binomial(better, worse), len(same), changed
-            found.append(Comparison(name, rows["method"].iloc[0] == "baseline", score, ttft, *numbers))
+            named = _where(results, run.folder.name) + name
+            found.append(Comparison(named, rows["method"].iloc[0] == "baseline", score, ttft, *numbers))
     return found
 
 

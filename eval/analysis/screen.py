@@ -4,6 +4,7 @@ lazyllm-bench results [RUNS ...] [--by task|length] [--sort COLUMN] [--where KEY
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -77,12 +78,19 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
 
 
 def _unfinished(results: Results) -> dict[tuple[str, str, str], list[str]]:
-    """{(model, suite, label): `4 of 120 examples` of each arm that lacks an answer to a planned example}."""
+    """{(model, suite, label): `4 of 120 examples` of each arm that lacks an answer to a planned example}.
+
+    Datasets for which another run's answers of the arm count are left out.
+    """
+    superseded = set(results.superseded[["folder", "arm", "dataset"]].itertuples(index=False, name=None))
     lacking: dict[tuple[str, str, str], list[str]] = {}
     for run in results.runs:
-        suites = dict.fromkeys(DATASETS[name].suite for name, _ in run.planned or ())
-        for suite, arm in product(suites, run.arms.values()):
-            if text := run.lacking([arm.name], suite):
+        suites = defaultdict[str, set[str]](set)
+        for name, _ in run.planned or ():
+            suites[DATASETS[name].suite].add(name)
+        for (suite, names), arm in product(suites.items(), run.arms.values()):
+            counting = {name for name in names if (str(run.folder), arm.name, name) not in superseded}
+            if text := run.lacking([arm.name], counting):
                 lacking.setdefault((run.model, suite, arm.label), []).append(text)
     return lacking
 

@@ -80,14 +80,16 @@ class Results:
         best = sizes.groupby(_MEASURED_ONCE)["folder"].last().rename("chosen")
         return frame[_MEASURED_ONCE].join(best, on=_MEASURED_ONCE)["chosen"]
 
+    @cached_property
+    def superseded(self) -> pd.DataFrame:
+        """The rows whose setting, seed and dataset count in another run; `chosen`: its folder."""
+        frame = self.frame.assign(chosen=self._chosen(self.frame))
+        return frame[frame["folder"] != frame["chosen"]]  # type: ignore[return-value]
+
     @property
     def choices(self) -> list[str]:
         """A sentence for each run whose answers do not count, as another run has more of the same, or newer ones."""
-        frame = self.frame
-        if frame.empty:
-            return []
-        chosen = self._chosen(frame)
-        lost: Any = frame.assign(chosen=chosen)[(frame["folder"] != chosen) & ~frame["is_baseline"]]
+        lost: Any = self.superseded[~self.superseded["is_baseline"]]
         return [
             f"{', '.join(rows['label'].unique())}, {', '.join(rows['dataset'].unique())}: measured in {folder} and in "
             f"{other}; tables count {other}, which has more examples or is newer (--where KEY=VALUE chooses)"

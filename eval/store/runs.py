@@ -6,7 +6,7 @@ A *setting* is a method with its hyperparameters but without its seed; an arm is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -164,15 +164,15 @@ class StoredRun:
 
     @property
     def unfinished(self) -> str:
-        """`lacking` of all arms and suites."""
+        """`lacking` of all arms and datasets."""
         return self.lacking(self.arms)
 
-    def lacking(self, labels: Iterable[str], suite: str | None = None) -> str:
+    def lacking(self, labels: Iterable[str], datasets: Container[str] | None = None) -> str:
         """`4 of 120 examples`, if one of these arms lacks an answer to one that was planned; else "".
 
-        suite: of the examples; None for all.
+        datasets: of the examples; None for all.
         """
-        planned = [key for key in self.planned or () if suite in (None, DATASETS[key[0]].suite)]
+        planned = [key for key in self.planned or () if datasets is None or key[0] in datasets]
         done = sum(self.answered.get(key, set()) >= {*labels} for key in planned)
         return "" if done == len(planned) else f"{done} of {counted(len(planned), 'example')}"
 

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     with about_the_method(f"method {options.method!r}"):
         method = make(options.method, settings_from(options.settings))
         counts = method.tokens_per_layer(LAYERS, TOKENS)
-        rises = any(not isinstance(m, int) or not 0 < m <= before for before, m in pairwise([TOKENS, *counts]))
+        rises = any(not 0 < m <= before for before, m in pairwise([TOKENS, *counts]))
     if len(counts) != LAYERS or rises:
         raise UserError(
             f"method {options.method!r} declares {counts} tokens in the layers: expected {LAYERS} whole numbers of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Group:
     score_in_decode: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.prompt_tokens, Integral):
+            raise ValueError(f"a group of layers has {self.prompt_tokens!r} prompt tokens: expected a whole number")
         if self.scores and not {*self.scores.layers} <= {*self.layers}:
             raise ValueError(f"ScoreSpec names the layers {[*self.scores.layers]}: expected some of {[*self.layers]}")
 

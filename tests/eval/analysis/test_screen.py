@@ -44,3 +44,15 @@ def test_unfinished_counts_the_answers_of_each_arm_on_each_suite(tmp_path: Path)
         ("longbench", True): "",
         ("longbench", False): "1 of 2 examples",
     }
+
+
+def test_unfinished_says_nothing_of_a_run_whose_answers_do_not_count(tmp_path: Path) -> None:
+    visits = [example("trec", "a"), example("trec", "b")]
+    runs = []
+    for name, answered in (("stopped", visits[:1]), ("whole", visits)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "examples.json").write_text('{"trec": ["a", "b"]}')
+        runs.append(stored(answered, folder=folder))
+    assert summary(Results(runs))["unfinished"].tolist() == ["", ""]
+    assert summary(Results(runs[:1]))["unfinished"].tolist() == ["1 of 2 examples"] * 2

@@ -160,7 +160,7 @@ class Faulty({base}):
             "Prune",
             "kept(self, layers, n)",
             "{2: self.keep * n}",
-            r"declares \[40, 40, 20.0, 20.0\] .*: expected 4 whole",
+            r"a group of layers has 20.0 prompt tokens: expected a whole number",
         ),
         ("Prune", "kept(self, layers, n)", "{2: n + 3}", r"declares \[40, 40, 43, 43\] .* none above the one before"),
         ("Prune", "kept(self, layers, n)", "{0: 3}", "faulty prunes after layer 0, but layers count from 1"),
