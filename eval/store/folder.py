@@ -132,9 +132,14 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
     with ExitStack() as held:
         with _locked(folder / ".lock-run.json", timeout=-1):  # no other job starts meanwhile
             held.enter_context(_locked(folder / f".lock{part}"))
-            for other in [folder / ".lock"] if part else folder.glob(".lock-*-of-*"):
+            shards = [lock for lock in folder.glob(".lock-*-of-*") if lock.name != f".lock{part}"]
+            for other in [folder / ".lock"] if part else shards:
                 with _locked(other):  # raises if it is held
                     pass
+            with suppress(InUseError, OSError), ExitStack() as none_works:
+                if all(none_works.enter_context(_locked(shard)) for shard in shards):
+                    for partial in folder.glob(".*.partial"):  # what a killed process was writing
+                        partial.unlink(missing_ok=True)
             if not (folder / "run.json").exists():
                 if files_of(folder, "visits"):
                     raise UserError(f"{folder}: holds visits but no run.json; give another folder with out=FOLDER")
@@ -142,16 +147,15 @@ def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], pa
                 write_whole(folder / "run.json", json.dumps(content, indent=2, default=str) + "\n")
             content = read_about(folder / "run.json")
             check_same(folder, "run", content["identity"], identity)
-        if not part:
-            for partial in folder.glob(".*.partial"):  # what a killed process was writing
-                with suppress(OSError):
-                    partial.unlink()
         yield RunStore(folder, part, content)
 
 
 @contextmanager
-def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
-    """Hold a lock file in a run folder, created if missing. timeout: seconds, -1 for no limit. Raises UserError."""
+def _locked(file: Path, timeout: float = 0) -> Iterator[bool]:
+    """Hold a lock file in a run folder, created if missing: whether the file system can lock it. Raises UserError.
+
+    timeout: seconds, -1 for no limit.
+    """
     lock = FileLock(file, timeout=timeout)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +173,7 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[None]:
     except OSError as error:  # some cluster file systems do not support locks
         log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
     try:
-        yield
+        yield lock.is_locked
     finally:
         lock.release()
 

@@ -242,12 +242,15 @@ def test_full_disk_leaves_no_half_file(folder: Path, tmp_path_factory) -> None:
     assert (content_of(empty), content_of(folder)) == ({}, before)
 
 
-def test_only_a_whole_run_removes_what_a_killed_process_was_writing(tmp_path: Path) -> None:
-    (tmp_path / ".summary.json.0123abcd.partial").write_text("half")
-    opened(tmp_path, part="-1-of-2")  # another shard may be writing it
-    assert list(tmp_path.glob(".*.partial"))
-    opened(tmp_path)
-    assert not list(tmp_path.glob(".*.partial"))
+def test_job_that_works_alone_removes_what_a_killed_process_was_writing(tmp_path: Path) -> None:
+    for part in ("", "-1-of-2"):
+        (tmp_path / ".summary.json.0123abcd.partial").write_text("half")
+        opened(tmp_path, part=part)
+        assert not list(tmp_path.glob(".*.partial"))
+    with open_store(tmp_path, IDENTITY, {}, "-2-of-2"):
+        (tmp_path / ".summary.json.0123abcd.partial").write_text("half")  # the other shard is writing it
+        opened(tmp_path, part="-1-of-2")
+        assert list(tmp_path.glob(".*.partial"))
 
 
 def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
