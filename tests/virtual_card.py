@@ -39,10 +39,9 @@ METHODS: dict[str, Method] = {name: row.pruning for name, row in LISTED.items()}
 PROMPT, TURN = (torch.randint(3, 97, (n,), generator=torch.Generator().manual_seed(n)) for n in (41, 9))
 NEW_TOKENS = 5
 COMMANDS = (
-    "run method=lazy",
-    "run method=lazy batch_size=4",
-    "run method=lazy fidelity=answer trace=1 turns=1",
-    "run method=specprefill",
+    "run method=lazy batch_size=4 limit=2 warmup=0",
+    "run method=lazy fidelity=answer trace=1 turns=1 limit=1",
+    "run method=specprefill limit=1 warmup=0",
     "bench --shape layers=4,width=64,heads=4,kv_heads=2 --tokens 60 --new-tokens 3 --repeats 1 --warmup 0 --field",
     "check lazy",
     "plan model=tiny method=lazy limit=2",
@@ -163,7 +162,7 @@ def run_commands(card: Any) -> dict[str, str]:
         words, printed = command.split(), StringIO()
         with TemporaryDirectory() as folder, redirect_stdout(printed), redirect_stderr(printed):
             if words[0] == "run":
-                words += ["model=tiny", "model.device=cuda", "dataset=lookup", "limit=2", f"out={folder}"]
+                words += ["model=tiny", "model.device=cuda", "dataset=lookup", f"out={folder}"]
             with card.virtual_cuda():
                 code = lazyllm_bench(words)
         found[command] = "" if code == 0 else f"{code} {printed.getvalue()[-800:]}"

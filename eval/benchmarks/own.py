@@ -6,6 +6,7 @@ would take "0042" of a CSV file for 42.
 """
 
 import json
+import logging
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -22,6 +23,8 @@ from eval.benchmarks.rows import check_fields, is_answers, is_text, is_texts, lo
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from eval.benchmarks.tables import KINDS, kind_of, read_table
 from lazyllm.errors import UserError, reason_of, require
+
+log = logging.getLogger(__name__)
 
 TASK = "own"
 
@@ -130,7 +133,7 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """The rows. Raises UserError for an unusable row (unless skipped) or file."""
+    """The rows. Warns of repeated ones. Raises UserError for an unusable row (unless skipped) or file."""
     assert isinstance(dataset, OwnDataset)
     if dataset.file:
         values, data_sha256 = read_table(dataset.file)
@@ -139,7 +142,11 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
         rows = _hub(dataset).rows(settings, "", dataset.configuration, dataset.split)
     meaning = {key: value for key, value in asdict(dataset).items() if key not in _NO_PROMPT}
     parse = partial(_example, dataset)
-    return loaded(dataset, rows, parse, settings.on_error, dataset.max_new_tokens, [meaning])
+    data = loaded(dataset, rows, parse, settings.on_error, dataset.max_new_tokens, [meaning])
+    different = {(one.instruction, one.context, one.input, one.answers) for one in data.examples}
+    if repeated := len(data.examples) - len(different):
+        log.warning("%s: %d of %d rows repeat others, but count as independent", rows[1], repeated, len(data.examples))
+    return data
 
 
 def _example(own: OwnDataset, row: Any, number: int) -> Example:

@@ -79,6 +79,15 @@ def test_rows_of_any_file_are_the_same_examples_with_texts_as_they_stand_there(t
     assert [prompt.text[start:end] for start, end in prompt.context] == [ROWS[0]["report"]]
 
 
+def test_repeated_rows_are_told_as_intervals_take_them_for_independent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded(written(tmp_path, ".jsonl", [*ROWS, {**ROWS[0], "n": "c"}, {**ROWS[0], "answer": "copper", "n": "d"}]))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'rows.jsonl'}: 1 of 4 rows repeat others, but count as independent"
+    ]
+
+
 def test_what_a_prompt_is_made_of_is_hashed_and_a_files_name_is_not(tmp_path: Path) -> None:
     file = written(tmp_path, ".jsonl")
     data = loaded(file)
