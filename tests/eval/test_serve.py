@@ -70,7 +70,8 @@ def test_sampling_is_as_asked(client: Any) -> None:
     assert text(temperature=2, seed=1) == text(temperature=2, seed=1) != text(temperature=2, seed=2)
     assert text(temperature=2, seed=1, top_p=1e-6) == text(temperature=0)
     assert text(temperature=1e-300, seed=1) == text(temperature=0)
-    assert len({text(temperature=2) for _ in range(4)}) > 1  # without a seed, each is another
+    first = text(temperature=2)
+    assert any(text(temperature=2) != first for _ in range(100))  # without a seed, each is another
     assert text(temperature=2, seed=1) == "".join(
         event.choices[0].text for event in complete(client, max_tokens=16, temperature=2, seed=1, stream=True)
     )
