@@ -182,21 +182,21 @@ def wrong_device() -> Iterator[None]:
 
 
 @contextmanager
-def _before_splits(act: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """`act` gets the scores whenever the prompt's tokens are split."""
+def _before_choices(act: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """`act` gets the scores whenever the prompt's tokens are chosen."""
 
-    def split(scores: torch.Tensor, keep: int) -> Any:
+    def best(scores: torch.Tensor, keep: int) -> Any:
         act(scores)
-        return split_prompt(scores, keep)
+        return best_of_prompt(scores, keep)
 
-    split_prompt = bases.split_prompt
-    with patch.object(bases, "split_prompt", split), patch.object(lazy_session, "split_prompt", split):
+    best_of_prompt = bases.best_of_prompt
+    with patch.object(bases, "best_of_prompt", best), patch.object(lazy_session, "best_of_prompt", best):
         yield
 
 
 def wait_in_prefill() -> AbstractContextManager[None]:
-    """A score is read while the prompt's tokens are split."""
-    return _before_splits(lambda scores: scores[0].item())
+    """A score is read while the prompt's tokens are chosen."""
+    return _before_choices(lambda scores: scores[0].item())
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def mask_in_step() -> Iterator[None]:
 
 def number_in_prefill() -> AbstractContextManager[None]:
     """A number is put in one element of the scores."""
-    return _before_splits(lambda scores: scores.__setitem__(-1, float("inf")))
+    return _before_choices(lambda scores: scores.__setitem__(-1, float("inf")))
 
 
 MUTATIONS = {one.__name__: one for one in (wrong_device, wait_in_prefill, number_in_prefill, mask_in_step)}

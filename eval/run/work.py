@@ -122,7 +122,7 @@ class Model:
             "weights": self.weights,
             "other models": sum(one.weights + n * one.config.num_hidden_layers * one.kv_bytes for one in others),
             "K and V": batch_size * (sum(tokens) + layers * new_tokens) * self.kv_bytes,
-            "Aux Cache": batch_size * method.hidden_stored(layers, n) * shape.width * self.size,
+            "Aux Cache": batch_size * method.aux_rows(layers, n + new_tokens) * shape.width * self.size,
             "working": self.size * max(3 * tokens[0] * (shape.width + shape.mlp_width), scores),
         }
 

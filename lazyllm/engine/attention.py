@@ -302,9 +302,14 @@ def _logits(
     if attended is None:
         return logits
     if attended.shape[-1] == keys:
-        return torch.where(attended, logits, float("-inf"))
+        return torch.where(attended, logits, _minus_infinity(exact, key.device))
     logits[..., keys - attended.shape[-1] :].masked_fill_(~attended, float("-inf"))
     return logits
+
+
+@functools.cache
+def _minus_infinity(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), float("-inf"), dtype=dtype, device=device)
 
 
 def _summed_scores(

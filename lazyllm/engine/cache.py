@@ -1,10 +1,10 @@
-"""Caches between steps: K and V of each group of layers, and hidden states of pruned tokens (Aux Cache).
+"""The KV cache of a group of layers.
 
 All layers between two pruning layers see the same tokens in every step, so a group's layers share one slot index.
 
 Notation:
-    s  stored tokens (slots) of a group      w  hidden width
-    m  tokens that a step adds               g  key and value heads      d  head width
+    s  stored tokens (slots)        m  tokens that a step adds
+    g  key and value heads          d  head width
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The least number of spare slots that a full cache gets when it grows, so that one growth serves several steps
+# The least number of spare slots, so that one growth of a cache serves several steps
 GROWTH = 64
 
 
@@ -60,6 +60,13 @@ class GroupCache:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         return sum(stored.nbytes for stored in self._stored.values()) // self._capacity * self.length
 
+    def make_room(self) -> None:
+        """Add spare slots before the first step, for tokens whose number is not known yet."""
+        self._capacity = self._with_spare(self._capacity)
+
+    def _with_spare(self, slots: int) -> int:
+        return min(self.max_length, slots + max(GROWTH, slots // 8))
+
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
 
@@ -72,8 +79,7 @@ class GroupCache:
         self._positions.append(positions)
         if self.length > self._capacity:
             used = self.length - self.added
-            capacity = min(self.max_length, self.length + max(GROWTH, self.length // 8))
-            self._rebuild(capacity, lambda old: old[:, :, :used])
+            self._rebuild(self._with_spare(self.length), lambda old: old[:, :, :used])
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""
@@ -120,56 +126,3 @@ class GroupCache:
             self._stored[layer] = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
             self._stored[layer][:, :, : stays.shape[2]] = stays
         self._capacity = capacity
-
-
-class AuxCache:
-    """Hidden states, at one boundary, of the tokens that were computed up to it and not beyond.
-
-    Sizes are known on the host and indices stay on the device, so nothing here waits for the device. Free slots are
-    reused, so memory is that of the largest number of states ever held at once.
-    """
-
-    def __init__(self, max_positions: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._states = torch.empty(0, width, dtype=dtype, device=device)
-        self._slot_of = torch.full((max_positions,), -1, dtype=torch.long, device=device)
-        self._free = torch.empty(0, dtype=torch.long, device=device)  # a stack; its first `_num_free` entries count
-        self._num_free = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states held (free slots not counted)."""
-        return (self._states.shape[0] - self._num_free) * self._states.shape[1] * self._states.element_size()
-
-    def lengthen(self, max_positions: int) -> None:
-        """Let the text grow to at most `max_positions` tokens."""
-        more = self._slot_of.new_full((max_positions - self._slot_of.shape[0],), -1)
-        self._slot_of = torch.cat([self._slot_of, more])
-
-    def put(self, positions: Tensor, states: Tensor) -> None:
-        """Hold `states` [m, w] of the tokens at `positions` [m]."""
-        m = positions.shape[0]
-        old = self._states.shape[0]
-        if old == 0:  # the first states fill the slots in order
-            self._states = states
-            self._slot_of[positions] = torch.arange(m, device=positions.device)
-            self._free = torch.empty_like(positions)
-            return
-        more = m - self._num_free
-        if more > 0:
-            self._states = torch.cat([self._states, self._states.new_empty(more, self._states.shape[1])])
-            new_slots = torch.arange(old, old + more, device=self._free.device)
-            unused = self._free.new_empty(old - self._num_free)
-            self._free = torch.cat([self._free[: self._num_free], new_slots, unused])
-            self._num_free = m
-        self._num_free -= m
-        slots = self._free[self._num_free : self._num_free + m]
-        self._slot_of[positions] = slots
-        self._states[slots] = states
-
-    def take(self, positions: Tensor) -> Tensor:
-        """The states [m, w] of the tokens at `positions` [m], which are then forgotten."""
-        m = positions.shape[0]
-        freed = self._free[self._num_free : self._num_free + m]
-        slots = torch.index_select(self._slot_of, 0, positions, out=freed)
-        self._num_free += m
-        return self._states[slots]

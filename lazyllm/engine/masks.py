@@ -79,17 +79,15 @@ class AttentionMask:
 
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
         """[b, k] bool: which keys the queries attend to, or [g, b, k] if heads store different tokens; None for all."""
-        query = self._positions[rows, None]
-        stored = self._cache.positions[..., None, keys]
-        terms = []
+        terms, query = [], self._positions[rows, None]
         if self._chosen is not None:
             terms.append(self._chosen[None, keys])
         if rows.start < self._m - 1:  # not for the newest token alone: no stored token is after it
-            terms.append(stored <= query)
+            terms.append(self._cache.positions[..., None, keys] <= query)
         # if all tokens are stored, the keys in reach of a single query are its window
         is_cut = self._m == 1 and self._cache.is_contiguous and keys == self._in_reach(rows)
         if self.window is not None and not is_cut:
-            terms.append(stored > query - self.window)
+            terms.append(self._cache.positions[..., None, keys] > query - self.window)
         if not terms:
             return None
         for term in terms[1:]:

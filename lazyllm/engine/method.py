@@ -98,8 +98,8 @@ class Method(ABC):
         """
         return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
 
-    def hidden_stored(self, num_layers: int, n: int) -> int:
-        """How many of n prompt tokens have a hidden state in the Aux Cache after the prefill."""
+    def aux_rows(self, num_layers: int, max_positions: int) -> int:
+        """Rows of the Aux Cache, each a hidden state, for a text of at most `max_positions` tokens."""
         return 0
 
     def models(self) -> tuple[ModelSpec, ...]:

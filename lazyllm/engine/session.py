@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.attention import AttentionContext
-from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Selection
 from lazyllm.engine.masks import Chosen
@@ -85,7 +85,6 @@ class Session:
         self._unchecked: list[tuple[str, Tensor, int, int | None]] = []  # selections for `check_selected_values`
         self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
         self._num_revived: list[int | Tensor] = [0] * len(groups)
-        self._aux: list[AuxCache] = []  # after each group but the last, if the method revives tokens
         self._selected: list[dict[int, Tensor]] = []  # as noted by `note_selection`
         self._in_prefill = False
         self._all_positions = torch.arange(self.max_positions, device=decoder.device)
@@ -109,8 +108,8 @@ class Session:
 
     @property
     def aux_bytes(self) -> int:
-        """Bytes of hidden states of tokens that may be revived."""
-        return sum(aux.nbytes for aux in self._aux)
+        """Bytes of hidden states of the tokens that may be revived."""
+        return 0
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]: the logits [v] of its last token. Only an `adaptive` method waits for the device."""

@@ -72,9 +72,8 @@ class Lazy(Method):
             return super().stored_after_turns(num_layers, n, later)
         return self.tokens_per_layer(num_layers, n + later)
 
-    def hidden_stored(self, num_layers: int, n: int) -> int:
-        tokens = self.tokens_per_layer(num_layers, n)
-        return tokens[0] - tokens[-1] if self.revive else 0
+    def aux_rows(self, num_layers: int, max_positions: int) -> int:
+        return max_positions if self.revive and len(self.groups(num_layers, max_positions)) > 1 else 0
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.support.lazy_session import LazySession

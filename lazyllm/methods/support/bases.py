@@ -12,7 +12,7 @@ from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Prompt, ScoreSpec, Selection
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
-from lazyllm.methods.support.ranking import split_prompt
+from lazyllm.methods.support.ranking import best_of_prompt
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +95,7 @@ class Prune(Method):
         if not hasattr(scores, "is_floating_point") or scores.shape != (at.m,) or not scores.is_floating_point():
             found = f"{list(getattr(scores, 'shape', ()))} of {getattr(scores, 'dtype', type(scores).__name__)}"
             raise UserError(f"{self.label}: scored {found}: expected a tensor of {at.m} floating-point numbers")
-        return split_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])[0]
+        return best_of_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
         """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
@@ -208,7 +208,7 @@ class Select(Method):
 
     def best(self, scores: Tensor, keep: int) -> Tensor:
         """Ascending indices of the `keep` best of scores [n], the newest token among them; ties to the lower index."""
-        return split_prompt(scores, keep)[0]
+        return best_of_prompt(scores, keep)
 
     def scoring_config(self, config: Any) -> Any:
         """The transformers config of the model that scores: the first of `models`, else the model under test."""

@@ -4,6 +4,7 @@ Notation:
     n  prompt tokens                          m  tokens that a step computes in a group
     s  stored tokens (slots) of a group       w  hidden width
     p  positions up to the step's newest token
+    d  width of a RoPE's cos and sin
 """
 
 from dataclasses import replace
@@ -13,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens
 from lazyllm.engine.masks import BLOCK, Chosen
 from lazyllm.engine.session import Session
 from lazyllm.methods.support.hyperparameters import keep_count
-from lazyllm.methods.support.ranking import rank, split_prompt
+from lazyllm.methods.support.ranking import best_of_prompt, rank
 from lazyllm.methods.support.schedule import Schedule
 
 # K and V are sorted by position: on a CPU for more tokens than this, times the heads that share a key head; elsewhere
@@ -30,7 +31,8 @@ class LazySession(Session):
     """LazyLLM's generation: in every step, each group gets some of the tokens that entered the group before it.
 
     A step revives the selected tokens that the next group has not computed yet: they enter it with their hidden states
-    at the boundary, from the Aux Cache. So no token is computed twice in a layer (sections 3.1 to 3.3).
+    at the boundary, from the Aux Cache. So no token is computed twice in a layer (sections 3.1 to 3.3). The Aux Cache
+    has a row for each token: its hidden state at the last boundary that it reached.
 
     Candidates are the prompt tokens of all turns; with `prune_generated`, all tokens but the newest. The best of them
     go on, and so do all tokens that are no candidates. A later turn is one step of several tokens; the newest goes on.
@@ -41,7 +43,7 @@ class LazySession(Session):
     # The step's set: the tokens that take part in it from its last boundary on
     _mask: Tensor  # [p] bool, True for a token of the set
     _count: int  # number of tokens in the set
-    _stays: Tensor | None  # [p] bool, tokens that go on at every boundary without a rank; None before a step's first
+    _aux: Tensor  # [max_positions, w] the Aux Cache
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
     def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
@@ -50,16 +52,22 @@ class LazySession(Session):
         self._schedule = Schedule.parse(method.schedule, len(decoder.layers))
         self._prune_generated = method.prune_generated
         self._revives = method.revive
-        width, device = decoder.shape.width, decoder.device
-        boundaries = groups[:-1] if method.revive else []
-        self._aux = [AuxCache(self.max_positions, width, decoder.dtype, device) for _ in boundaries]
+        if self._revives:
+            for cache in self.caches[1:]:
+                cache.make_room()
         self._prompt_end = prompt_tokens  # position after the current turn's prompt
         self._turn_start = 0  # position of the first token that the current turn runs
         self._generated: Tensor | None = None  # [positions] bool, the generated tokens of earlier turns, if any
+        self._stays: Tensor | None = None  # [max_positions] bool, tokens that go on without a rank; None: to be made
         self._num_unranked = 0  # number of generated tokens before `_prompt_end`, if these are never pruned
-        self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=device)
+        self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
         self._selected_in_prefill: dict[int, Tensor] = {}
+
+    @property
+    def aux_bytes(self) -> int:
+        waiting = self.length - self.caches[-1].length if self._revives else 0
+        return waiting * self.decoder.shape.width * self.decoder.dtype.itemsize
 
     def prefill(self, token_ids: Tensor) -> Tensor:
         self._take_all(self.prompt_tokens)
@@ -67,30 +75,32 @@ class LazySession(Session):
 
     def _take_all(self, length: int) -> None:
         """Begin a step whose set holds all tokens of the text, `length` of them."""
-        self._mask, self._count, self._stays = self._everything[:length], length, None
+        self._mask, self._count = self._everything[:length], length
+        if self._prune_generated:
+            self._stays = None  # it was of the newest token before
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         if not self._revives:
             return super().turn(token_ids, max_new_tokens)  # the turn attends to what the prefill kept
         answer = slice(self._prompt_end, self.length + 1)  # its last token has no slot yet: the turn runs it
         self._turn_start, self._prompt_end = self.length, self.length + token_ids.shape[0]
-        generated = torch.zeros(self._prompt_end + max_new_tokens, dtype=torch.bool, device=self.decoder.device)
+        most = max(self.max_positions, self._prompt_end + max_new_tokens)
+        generated = torch.zeros(most, dtype=torch.bool, device=self.decoder.device)
         if self._generated is not None:
             generated[: answer.start] = self._generated[: answer.start]
         generated[answer] = True
-        self._generated = generated
+        self._generated, self._stays = generated, None
         if not self._prune_generated:
             self._num_unranked += answer.stop - answer.start
         return super().turn(token_ids, max_new_tokens)
 
     def _lengthen(self, max_positions: int) -> None:
-        if self._aux:
-            self._rope = F.pad(self._rope, (0, 0, 0, max_positions - self.max_positions))
+        if self._revives_after(0):
+            more = 0, 0, 0, max_positions - self.max_positions
+            self._aux, self._rope = F.pad(self._aux, more), F.pad(self._rope, more)
         super()._lengthen(max_positions)
         self._everything = torch.ones(max_positions, dtype=torch.bool, device=self.decoder.device)
         self._lowest = None
-        for aux in self._aux:
-            aux.lengthen(max_positions)
 
     def begin_step(self, m: int) -> Tensor:
         self._take_all(self.length + m)
@@ -98,8 +108,12 @@ class LazySession(Session):
 
     def enter(self, index: int, tokens: Tokens) -> None:
         super().enter(index, tokens)
-        if index == 0 and self._aux and not self._in_prefill:
+        if index == 0 and self._revives_after(0) and not self._in_prefill:
             torch.cat(tokens.rope, dim=2, out=self._rope[:, self.length - len(tokens) : self.length])
+
+    def _revives_after(self, index: int) -> bool:
+        """Whether group `index` ends at a boundary where tokens are revived."""
+        return self._revives and index < len(self.groups) - 1
 
     @property
     def _opens_turn(self) -> bool:
@@ -123,7 +137,7 @@ class LazySession(Session):
         if self._in_prefill or self.groups[index].scores is None:
             return None
         self._choose(index)
-        if index >= len(self._aux) or self.caches[index + 1].length == self.length - 1:
+        if not self._revives_after(index) or self.caches[index + 1].length == self.length - 1:
             return None  # the next group has computed all earlier tokens
         return self._mask.index_fill(0, self.caches[index + 1].positions, False)
 
@@ -135,9 +149,9 @@ class LazySession(Session):
         if self._revives:
             best = rank(self._importance_of_candidates(index))[:keep]
             if self._stays is None:
-                later, unranked = self._all_positions[: self.length] >= self._num_candidates, self._unranked
-                self._stays = later if unranked is None else later | unranked[: self.length]
-            self._mask = self._stays.index_fill(0, best, True)
+                later, unranked = self._all_positions >= self._num_candidates, self._unranked
+                self._stays = later if unranked is None else later | unranked[: self.max_positions]
+            self._mask = self._stays[: self.length].index_fill(0, best, True)
         else:
             self._mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
         self._count = keep + others
@@ -146,33 +160,30 @@ class LazySession(Session):
     def leave(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         if self._in_prefill:
             return self._prune_prompt(index, tokens)
-        return self._revive(index, tokens, positions) if index < len(self._aux) else tokens
+        return self._revive(index, tokens, positions) if self._revives_after(index) else tokens
 
     def _prune_prompt(self, index: int, tokens: Tokens) -> Tokens:
-        """The tokens of the prompt that go on; the others' hidden states go to the Aux Cache."""
-        if index == 0 and self._aux:
-            self._rope = F.pad(torch.cat(tokens.rope, dim=2), (0, 0, 0, self.max_positions - len(tokens)))
+        """The tokens of the prompt that go on."""
         if self.groups[index].scores is None:
             return tokens
+        if index == 0 and self._revives_after(0):
+            more = 0, 0, 0, self.max_positions - len(tokens)
+            self._aux, self._rope = F.pad(tokens.hidden[0], more), F.pad(torch.cat(tokens.rope, dim=2), more)
+        elif self._revives_after(index):
+            self._aux.index_copy_(0, tokens.positions, tokens.hidden[0])
         layer = self.groups[index].layers.stop
-        kept, pruned = split_prompt(self.importance(index), keep_count(self._schedule.keep[layer], len(tokens)))
-        if index < len(self._aux):
-            self._aux[index].put(tokens.positions[pruned], tokens.hidden[0, pruned])
-        tokens = tokens[kept]
+        tokens = tokens[best_of_prompt(self.importance(index), keep_count(self._schedule.keep[layer], len(tokens)))]
         self._mask = torch.zeros_like(self._mask).index_fill_(0, tokens.positions, True)
         self._selected_in_prefill[layer] = self._mask
         self.note_selection(layer, self._mask)
         return tokens
 
     def _revive(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
-        """The tokens of the set that the next group has not computed, the newest last.
-
-        Tokens that were revived into group `index` but not into the next one go back into its Aux Cache.
-        """
-        aux, newest = self._aux[index], tokens
-        if len(tokens) > 1:
-            aux.put(tokens.positions[:-1], tokens.hidden[0, :-1])
-            newest = replace(tokens[-1:], is_newest=True)
+        """The tokens of the set that the next group has not computed, the newest last."""
+        goes_alone = positions is None or len(positions) < 2
+        if len(tokens) > 1 or not goes_alone:
+            self._aux.index_copy_(0, tokens.positions, tokens.hidden[0])
+        newest = tokens if len(tokens) == 1 else replace(tokens[-1:], is_newest=True)
         if positions is None:
             return newest
         revived = positions[:-1]
@@ -181,12 +192,12 @@ class LazySession(Session):
             # the newest, which is a prompt token in the step that opens a turn
             generated = self._generated[revived].sum() - int(self._opens_turn)
             self._num_computed[index + 1] = self._num_computed[index + 1] - generated
-        if not len(revived):
+        if goes_alone:
             return newest
         # in the step that opens a turn, `revived` also holds the turn's own tokens, which are new
         old = (revived < self._turn_start).sum() if self._opens_turn else len(revived)
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
-        hidden = torch.cat([aux.take(revived)[None], newest.hidden], dim=1)
+        hidden = self._aux[positions][None]
         rope = self._rope[:, positions].split([part.shape[2] for part in newest.rope], dim=2)
         ranks = self._mask.cumsum(0)[positions].tolist() if self._pays_to_sort(len(positions)) else None
         return Tokens(hidden, positions, rope, is_newest=False, ranks=ranks)

@@ -13,16 +13,15 @@ def rank(scores: Tensor) -> Tensor:
     return scores.argsort(descending=True, stable=True)
 
 
-def split_prompt(scores: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Indices of the `keep` kept tokens and of the others, each in ascending order.
+def best_of_prompt(scores: Tensor, keep: int) -> Tensor:
+    """Ascending indices of the `keep` tokens of highest score.
 
     scores: [n] of the tokens that entered the pruning layer, by position. The last one is the step's newest token: it
     is always kept, and counts in `keep`.
     """
     forced = scores.clone()
     forced[-1:] = float("inf")  # `forced[-1]` would be copied from the host, for which CUDA waits
-    order = rank(forced)
-    return order[:keep].sort().values, order[keep:].sort().values
+    return rank(forced)[:keep].sort().values
 
 
 def window_scores(sums: Tensor, window: int, kv_heads: int, pool: int, pooling: str) -> Tensor:

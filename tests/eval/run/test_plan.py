@@ -164,7 +164,8 @@ def test_memory_is_what_a_generation_holds(name: str, tiny) -> None:
     assert decoded.kv_bytes == out.kv_bytes + more * model.kv_bytes
     held = decoded.kv_bytes // model.kv_bytes - sum(decoded.revived)
     assert method.adaptive or sum(model.held(method, n, 0, 4)) == held
-    assert planned["Aux Cache"] == pytest.approx(out.aux_bytes, rel=0.1)
+    rows = n + 1 if out.aux_bytes else 0  # the Aux Cache has one for each token, also for those that are not pruned
+    assert planned["Aux Cache"] == rows * tiny.config.hidden_size * 4 >= out.aux_bytes
     assert planned["K and V"] >= out.kv_bytes  # a prefill holds tokens that static pruning later discards
 
 

@@ -158,17 +158,14 @@ def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
     assert our_step.work <= their_step.work - LAYERS
 
 
-def test_operations_of_steps_that_revive_beside_the_models_own_step() -> None:
-    model, prompt, boundaries, steps = small_llama(layers=32), prompt_tensor(200), 3, 6
-    with torch.inference_mode():
-        cache = model(prompt[None], use_cache=True, logits_to_keep=1).past_key_values
-        with Seen() as theirs:
-            model(prompt[None, :1], use_cache=True, logits_to_keep=1, past_key_values=cache)
+def test_operations_of_steps_that_revive_beside_the_baselines() -> None:
+    model, boundaries, steps = small_llama(layers=32), 3, 6
+    baseline, _ = steps_of(model, Baseline(), 200, steps)
     steered, revived = steps_of(model, SteeredLazy(drift=0.2, every=1), 200, steps)
     assert min(revived) > 20
     steering = 5 + boundaries  # a draw of importance in each step, and its use at each boundary
-    for step in steered[1:]:  # the first one makes what later steps use again
-        assert step.work - steering <= 1.05 * theirs.work
+    for ours, theirs in zip(steered[1:], baseline[1:], strict=True):  # the first makes what later ones use again
+        assert ours.work - steering <= 1.05 * theirs.work
 
 
 def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive() -> None:

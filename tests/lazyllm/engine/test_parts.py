@@ -8,7 +8,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.attention import attention_scores, installed_attention
-from lazyllm.engine.cache import AuxCache, GroupCache
+from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import tf32_products
 from lazyllm.measuring import allows_tf32
 from tests.reference import random_model
@@ -67,27 +67,6 @@ def test_group_cache_against_lists(seed: int) -> None:
         assert cache.is_contiguous == (stored == list(range(text)))
         assert cache.is_ascending == (stored == sorted(stored))
         assert cache.nbytes == len(stored) * 2 * (3 + 3 + 3 + 2) * 4  # tokens, heads, width of K and V, bytes
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_aux_cache_against_a_dictionary(seed: int) -> None:
-    rng = random.Random(seed)
-    cache = AuxCache(max_positions=60, width=2, dtype=torch.float32, device=CPU)
-    held: dict[int, torch.Tensor] = {}
-    most = 0
-    for _ in range(40):
-        absent = [position for position in range(60) if position not in held]
-        put = rng.sample(absent, rng.randint(0, min(9, len(absent))))
-        states = torch.randn(len(put), 2)
-        cache.put(torch.tensor(put, dtype=torch.long), states)
-        held |= dict(zip(put, states, strict=True))
-        most = max(most, len(held))
-        taken = rng.sample(sorted(held), rng.randint(0, len(held)))
-        found = cache.take(torch.tensor(taken, dtype=torch.long))
-        for position, state in zip(taken, found, strict=True):
-            assert torch.equal(state, held.pop(position))
-        assert cache.nbytes == len(held) * 2 * 4
-    assert cache._states.shape[0] == most  # slots are used again
 
 
 @pytest.mark.parametrize("kept", [[1, 4, 5], [[0, 2, 5], [1, 4, 5]]], ids=["in all heads", "by head"])
