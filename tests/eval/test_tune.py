@@ -207,3 +207,15 @@ def test_study_of_real_runs(
     for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms.")):
         with pytest.raises(UserError, match=named):
             tune(config_of(*QUICK, changed))
+
+
+@pytest.mark.slow
+def test_study_whose_best_schedule_is_the_reference_reports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tune(config_of(*QUICK, "trials=1", "layers=3"))  # the reference comes first
+    assert [*yaml.safe_load(Path("study/tuned.yaml").read_text())["schedule"]] == [2, 4, 7]  # 30, 60, 90 % of 8
+    assert "; it is the one like the paper's\nRun it: " in capsys.readouterr().out
+    (folder,) = Path("runs").iterdir()
+    assert set(pd.read_csv(folder / "summary.csv")["method"]) == {"baseline", "tuned"}
