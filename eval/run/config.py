@@ -194,20 +194,22 @@ def _as_text(argument: str) -> str:
 
 def _with_own_files(arguments: Sequence[str]) -> list[str]:
     """The arguments with names that Hydra knows for `dataset=FILE.yaml` and `method=FILE.py`."""
-    named = list[str]()
+    named, files = list[str](), dict[tuple[str, str], Path]()
     for argument in arguments:
         key, _, value = argument.partition("=")
         choices = value.split(",") if key in ("dataset", "method") else []
         for number, choice in enumerate(choices):
             file = Path(choice)
             if key == "dataset" and file.suffix in (".yaml", ".yml"):
-                node = described(file)
+                name, node = file.stem, described(file)  # Hydra reads a name without its suffix
             elif key == "method" and is_file(choice):
-                node = {"name": choice, **_defaults(choice)}
+                name, node = file.name, {"name": choice, **_defaults(choice)}
             else:
                 continue
-            choices[number] = json.dumps(file.stem, ensure_ascii=False)  # quoted, for any letters and signs
-            ConfigStore.instance().store(group=key, name=file.stem, node=node)
+            first = files.setdefault((key, name), file)
+            require(first == file, key, file, f"another name than that of {first}, as a sweep tells them by name")
+            choices[number] = json.dumps(name, ensure_ascii=False)  # quoted, for any letters and signs
+            ConfigStore.instance().store(group=key, name=name, node=node)
         named.append(f"{key}={','.join(choices)}" if choices else argument)
     return named
 

@@ -5,10 +5,12 @@ import logging
 import re
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
@@ -288,6 +290,20 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     arms = [f"{which}: {{name: {tmp_path}/{which}/mine.py, layer: 2, keep: 0.5}}" for which in ("old", "new")]
     with pytest.raises(UserError, match="another version of a file takes another name"):
         _ = run_of(f"compare={{{', '.join(arms)}}}").arms
+
+
+def test_sweep_names_a_file_of_a_method_as_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
+    text = (ROOT / "lazyllm" / "methods" / "static_pruning.py").read_text(encoding="utf-8")
+    for name in ("old/mine.py", "new/mine.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    old, new = tmp_path / "old" / "mine.py", tmp_path / "new" / "mine.py"
+    words = prepared(["-m", f"method=lazy,{old}"])
+    assert words == ["-m", 'method=lazy,"mine.py"']
+    assert compose_config(['method="mine.py"']).method.name == str(old)
+    with pytest.raises(UserError, match="another name than that of"):  # the last one would run twice
+        prepared(["-m", f"method={old},{new}"])
 
 
 @pytest.mark.parametrize(
