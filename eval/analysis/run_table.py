@@ -47,15 +47,25 @@ def run_table(results: Results, title: str) -> Table:
     """
     rows = [row for run in results.runs for row in _rows(run)]
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
-    several = [Column("run", "run")] if len(results.runs) > 1 else []
+    several = [Column("shown_run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
     score, *others = (column for column in SHOWN if frame[column.name].notna().any() or column.name == "score")
-    shown = frame.assign(shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"))
+    shown = frame.assign(
+        shown_run=frame["run"].map(_run_names(results.runs)),
+        shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"),
+    )
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
     text = cells(shown, [*columns, *counts(frame), score, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[_whole(frame)] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
+
+
+def _run_names(runs: Sequence[StoredRun]) -> dict[str, str]:
+    """{folder's name: it, with the run's seed if the runs differ in it}."""
+    seeds = {run.folder.name: run.identity["seed"] for run in runs}
+    is_shown = len({*seeds.values()}) > 1
+    return {name: f"{name}, seed {seed}" if is_shown else name for name, seed in seeds.items()}
 
 
 def _whole(frame: Any) -> Any:

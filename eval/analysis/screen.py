@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import SECTION, in_order, prompt_lengths, range_names, range_of, rows_by
+from eval.analysis.columns import SECTION, SETTING, in_order, prompt_lengths, range_names, range_of, rows_by
 from eval.analysis.run_table import SHOWN, counts
 from eval.analysis.table import LABEL, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
@@ -58,7 +58,7 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
 
     Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, score_difference
     (from the baseline's on the same examples), ttft_speedup, generation_speedup, pct_prompt_tokens_computed, kl, each
-    with `_low` and `_high`, examples, turns, unfinished.
+    with `_low` and `_high`, examples, turns, seeds (of the setting; those of an example count as one), unfinished.
     """
     values = forms(
         "score", "score_difference", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl"
@@ -69,11 +69,12 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
         counting = results.counting.assign(part=range_of(prompt_lengths(results.counting)))
         lengths: Any = pd.DataFrame(rows_by(counting, "part", results.frame))
         table = pd.concat([table, lengths[lengths["level"] == "all"]])
+        table["seeds"] = table.groupby(SETTING)["seeds"].transform("max").astype(int)  # lengths have none
     unfinished, keys = _unfinished(results), zip(table["model"], table["suite"], table["label"], strict=True)
     table = table.assign(unfinished=[", ".join(dict.fromkeys(unfinished.get(key, ()))) for key in keys])
     places = ["all", *TASKS, *range_names(), "unknown"]
     table = in_order(table).assign(place=lambda rows: rows["part"].map(places.index))
-    columns = [*SECTION, "part", "method", "label", *values, "examples", "turns", "unfinished"]
+    columns = [*SECTION, "part", "method", "label", *values, "examples", "turns", "seeds", "unfinished"]
     return table.sort_values([*SECTION, "place"], kind="stable")[columns].reset_index(drop=True)
 
 
@@ -105,7 +106,8 @@ def table_of(frame: Any) -> Table:
         sentences.append("Rows of another n hold other examples; score - baseline is of the same ones.")
     if frame["score_low"].isna().any():
         sentences.append(f"Fewer than {FEWEST} examples of a dataset have no interval.")
+    seeds = [Column("seeds", "seeds")] if (frame["seeds"] > 1).any() else []
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     keys = Column("section", "model, suite, part"), LABEL
-    shown = cells(sections, [*keys, score, *counts(frame), *others, *unfinished])
+    shown = cells(sections, [*keys, score, *counts(frame), *seeds, *others, *unfinished])
     return Table("results", "Results", " ".join(sentences), frame, shown, keys=len(keys))

@@ -222,3 +222,12 @@ def test_several_runs_are_one_table_each_joined_within_itself() -> None:
     ]
     found = table.frame[table.frame["method"] == ARM].set_index("run")["ttft_speedup"]
     assert found.to_dict() == {"one": 1, "two": 4}
+
+
+def test_several_runs_show_the_seed_in_which_they_differ() -> None:
+    runs = [stored(VISITS[3:], folder=Path(name), seed=seed) for name, seed in (("one", 0), ("two", 1))]
+    table = run_table(Results(runs), "")
+    assert table.cells["run"].unique().tolist() == ["one, seed 0", "two, seed 1"]
+    assert table.frame["run"].unique().tolist() == ["one", "two"]
+    alike = run_table(Results([runs[0], stored(VISITS[3:], folder=Path("two"))]), "")
+    assert alike.cells["run"].unique().tolist() == ["one", "two"]

@@ -2,7 +2,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from eval.analysis.screen import summary
+from eval.analysis.screen import summary, table_of
 from eval.store.results import Results
 from tests.eval.analysis.made import example, stored
 
@@ -56,3 +56,13 @@ def test_unfinished_says_nothing_of_a_run_whose_answers_do_not_count(tmp_path: P
         runs.append(stored(answered, folder=folder))
     assert summary(Results(runs))["unfinished"].tolist() == ["", ""]
     assert summary(Results(runs[:1]))["unfinished"].tolist() == ["1 of 2 examples"] * 2
+
+
+def test_seeds_are_a_column_if_a_setting_has_several() -> None:
+    drops = [stored([example("trec", "a")], "random_drop", {"keep": 0.5}, seed=seed) for seed in (0, 1)]
+    for by in (None, "task", "length"):
+        frame = summary(Results([*drops, stored([example("trec", "a")])]), by)
+        seeds = dict(zip(frame["method"], frame["seeds"], strict=True))
+        assert (seeds["random_drop"], seeds["lazy"], set(frame["examples"])) == (2, 1, {1})
+        assert "seeds" in table_of(frame).cells
+    assert "seeds" not in table_of(summary(Results(drops[:1]))).cells
