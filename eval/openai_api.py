@@ -58,10 +58,11 @@ class _Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, fields: Any) -> Any:
-        """A null is a field that was left out, as in OpenAI's API."""
+        """A null is a field that was left out, as in OpenAI's API; one that must be given is refused with it."""
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if value is not None}
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in fields.items() if value is not None or name in required}
 
 
 class StreamOptions(_Fields):
@@ -324,7 +325,8 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
+        # an unknown field explains others: a message with tool_calls may lack its content
+        first = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
         where, said, code = ".".join(map(str, first["loc"][1:])), first["msg"].removeprefix("Value error, "), None
         if isinstance(error.body, bytes):  # FastAPI parses by the header alone
             said = "the body is no JSON: expected Content-Type: application/json"

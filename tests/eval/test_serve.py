@@ -124,7 +124,7 @@ def test_chat_without_a_template_has_a_line_for_each_message(client: Any, tiny: 
     [
         ({"prompt": "lamp " * 5000}, 400, "prompt", "4096 together"),
         ({"prompt": [1, 2]}, 400, "prompt", "valid string"),
-        ({"prompt": None}, 400, "prompt", "required"),
+        ({"prompt": None}, 400, "prompt", "got None"),
         ({"prompt": ""}, 400, "prompt", "at least 1"),
         ({"max_tokens": "x"}, 400, "max_tokens", "'x'"),
         ({"max_tokens": 0}, 400, "max_tokens", "got 0"),
@@ -145,6 +145,14 @@ def test_chat_without_a_template_has_a_line_for_each_message(client: Any, tiny: 
         ({"model": "other"}, 404, "model", "tiny/lazy"),
         ({"messages": []}, 400, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "got 'tool'"),
+        ({"messages": [{"role": "assistant", "content": None}]}, 400, "messages.0.content", "got None"),
+        ({"messages": [{"role": "assistant"}]}, 400, "messages.0.content", "required"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+            400,
+            "messages.0.tool_calls",
+            "unknown",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "string"),
         ({"messages": [{"role": "user", "content": "lamp " * 5000}]}, 400, "messages", "4096 together"),
     ],
