@@ -5,6 +5,7 @@ event counts as a token if it has text, reasoning or a tool call; comments, role
 """
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ import httpx2
 
 from eval.store.visit import Request
 from lazyllm.errors import UserError
+
+log = logging.getLogger(__name__)
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # before each retry; Retry-After counts if longer, to a minute
 _RETRIED = (429, 500, 502, 503, 504)
@@ -154,6 +157,8 @@ class Server:
             except httpx2.RequestError as error:
                 if pause_s is None:
                     raise self._no_server(error) from error
+                if retries == 0:
+                    log.warning("no server answers at %s: trying again for %g s", self.url, sum(PAUSES_S))
             time.sleep(max(pause_s, min(60, float(after)) if after.isdigit() else 0))
         raise AssertionError
 

@@ -150,3 +150,9 @@ def test_server_is_known_by_what_it_says(entry: dict[str, Any], kind: str, posit
         if kind in ("vllm", "transformers"):
             with pytest.raises(UserError, match="has no model 'other': give one of m"):
                 describe(Server(url, "other"))
+
+
+def test_server_that_is_gone_is_told_of_before_the_retries(caplog: pytest.LogCaptureFixture) -> None:
+    with scripted(lambda *_: Reply(status=0), MODEL) as (url, _), pytest.raises(UserError, match="no server answers"):
+        Server(url, "m").answer(b"{}")
+    assert [record.getMessage() for record in caplog.records] == [f"no server answers at {url}: trying again for 0 s"]
