@@ -177,5 +177,6 @@ def plot_comparison(results: Results, table: Table) -> MplFigure:
     axes.set(xlabel="TTFT speedup over the baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
     axes.set_title(f"Score against speed to the first token: {table.title}", fontsize=11)
     axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10]))
-    style.legend_beside(axes, title=f"large: {whole}\nsmall: one task", alignment="left")
+    title = f"large: {whole}\nsmall: one task" if frame["name"].nunique() > 1 else None
+    style.legend_beside(axes, title=title, alignment="left")
     return figure

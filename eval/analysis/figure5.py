@@ -152,5 +152,6 @@ def _write_legend(part: Any, rows: Any, styles: dict[str, Any]) -> None:
         pairs = zip(stated["ttft_speedup"], stated["relative_score"], strict=True)
         points = ", ".join(f"{speedup:g}x at {score:g} %" for speedup, score in pairs)
         handles.append(Line2D([], [], label=f"the paper's claims:\n{points}", **_CLAIM))
-    title = "faint: the method's\nother settings"
+    is_faint = ~rows.loc[rows["source"] == MEASURED, "on_curve"].astype(bool)
+    title = "faint: the method's\nother settings" if is_faint.any() else None
     part.legend(handles=handles, loc="outside right center", title=title, alignment="left")

@@ -183,3 +183,11 @@ def test_comparison_gives_an_arm_its_methods_style() -> None:
         kind = METHODS[arms[name]["name"]]
         assert looks[name] == (kind.colour, kind.marker)
     assert len({looks[name] for name in list(arms)[:4]}) == 4
+
+
+@pytest.mark.parametrize("tasks", [("trec",), ("trec", "lcc")])
+def test_comparison_tells_small_marks_from_large_ones_only_if_there_are_small_ones(tasks: tuple[str, ...]) -> None:
+    results = Results([stored(over(tasks))])
+    picture = plot_comparison(results, run_table(results, ""))
+    picture.draw_without_rendering()
+    assert any("small: one task" in text for text in texts(picture)) == (len(tasks) > 1)

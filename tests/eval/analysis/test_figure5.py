@@ -135,3 +135,8 @@ def test_undominated_by_hand() -> None:
     points = [(1.0, 100.0), (2.0, 90.0), (2.0, 95.0), (3.0, 95.0), (4.0, 20.0), (3.5, 10.0), (0.5, 100.0)]
     table = pd.DataFrame(points, columns=["ttft_speedup", "relative_score"])
     assert _undominated(table).tolist() == [True, False, False, True, True, False, False]
+
+
+def test_figure5_speaks_of_faint_points_only_if_there_are_some() -> None:
+    beaten, alone = data(Results(runs())), data(Results(runs()[:1]))
+    assert [any("faint" in text for text in texts(drawn(plot, frame))) for frame in (beaten, alone)] == [True, False]
