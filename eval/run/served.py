@@ -4,9 +4,10 @@ import json
 import logging
 import random
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import Any
@@ -62,10 +63,10 @@ class Servers:
             answers: list[dict[str, list[Answer] | Failure]] = [{} for _ in block]
             for label in order:
                 asked = [(place, arm) for place, case in enumerate(block) for arm in case.arms if arm.label == label]
-                futures = []
+                futures, is_over = [], threading.Event()
                 with ThreadPoolExecutor(load.concurrency if load.rate is None else len(block)) as pool:
                     for place, arm in asked:
-                        futures.append(pool.submit(self._converse, arm, block[place]))
+                        futures.append(pool.submit(self._converse_until, is_over, arm, block[place]))
                         time.sleep(0 if load.rate is None else rng.expovariate(load.rate))
                     wait(futures, return_when=FIRST_EXCEPTION)
                     pool.shutdown(cancel_futures=True)  # after an error, as a server that is gone fails all others too
@@ -78,6 +79,17 @@ class Servers:
                     is_failure = isinstance(own, Failure)
                     measured[label] = own if is_failure else self._measurements(case, own, baseline)
                 yield visit_of(replace(case, arms=arms), self.run.arms, measured)
+
+    def _converse_until(self, is_over: threading.Event, arm: Arm, case: Case) -> list[Answer] | Failure:
+        """`_converse`. An error that ends the run sets `is_over`; no conversation begins after it, so that a server
+        that is gone costs one series of retries."""
+        if is_over.is_set():
+            raise CancelledError
+        try:
+            return self._converse(arm, case)
+        except BaseException:
+            is_over.set()
+            raise
 
     def _converse(self, arm: Arm, case: Case) -> list[Answer] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""
