@@ -20,8 +20,8 @@ pair run one after the other; transformers continues from its KV cache.
 Columns: "ideal" is the TTFT speedup by FLOPs. "baseline's MFU" is model FLOPs utilisation: FLOPs / TTFT over the
 device's peak, on a CPU over the rate of a matrix product. "without revival" compares the steps in which LazyLLM
 revives nothing, "whole" the whole generation. "revived" counts tokens, mean over layers. "stored" is the KV and Aux
-Cache after the prefill, over the baseline's KV. The peaks of memory are beyond the weights; the last one is the
-baseline's.
+Cache after the prefill, over the baseline's KV: of stored tokens, and of those that may be revived. Room for more
+tokens is in the peaks of memory alone. These are beyond the weights; the last one is the baseline's.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Run:
     flops: up to the first token, scoring included (`lazyllm.engine.flops`).
     mfu: model FLOPs utilisation up to the first token (`lazyllm.measuring.utilisation`); None if the peak is unknown.
     revived: prompt tokens that each step computed, mean over layers; empty for transformers.
-    kv_bytes, aux_bytes: held after the prefill; 0 for transformers, and for a second turn.
+    kv_bytes, aux_bytes: as in `lazyllm.Generation`, after the prefill; 0 for transformers, and for a second turn.
     """
 
     token_ids: list[int]

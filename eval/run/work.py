@@ -111,17 +111,21 @@ class Model:
         return works
 
     def memory(self, method: Method, n: int, new_tokens: int, batch_size: int = 1) -> dict[str, int]:
-        """Bytes of each part at a batch's peak; "working" is one layer of a prefill besides its input."""
+        """Bytes of each part at a batch's peak; "working" is one layer of a prefill besides its input.
+
+        K and V have room for the first revived tokens. Further ones depend on the prompt and are not counted.
+        """
         shape, layers = LayerShape.of(self.config), self.config.num_hidden_layers
         tokens = method.tokens_per_layer(layers, n)
         if isinstance(method, Select) and (method.diagnostic or method.scoring_flops(self.config, n)):
             tokens = [n] * layers  # the model itself may select, for which it runs the whole prompt first
+        slots = sum(tokens) + layers * new_tokens + method.spare_slots(layers, n, new_tokens)
         scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
         others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
         return {
             "weights": self.weights,
             "other models": sum(one.weights + n * one.config.num_hidden_layers * one.kv_bytes for one in others),
-            "K and V": batch_size * (sum(tokens) + layers * new_tokens) * self.kv_bytes,
+            "K and V": batch_size * slots * self.kv_bytes,
             "Aux Cache": batch_size * method.aux_rows(layers, n + new_tokens) * shape.width * self.size,
             "working": self.size * max(3 * tokens[0] * (shape.width + shape.mlp_width), scores),
         }

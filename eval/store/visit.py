@@ -68,7 +68,7 @@ class Measurement:
     pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
     computed: [steps][groups] distinct prompt tokens computed so far.
-    kv_bytes, aux_bytes: held at the end.
+    kv_bytes, aux_bytes: of stored tokens, and of tokens that may be revived, at the end (`lazyllm.Generation`).
     peak_memory_bytes: the device's (the process's on CPU), weights included, without those of other arms' models.
     prefill_flops: of the tokens that each layer computed in prefill, and of scoring (`lazyllm.engine.flops`).
     prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a known accelerator, or on

@@ -17,6 +17,11 @@ from torch import Tensor
 GROWTH = 64
 
 
+def with_spare(slots: int, most: int) -> int:
+    """`slots` of a cache and spare ones; at most `most` in all."""
+    return min(most, slots + max(GROWTH, slots // 8))
+
+
 class GroupCache:
     """K and V of the tokens that one group of layers has computed, in the order of computation.
 
@@ -62,10 +67,7 @@ class GroupCache:
 
     def make_room(self) -> None:
         """Add spare slots before the first step, for tokens whose number is not known yet."""
-        self._capacity = self._with_spare(self._capacity)
-
-    def _with_spare(self, slots: int) -> int:
-        return min(self.max_length, slots + max(GROWTH, slots // 8))
+        self._capacity = with_spare(self._capacity, self.max_length)
 
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
@@ -79,7 +81,7 @@ class GroupCache:
         self._positions.append(positions)
         if self.length > self._capacity:
             used = self.length - self.added
-            self._rebuild(self._with_spare(self.length), lambda old: old[:, :, :used])
+            self._rebuild(with_spare(self.length, self.max_length), lambda old: old[:, :, :used])
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store K and V [1, g, m, d] of the step's tokens; return K and V to attend to, [1, g, s, d]."""

@@ -81,7 +81,8 @@ class Generation:
     selected: per step {pruning layer: ascending positions of the tokens that enter the next layer}, prompt tokens and
         generated ones.
     revived: [layers] tokens of earlier steps that each layer computed in this answer.
-    kv_bytes, aux_bytes: bytes of K and V, and of hidden states of tokens that may be revived, at the end.
+    kv_bytes, aux_bytes: bytes of K and V of stored tokens, and of hidden states of tokens that may be revived, at the
+        end. Room for more tokens is not counted: the Aux Cache has a row for each token of the longest text.
     prompt_tokens: number of prompt tokens, of all turns so far.
     scoring_tokens: tokens that any model ran to score the prompt before its prefill, each time that it ran; a run
         through a share of a model's layers counts as that share. Rounded up.

@@ -72,6 +72,15 @@ class Lazy(Method):
             return super().stored_after_turns(num_layers, n, later)
         return self.tokens_per_layer(num_layers, n + later)
 
+    def spare_slots(self, num_layers: int, n: int, new_tokens: int) -> int:
+        from lazyllm.engine.cache import with_spare
+
+        spare = 0
+        for group in self.groups(num_layers, n)[1:] if self.revive else ():
+            slots = group.prompt_tokens + new_tokens
+            spare += len(group.layers) * (with_spare(slots, n + new_tokens) - slots)
+        return spare
+
     def aux_rows(self, num_layers: int, max_positions: int) -> int:
         return max_positions if self.revive and len(self.groups(num_layers, max_positions)) > 1 else 0
 

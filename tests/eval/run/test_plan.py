@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from eval.run.loop import measure
 from eval.run.plan import RATE, amount, as_text, costs, costs_of, duration, groups_of, main, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
+from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.flops import LayerShape
+from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS
 from lazyllm.methods import Baseline, FastKV, Lazy, Method, StaticPruning
@@ -167,6 +170,31 @@ def test_memory_is_what_a_generation_holds(name: str, tiny) -> None:
     rows = n + 1 if out.aux_bytes else 0  # the Aux Cache has one for each token, also for those that are not pruned
     assert planned["Aux Cache"] == rows * tiny.config.hidden_size * 4 >= out.aux_bytes
     assert planned["K and V"] >= out.kv_bytes  # a prefill holds tokens that static pruning later discards
+
+
+@pytest.mark.parametrize("n", [9, 300, 900])
+@pytest.mark.parametrize(
+    "method", [Baseline(), Lazy(), Lazy({1: 0.2, 6: 0.5}), Lazy({8: 0.5}), Lazy(revive=False)], ids=str
+)
+def test_memory_is_what_a_prefill_allocates(method: Method, n: int, tiny) -> None:
+    with torch.inference_mode(), open_decoder(tiny) as decoder:
+        session: Any = method.start(decoder, Prompt(torch.arange(n)), 20)
+        session.prefill(torch.arange(n))
+    planned = Model.of(TINY).memory(method, n, 20)
+    assert planned["K and V"] == sum(stored.nbytes for cache in session.caches for stored in cache._stored.values())
+    assert planned["Aux Cache"] == (session._aux.nbytes if hasattr(session, "_aux") else 0)
+
+
+def test_room_for_revived_tokens_by_hand() -> None:
+    """An eighth of each later group's slots, at least 64, and no more than the text has tokens."""
+    model = Model.of(LLAMA2)
+
+    def beyond_the_prefill(n: int) -> int:
+        return (model.memory(Lazy(), n, 64)["K and V"] - model.memory(Lazy(revive=False), n, 64)["K and V"]) // KV_BYTES
+
+    # of 3000 tokens, 2100, 1470 and 1029 enter 10, 9 and 4 layers; of 100 tokens, 70, 49 and 35
+    assert beyond_the_prefill(3000) == 10 * (2164 // 8) + 9 * (1534 // 8) + 4 * (1093 // 8)
+    assert beyond_the_prefill(100) == 10 * 30 + 9 * 51 + 4 * 64
 
 
 @pytest.mark.parametrize("method", [Baseline(), StaticPruning(2, 0.3), FastKV(3, 0.4, 0.2)], ids=str)
