@@ -111,7 +111,7 @@ def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[
     return RUNNING, ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `status`. Returns the exit code."""
     parser = parser_of("status", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
