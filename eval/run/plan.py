@@ -107,8 +107,7 @@ def estimated_groups(run: Run) -> list[Group]:
     for dataset in run.datasets:
         size = run.suite.published[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
-        thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
-        new_tokens = min(size.max_new_tokens, config.max_new_tokens or size.max_new_tokens) + thinking
+        new_tokens = run.answer_limit(dataset, size.max_new_tokens)
         whole = size.examples if config.split is None else -(-size.examples // 2)
         groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole)))
     return groups

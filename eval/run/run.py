@@ -266,6 +266,11 @@ class Run:
         """Tokens of a prompt; longer ones lose their middle."""
         return limit_of_prompts(self, self.positions)
 
+    def answer_limit(self, dataset: Dataset, most: int) -> int:
+        """The most tokens of an answer, thoughts included. most: those of the dataset's own answers."""
+        thinking = self.chat.thinking_tokens if dataset.chat_wrap else 0
+        return min(most, self.config.max_new_tokens or most) + thinking
+
     @cached_property
     def cases(self) -> list[Case]:
         """All examples with their prompts, in order. Prompts that the model or an arm cannot take are refused."""
@@ -291,7 +296,7 @@ class Run:
         from lazyllm.models.load import devices_in_use
 
         methods = [arm.method(dataset.name) for dataset in self.datasets for arm in self.arms]
-        new_tokens = max(data.max_new_tokens for data in self.loaded)
+        new_tokens = max(self.answer_limit(data.dataset, data.max_new_tokens) for data in self.loaded)
         memory = memory_of(*devices_in_use(self.spec))
         return fitting_batch(self.config.batch_size, self.spec, methods, self.max_prompt_tokens, new_tokens, memory)
 
