@@ -19,7 +19,7 @@ from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
 from eval.benchmarks.subsets import in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.arms import Arm, arms_asked, build_method, canonical, check_distinct, method_asked
+from eval.run.arms import Arm, arms_asked, build_method, canonical_settings, check_distinct, method_asked
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
@@ -216,9 +216,9 @@ class Run:
             arm = Arm(label, settings)
             try:
                 with about_the_method():
-                    at_depth = targets.at_depth(settings, shape.num_hidden_layers)
+                    in_layers = targets.with_layers(settings, shape.num_hidden_layers)
                     for dataset in self.datasets:
-                        solved = targets.solved(at_depth, dataset, shape, self.config.model.paper, length)
+                        solved = targets.solved(in_layers, dataset, shape, self.config.model.paper, length)
                         build_method(solved).check(shape)
                         arm.parameters[dataset.name] = solved
             except OutOfReachError as error:
@@ -227,7 +227,7 @@ class Run:
                 arms.append(arm)
         if not {arm.label for arm in arms} - ({self.baseline} if len(self.asked) > 1 else set()):
             raise UserError("no method reaches its speedup on this model: give another")
-        check_distinct({arm.label: canonical(arm.settings, shape.num_hidden_layers) for arm in arms})
+        check_distinct({arm.label: canonical_settings(arm.settings, shape.num_hidden_layers) for arm in arms})
         return tuple(arms)
 
     @cached_property
@@ -372,7 +372,7 @@ class Run:
             if layers is not None:  # in a nested config transformers finds it
                 for settings in self.asked.values():
                     with about_the_method():
-                        method_asked(targets.at_depth(settings, layers)).tokens_per_layer(layers, 1)
+                        method_asked(targets.with_layers(settings, layers)).tokens_per_layer(layers, 1)
         if self.is_served or spec.tokenizer is not None:  # refuse what is no tokenizer
             has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
         if suite.rows_here or (suite.length(self.data) is None and self.data.dir is not None):

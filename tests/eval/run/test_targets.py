@@ -11,7 +11,7 @@ import yaml
 from eval.benchmarks.datasets import DATASETS
 from eval.run import targets
 from eval.run.arms import build_method
-from eval.run.targets import as_yaml, at_depth, check, is_tuned, read_tuned, solved, uses_preset
+from eval.run.targets import as_yaml, check, is_tuned, read_tuned, solved, uses_preset, with_layers
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -115,8 +115,8 @@ def test_speedup_out_of_reach_is_refused(target: str, instead: str) -> None:
 
 
 def test_shares_of_the_depth_become_layers() -> None:
-    assert at_depth({"name": "lazy", "schedule": {"12.5%": 0.5, "50%": 0.7}}, 32)["schedule"] == {4: 0.5, 16: 0.7}
-    assert at_depth({"name": "lazy", "schedule": "paper"}, 32)["schedule"] == "paper"
+    assert with_layers({"name": "lazy", "schedule": {"12.5%": 0.5, "50%": 0.7}}, 32)["schedule"] == {4: 0.5, 16: 0.7}
+    assert with_layers({"name": "lazy", "schedule": "paper"}, 32)["schedule"] == "paper"
 
 
 def test_compression_takes_its_authors_share() -> None:
@@ -135,7 +135,7 @@ def test_tuned_schedule_is_read_from_a_folder_and_a_file(tmp_path: Path) -> None
     assert content == {"schedule": {2: 0.3, 5: 0.55}, "layers": 8, "model": "a: b # c", "score": [99.5, None]}
     for name in (reference, f"{reference}/tuned.yaml"):
         assert is_tuned(name)
-        assert at_depth({"name": "lazy", "schedule": name}, 8)["schedule"] == {2: 0.3, 5: 0.55}
+        assert with_layers({"name": "lazy", "schedule": name}, 8)["schedule"] == {2: 0.3, 5: 0.55}
     assert not is_tuned("paper")
     assert not is_tuned({2: 0.3})
 
