@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+from tests.conftest import ROOT
+
+SHARED = ROOT.parent / "shared"
 LONGBENCH, RULER, LLAMA2 = SHARED / "longbench", SHARED / "ruler", SHARED / "tokenizers" / "llama2"
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from eval.analysis.paper_tables import PUBLISHED
 from eval.benchmarks.datasets import DATASETS
 from eval.run import targets
 from eval.run.arms import build_method
@@ -17,7 +18,6 @@ from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
 from tests.runs import small_run
 
-PAPER = Path(__file__).resolve().parents[3] / "eval" / "analysis" / "published"
 LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
 LAZY = {"name": "lazy", "schedule": "table1"}
 STATIC = {"name": "static_pruning", "layer": 2, "keep": "table1"}
@@ -35,7 +35,7 @@ def kept(ratio: float, n: int) -> int:
 
 
 def test_parameters_reach_the_papers_speedup_by_hand() -> None:
-    table = pd.read_csv(PAPER / "table1.csv").set_index(["task", "method"])
+    table = pd.read_csv(PUBLISHED / "table1.csv").set_index(["task", "method"])
     for dataset in (dataset for dataset in DATASETS.values() if dataset.suite == "longbench"):
         n, speedup = 3376, table["llama2_ttft_speedup"][dataset.task]
         schedule = solved(LAZY, dataset, LLAMA2, "llama2")["schedule"]
@@ -55,7 +55,7 @@ def test_parameters_reach_the_papers_speedup_by_hand() -> None:
 
 
 def test_committed_table_is_the_codes() -> None:
-    committed = pd.read_csv(PAPER / "table1_parameters.csv")
+    committed = pd.read_csv(PUBLISHED / "table1_parameters.csv")
     assert len(committed.drop_duplicates(["task", "model", "method"])) == len(committed) == 6 * 2 * 3
     datasets = {dataset.task: dataset for dataset in DATASETS.values() if dataset.suite == "longbench"}
     models = {name: load_config(ModelSpec(name, "dummy")) for name in targets.REFERENCE_TOKENS}
