@@ -225,7 +225,7 @@ def _link(text: str, folder: Path, beside: Path) -> str:
     return f"[{text}]({Path(os.path.relpath(folder, beside)).as_posix()})"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `board`. Returns the exit code. Raises UserError for no submission, or one that is refused."""
     parser = parser_of("board", __doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("results/board"), help="default: %(default)s")

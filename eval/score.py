@@ -110,7 +110,7 @@ def as_text(scores: Mapping[str, Any]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `score`. Returns the exit code. Raises UserError if the folder cannot be scored."""
     parser = parser_of("score", __doc__)
     parser.add_argument("folder", help="folder of <dataset>.jsonl files of LongBench's pred.py")

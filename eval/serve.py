@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GRACE_S = 2  # for answers in progress, after SIGTERM
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `serve`; ends by SIGTERM or Ctrl-C. Returns the exit code. Raises UserError."""
     _, arguments = parser_of("serve", __doc__).parse_known_args(arguments)
     own = {"host": "127.0.0.1", "port": "8000"}

@@ -22,12 +22,12 @@ from eval.benchmarks import longbench
 from eval.store.folder import read_visits
 from eval.store.visit import Visit
 from lazyllm.models.xgen_tokenizer import GPT2
+from tests.conftest import ROOT
 from tests.hub_server import HubServer, Repository
 from tests.stand_in_checkpoints import llama2, xgen
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
 LLAMA2, XGEN = "meta-llama/Llama-2-7b-chat-hf", "Salesforce/xgen-7b-8k-inst"
 TOKEN = "hf_of_a_reader"
 SHORT = ["dataset=hotpotqa", "model.max_prompt_tokens=600", "warmup=1"]

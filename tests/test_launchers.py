@@ -23,11 +23,11 @@ from eval.run.loop import measure
 from eval.store.folder import read_visits
 from eval.store.results import Results
 from lazyllm.errors import UserError
+from tests.conftest import ROOT
 from tests.runs import run_of
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
 SLURM = ROOT / "scripts" / "dev" / "slurm_single_node.sh"
 QUICK = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=2", "warmup=0")
 # The tiny model has 8 layers: the second of these four jobs fails

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.conftest import ROOT
 
 # From the ground up: a room imports rooms of lower floors only. On the roof: the command line, `eval.cli`
 FLOORS = [

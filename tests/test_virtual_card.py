@@ -9,15 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.virtual_card import METHODS, MUTATIONS, TOOL
 
-ROOT = Path(__file__).resolve().parents[1]
 LAYERS = 4
 pytestmark = [
     pytest.mark.slow,

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("lazyllm", "eval")
 COMMANDS = """
 from eval.cli import main

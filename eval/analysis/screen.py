@@ -22,7 +22,7 @@ from lazyllm.errors import UserError, parser_of
 _KEYS = ("model", "suite", "method", "label")  # of rows; other keys of --where are of runs
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `results`. Returns the exit code. Raises UserError."""
     parser = parser_of("results", __doc__)
     add_choice(parser)

@@ -129,7 +129,7 @@ def provenance(results: Results) -> list[dict[str, Any]]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `paper`. Returns the exit code. Raises UserError."""
     parser = parser_of("paper", __doc__)
     add_choice(parser)

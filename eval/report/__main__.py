@@ -8,7 +8,7 @@ from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `report`. Returns the exit code. Raises UserError."""
     parser = parser_of("report", __doc__)
     add_choice(parser)

@@ -97,7 +97,7 @@ def publish(results: Results, report: Block) -> str:
     return report_made.url
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `wandb-report`. Returns the exit code. Raises UserError."""
     parser = parser_of("wandb-report", __doc__)
     add_choice(parser)

@@ -147,14 +147,14 @@ def build_method(settings: Mapping[str, Any]) -> Method:
     return make(settings.get("name", ""), own)
 
 
-def canonical(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+def canonical_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """A method's settings in a run's identity: equal for all ways to write the same method.
 
     Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and
     `shown_parameters`.
     """
     with about_the_method():
-        settings = targets.at_depth(settings, num_layers)
+        settings = targets.with_layers(settings, num_layers)
     kind = by_name(settings["name"])
     written = {"name": name_of(settings["name"])}
     for key, default in settings_of(kind).items():

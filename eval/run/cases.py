@@ -59,8 +59,7 @@ def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
     dataset, limit, longest = data.dataset, run.max_prompt_tokens, run.positions
     methods = [] if run.is_served else [arm.method(dataset.name) for arm in run.arms]
     end_ids = end_token_ids(run.tokenizer, () if run.is_served else load_end_ids(run.spec), dataset)
-    thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
-    max_new_tokens = min(data.max_new_tokens, run.config.max_new_tokens or data.max_new_tokens) + thinking
+    max_new_tokens = run.answer_limit(dataset, data.max_new_tokens)
     for example in data.examples:
         prompt = build_prompt(example, dataset, run.tokenizer, limit if dataset.truncate else None, run.chat)
         where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))

@@ -181,7 +181,7 @@ def examine(models: Sequence[str]) -> dict[str, State]:
     return states
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `doctor`. Returns the exit code."""
     parser = parser_of("doctor", __doc__)
     parser.add_argument("model", nargs="?", default="model=llama2", metavar="model=NAME,...", help="default: llama2")

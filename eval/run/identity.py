@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.benchmarks.rows import sha256_of
 from eval.run import targets
-from eval.run.arms import Arm, canonical, method_asked
+from eval.run.arms import Arm, canonical_settings, method_asked
 from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import by_name, code_of, name_of
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
@@ -173,7 +173,7 @@ def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
     ]
     solved = {data: settings | {"name": name_of(settings["name"])} for data, settings in arm.parameters.items()}
     return {
-        "method": canonical(arm.settings, run.model_config.num_hidden_layers),
+        "method": canonical_settings(arm.settings, run.model_config.num_hidden_layers),
         "parameters": solved if targets.uses_preset(arm.settings) else None,
         "code": method_code(arm.settings["name"]),
         **({"weights": others} if others else {}),

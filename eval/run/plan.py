@@ -107,8 +107,7 @@ def estimated_groups(run: Run) -> list[Group]:
     for dataset in run.datasets:
         size = run.suite.published[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
-        thinking = run.chat.thinking_tokens if dataset.chat_wrap else 0
-        new_tokens = min(size.max_new_tokens, config.max_new_tokens or size.max_new_tokens) + thinking
+        new_tokens = run.answer_limit(dataset, size.max_new_tokens)
         whole = size.examples if config.split is None else -(-size.examples // 2)
         groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole)))
     return groups
@@ -217,7 +216,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `plan`. Returns the exit code."""
     parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")

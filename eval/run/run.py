@@ -19,7 +19,7 @@ from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
 from eval.benchmarks.subsets import in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
-from eval.run.arms import Arm, arms_asked, build_method, canonical, check_distinct, method_asked
+from eval.run.arms import Arm, arms_asked, build_method, canonical_settings, check_distinct, method_asked
 from eval.run.config import QUIET, prompt_limit
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
 from eval.run.targets import OutOfReachError
@@ -216,9 +216,9 @@ class Run:
             arm = Arm(label, settings)
             try:
                 with about_the_method():
-                    at_depth = targets.at_depth(settings, shape.num_hidden_layers)
+                    in_layers = targets.with_layers(settings, shape.num_hidden_layers)
                     for dataset in self.datasets:
-                        solved = targets.solved(at_depth, dataset, shape, self.config.model.paper, length)
+                        solved = targets.solved(in_layers, dataset, shape, self.config.model.paper, length)
                         build_method(solved).check(shape)
                         arm.parameters[dataset.name] = solved
             except OutOfReachError as error:
@@ -227,7 +227,7 @@ class Run:
                 arms.append(arm)
         if not {arm.label for arm in arms} - ({self.baseline} if len(self.asked) > 1 else set()):
             raise UserError("no method reaches its speedup on this model: give another")
-        check_distinct({arm.label: canonical(arm.settings, shape.num_hidden_layers) for arm in arms})
+        check_distinct({arm.label: canonical_settings(arm.settings, shape.num_hidden_layers) for arm in arms})
         return tuple(arms)
 
     @cached_property
@@ -266,6 +266,11 @@ class Run:
         """Tokens of a prompt; longer ones lose their middle."""
         return limit_of_prompts(self, self.positions)
 
+    def answer_limit(self, dataset: Dataset, most: int) -> int:
+        """The most tokens of an answer, thoughts included. most: those of the dataset's own answers."""
+        thinking = self.chat.thinking_tokens if dataset.chat_wrap else 0
+        return min(most, self.config.max_new_tokens or most) + thinking
+
     @cached_property
     def cases(self) -> list[Case]:
         """All examples with their prompts, in order. Prompts that the model or an arm cannot take are refused."""
@@ -291,7 +296,7 @@ class Run:
         from lazyllm.models.load import devices_in_use
 
         methods = [arm.method(dataset.name) for dataset in self.datasets for arm in self.arms]
-        new_tokens = max(data.max_new_tokens for data in self.loaded)
+        new_tokens = max(self.answer_limit(data.dataset, data.max_new_tokens) for data in self.loaded)
         memory = memory_of(*devices_in_use(self.spec))
         return fitting_batch(self.config.batch_size, self.spec, methods, self.max_prompt_tokens, new_tokens, memory)
 
@@ -367,7 +372,7 @@ class Run:
             if layers is not None:  # in a nested config transformers finds it
                 for settings in self.asked.values():
                     with about_the_method():
-                        method_asked(targets.at_depth(settings, layers)).tokens_per_layer(layers, 1)
+                        method_asked(targets.with_layers(settings, layers)).tokens_per_layer(layers, 1)
         if self.is_served or spec.tokenizer is not None:  # refuse what is no tokenizer
             has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
         if suite.rows_here or (suite.length(self.data) is None and self.data.dir is not None):

@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from eval.store.folder import files_of, read_about, read_jobs, read_planned
+from eval.store.folder import files_of, read_about, read_jobs
 from eval.store.runs import StoredRun, counted, run_folders
 from lazyllm.errors import UserError, parser_of
 
@@ -60,7 +60,7 @@ def status(folders: Sequence[Path]) -> list[Status]:
 def _status(folder: Path) -> Status:
     try:
         run = StoredRun(folder, read_about(folder / "run.json"))
-        done, planned = run.done, read_planned(folder)
+        done, planned = run.done, run.planned
         seconds = max((file.stat().st_mtime for file in files_of(folder, "visits") if run.visits), default=None)
         last = None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         missing = len(set(planned or ()) - done)
@@ -111,7 +111,7 @@ def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[
     return RUNNING, ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The command `status`. Returns the exit code."""
     parser = parser_of("status", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")

@@ -60,7 +60,7 @@ def check(settings: dict[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def at_depth(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+def with_layers(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """The settings with layers for a schedule's shares of the depth (`50%`) and for `tuned/NAME`. Raises ValueError."""
     schedule: Any = settings.get("schedule")
     if is_tuned(schedule):

@@ -83,7 +83,7 @@ class AttentionContext:
             )
         self.mask = self._masks[window]
 
-    def record(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None = None) -> None:
+    def record(self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> None:
         """Record `attention_scores` of a layer, if they are wanted."""
         if layer in self._wanted.layers:
             scores = attention_scores(query, key, self.mask.visible_last, scaling, softcap, self._wanted)
@@ -335,7 +335,7 @@ def _summed_scores(
 
 
 def attend_to_chosen(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
     """Attention of m queries to the stored tokens that `mask` (`additive_mask`) allows each of them.
 
@@ -368,8 +368,8 @@ def attend_in_order(
     value: Tensor,
     mask: PositionSortedMask,
     scaling: float,
-    softcap: float | None = None,
-    splits: bool = False,
+    softcap: float | None,
+    splits: bool,
 ) -> Tensor:
     """Attention of m queries to the first keys, as many as `mask` says for each of them.
 

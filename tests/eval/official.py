@@ -1,8 +1,4 @@
-"""An oracle for `eval.benchmarks.metrics`: the official scorer's rules, implemented differently.
-
-Written from LongBench's scoring rules: F1 strikes shared words off a list, and classification uses an explicit
-index, which shows how it skips a name. ROUGE-L and `fuzz.ratio` are compared with the packages themselves.
-"""
+"""Official rows, scored answers and Llama 2's tokenizer, which lie beside the repository and never in it."""
 
 import json
 from functools import cache
@@ -11,8 +7,9 @@ from typing import Any
 
 import pytest
 
-# Real LongBench rows, scored answers and Llama 2's tokenizer: beside the repository, and never in it
-SHARED = Path(__file__).resolve().parents[3] / "shared"
+from tests.conftest import ROOT
+
+SHARED = ROOT.parent / "shared"
 LONGBENCH, RULER, LLAMA2 = SHARED / "longbench", SHARED / "ruler", SHARED / "tokenizers" / "llama2"
 
 

@@ -56,7 +56,7 @@ def usage(prompt: int, completion: int, cached: int | None = None) -> bytes:
 
 
 @contextmanager
-def scripted(reply: Callable[[int, dict[str, Any]], Reply], model: dict[str, Any], port: int = 0) -> Iterator[tuple]:
+def scripted(reply: Callable[[int, dict[str, Any]], Reply], model: dict[str, Any]) -> Iterator[tuple]:
     """(url, what it has seen) of a server. reply: of the POST with a number, from 0. model: its entry in /v1/models."""
     seen, lock, busy = Seen(), threading.Lock(), 0
 
@@ -112,7 +112,7 @@ def scripted(reply: Callable[[int, dict[str, Any]], Reply], model: dict[str, Any
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None  # the client may have gone
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from eval import cli
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ["torch", "transformers", "pandas", "matplotlib", "wandb", "datasets"]
 PLAY = """
 import contextlib, io, json, sys

@@ -16,10 +16,10 @@ from eval.analysis.table import Figure
 from eval.analysis.write import main, write_paper
 from eval.store.results import Results
 from lazyllm.errors import UserError
+from tests.conftest import ROOT
 from tests.eval.store.made import write_run
 from tests.eval.store.visits import visit
 
-ROOT = Path(__file__).resolve().parents[3]
 PRESET = {"name": "lazy", "schedule": "table1", "prune_generated": False, "revive": True}
 
 

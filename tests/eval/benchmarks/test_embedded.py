@@ -4,16 +4,14 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from eval.benchmarks import SUITES, embedded
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.suite import DataSettings, Example
+from tests.conftest import ROOT
 from tests.helpers import tiny
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @cache

@@ -116,12 +116,6 @@ def test_evidence_holds_every_place_of_the_gold_value(tmp_path):
     assert [[example.context[start:end] for start, end in turn] for turn in spans] == [["a-1", "a-1"], ["b-2"], []]
 
 
-def test_context_may_be_named_input(tmp_path):
-    values = row("scbench_vt")
-    values["input"] = values.pop("context")
-    assert load(write(tmp_path, "scbench_vt", values), "scbench_vt").examples[0].context == values["input"]
-
-
 def test_malformed_prompts_are_refused(tmp_path):
     write(tmp_path, "scbench_kv", row("scbench_kv"))
     file = tmp_path / "eval_utils.py"

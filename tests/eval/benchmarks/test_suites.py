@@ -3,13 +3,11 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import CHOICES, DATASETS, TASKS
 from eval.benchmarks.metrics import METRICS
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.conftest import ROOT
 
 # lazyllm/__init__.py is left out: its own imports are not this room's.
 IMPORTS = """

@@ -15,8 +15,6 @@ import lazyllm
 from eval import cli
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
-from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.prompts import build_prompt
 from eval.report import __main__ as command
 from eval.report import overview
 from eval.report.page import grid, inline_svg, render
@@ -28,6 +26,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Lazy, Method, RandomDrop, StaticPruning
 from tests.eval.store.made import LAZY, alone, write_run
 from tests.eval.store.visits import measurement, turn, visit
+from tests.runs import case_of
 
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
@@ -130,14 +129,6 @@ def test_step_without_a_selection_has_the_prefills() -> None:
     assert embed_trace(dropped)["anew"] == [True, False]
 
 
-@pytest.fixture(scope="module")
-def tiny_and_a_prompt() -> tuple[Any, list[int]]:
-    """The tiny model and an example of the embedded suite whose answers are long."""
-    model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
-    loaded = load_rows(DATASETS["digest"], None, "raise")
-    return model, list(build_prompt(loaded.examples[0], loaded.dataset, tokenizer).token_ids)
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -145,9 +136,10 @@ def tiny_and_a_prompt() -> tuple[Any, list[int]]:
         StaticPruning(2, 0.3), RandomDrop(0.5),
     ],
 )  # fmt: skip
-def test_drawn_tokens_are_the_computed_ones(tiny_and_a_prompt: tuple[Any, list[int]], method: Method) -> None:
-    """Compared with the engine's counters, which count batches independently of selections."""
-    model, prompt = tiny_and_a_prompt
+def test_drawn_tokens_are_the_computed_ones(tiny: tuple[Any, Any], method: Method) -> None:
+    """Compared with the engine's counters, which count batches independently of selections; on a long answer."""
+    model, tokenizer = tiny
+    prompt = case_of("digest", tokenizer, 16).prompt.token_ids
     out = lazyllm.generate(model, prompt, method, max_new_tokens=16)
     steps, layers = out.computed.shape
     unimportant = [[0.0] * len(prompt)] * layers

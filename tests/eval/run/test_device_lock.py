@@ -14,8 +14,8 @@ from filelock import FileLock, Timeout
 
 from eval.run import device_lock
 from eval.run.device_lock import held, load
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 DEVICE = torch.device("mps")  # locked like any accelerator; torch accepts the name on every machine
 
 HOLD = """

@@ -1,6 +1,7 @@
 """Computed evidence, against counts by hand and the counters of every kind of method."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,8 +107,8 @@ def test_evidence_is_followed_through_template_truncation_and_wrap(
     assert [prompt.text[start:end] for start, end in prompt.evidence] == expected
 
 
-def test_visit_has_a_share_for_each_layer() -> None:
-    model, tokenizer = lazyllm.load_model("tiny", dtype="float32", device="cpu")
+def test_visit_has_a_share_for_each_layer(tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
     case = case_of("lookup", tokenizer, 8)
     prompt = case.prompt
     arms = (arm("lazy", name="lazy", schedule={2: 0.3, 5: 0.3}),)

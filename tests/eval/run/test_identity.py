@@ -17,6 +17,7 @@ from eval.run.identity import ENGINE, code_sha256, method_code, suite_code
 from eval.run.run import Run
 from lazyllm.methods import METHODS, Prune
 from lazyllm.presets import PRESETS
+from tests.conftest import ROOT
 
 SOURCE = '''"""A module."""
 def scaled(x: float) -> float:
@@ -55,9 +56,6 @@ def test_empty_fields_of_a_new_python_do_not_change_the_hash(hash_of, monkeypatc
     for name, value in added.items():
         monkeypatch.setattr(ast.FunctionDef, name, value, raising=False)
     assert hash_of(SOURCE) == before
-
-
-ROOT = Path(identity.__file__).parents[2]
 
 
 def test_engine_is_what_all_runs_share() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from eval.run.job import INTERRUPTED, MESSAGE
 from eval.store.visit import Visit
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[3]
 HANG_S = 300  # only so that a failing test ends: the code below blocks for longer
 
 # A call into C that no signal ends, like one long operation of a prefill; it takes half an hour

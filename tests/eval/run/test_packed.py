@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,6 +162,15 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
         assert rows == 8 or weights + (rows + 1) * row > 0.8 * gigabytes * 1e9
     assert fitting_batch(None, spec, methods, 3500, 500, None) == 1
     assert fitting_batch(16, spec, methods, 3500, 500, None) == 16
+
+
+def test_memory_is_for_the_longest_answer_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock(return_value=3)
+    monkeypatch.setattr("eval.run.run.fitting_batch", asked)
+    run = run_of("dataset=needle", "needle.lengths=[300]", "model.thinking_tokens=700", "max_new_tokens=5")
+    assert run.batch_size == 3
+    (*_, new_tokens, _) = asked.call_args.args
+    assert new_tokens == 5 + 700 == max(case.max_new_tokens for case in run.cases)
 
 
 def test_a_method_that_cannot_be_batched_is_refused_before_anything_runs() -> None:

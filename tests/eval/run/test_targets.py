@@ -8,16 +8,16 @@ import pandas as pd
 import pytest
 import yaml
 
+from eval.analysis.paper_tables import PUBLISHED
 from eval.benchmarks.datasets import DATASETS
 from eval.run import targets
 from eval.run.arms import build_method
-from eval.run.targets import as_yaml, at_depth, check, is_tuned, read_tuned, solved, uses_preset
+from eval.run.targets import as_yaml, check, is_tuned, read_tuned, solved, uses_preset, with_layers
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
 from tests.runs import small_run
 
-PAPER = Path(__file__).resolve().parents[3] / "eval" / "analysis" / "published"
 LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
 LAZY = {"name": "lazy", "schedule": "table1"}
 STATIC = {"name": "static_pruning", "layer": 2, "keep": "table1"}
@@ -35,7 +35,7 @@ def kept(ratio: float, n: int) -> int:
 
 
 def test_parameters_reach_the_papers_speedup_by_hand() -> None:
-    table = pd.read_csv(PAPER / "table1.csv").set_index(["task", "method"])
+    table = pd.read_csv(PUBLISHED / "table1.csv").set_index(["task", "method"])
     for dataset in (dataset for dataset in DATASETS.values() if dataset.suite == "longbench"):
         n, speedup = 3376, table["llama2_ttft_speedup"][dataset.task]
         schedule = solved(LAZY, dataset, LLAMA2, "llama2")["schedule"]
@@ -55,7 +55,7 @@ def test_parameters_reach_the_papers_speedup_by_hand() -> None:
 
 
 def test_committed_table_is_the_codes() -> None:
-    committed = pd.read_csv(PAPER / "table1_parameters.csv")
+    committed = pd.read_csv(PUBLISHED / "table1_parameters.csv")
     assert len(committed.drop_duplicates(["task", "model", "method"])) == len(committed) == 6 * 2 * 3
     datasets = {dataset.task: dataset for dataset in DATASETS.values() if dataset.suite == "longbench"}
     models = {name: load_config(ModelSpec(name, "dummy")) for name in targets.REFERENCE_TOKENS}
@@ -115,10 +115,8 @@ def test_speedup_out_of_reach_is_refused(target: str, instead: str) -> None:
 
 
 def test_shares_of_the_depth_become_layers() -> None:
-    assert at_depth({"name": "lazy", "schedule": {"12.5%": 0.5, "50%": 0.7}}, 32)["schedule"] == {4: 0.5, 16: 0.7}
-    assert at_depth({"name": "lazy", "schedule": "paper"}, 32)["schedule"] == "paper"
-    with pytest.raises(ValueError, match="are the same of 8 layers"):
-        at_depth({"name": "lazy", "schedule": {"30%": 0.5, "31%": 0.7}}, 8)
+    assert with_layers({"name": "lazy", "schedule": {"12.5%": 0.5, "50%": 0.7}}, 32)["schedule"] == {4: 0.5, 16: 0.7}
+    assert with_layers({"name": "lazy", "schedule": "paper"}, 32)["schedule"] == "paper"
 
 
 def test_compression_takes_its_authors_share() -> None:
@@ -137,7 +135,7 @@ def test_tuned_schedule_is_read_from_a_folder_and_a_file(tmp_path: Path) -> None
     assert content == {"schedule": {2: 0.3, 5: 0.55}, "layers": 8, "model": "a: b # c", "score": [99.5, None]}
     for name in (reference, f"{reference}/tuned.yaml"):
         assert is_tuned(name)
-        assert at_depth({"name": "lazy", "schedule": name}, 8)["schedule"] == {2: 0.3, 5: 0.55}
+        assert with_layers({"name": "lazy", "schedule": name}, 8)["schedule"] == {2: 0.3, 5: 0.55}
     assert not is_tuned("paper")
     assert not is_tuned({2: 0.3})
 

@@ -9,7 +9,6 @@ import lazyllm
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
 from eval.run.tracing import _texts_of_prompt, traces
-from eval.store.visit import Trace
 from lazyllm.methods import Lazy
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
@@ -33,10 +32,6 @@ def test_trace_equals_the_generation_of_each_arm(name: str) -> None:
     assert "".join(lazy.tokens).endswith(case.prompt.text)
     assert "".join(lazy.generated) == TOKENIZER.decode(out.token_ids)
     assert len(lazy.generated) == len(out.token_ids)
-
-
-def test_file_of_a_trace_is_in_the_runs_folder() -> None:
-    assert "/" not in Trace.file_name("lookup", "../a b", "drop")
 
 
 def test_llamas_tokens_keep_their_spaces(shared: Path) -> None:

@@ -108,6 +108,7 @@ def test_traces_have_names_of_their_own(tmp_path: Path) -> None:
     assert names[0] == "lookup-a-lazy.json"
     assert Trace.file_name("lookup", "a-b", "c") != Trace.file_name("lookup", "a", "b-c")
     assert len(set(names)) == len(names)
+    assert "/" not in "".join(names)
     assert max(len(name.encode()) for name in names) < 200
     made = Trace("lookup", "a", "lazy", ["x"], ["y"], [[1.0]], [{2: [0]}, {}], [1], [[1]])
     (tmp_path / names[0]).write_text(made.to_json())

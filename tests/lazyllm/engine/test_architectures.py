@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, RandomDrop
+from tests.conftest import ROOT
 from tests.helpers import TOLERANCE, VOCABULARY, slow
 from tests.lazyllm.engine.architecture_matrix import Cell, cells, check
 from tests.lazyllm.engine.test_exactness import check as check_exact
@@ -268,7 +268,7 @@ def test_flops_are_those_that_run(variant: str) -> None:
 
 
 def test_docs_list_the_architectures_of_the_matrix_and_the_refusals() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "architectures.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
     assert "".join(f"- {name}\n" for name in VARIANTS) in text
     for name, (_, _, reason) in REFUSED.items():
         assert f"| {name} | {reason} |" in text

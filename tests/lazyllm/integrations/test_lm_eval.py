@@ -32,7 +32,6 @@ from lazyllm.methods import Lazy
 from lazyllm.presets import PRESETS
 from tests.reference import lazy_reference
 
-ROOT = Path(__file__).resolve().parents[3]
 CPU = {"device": "cpu", "dtype": "float32"}
 KEEPS_ALL = {"method": "lazy", "schedule": {3: 1.0, 5: 1.0}}
 SCHEDULE = {2: 0.6, 5: 0.5}

@@ -4,7 +4,6 @@ import random
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +20,12 @@ from lazyllm.methods.prompt_compression import by_sentence
 from lazyllm.methods.prompt_compression.by_sentence import sentences_in
 from lazyllm.methods.prompt_compression.segments import phrase_starts
 from lazyllm.methods.support import other_models
+from tests.eval.official import SHARED
 from tests.helpers import byte_tokenizer
 from tests.lazyllm.methods.prompt_compression.test_scoring import slow
 from tests.reference import random_model
 
-MERGES = Path("../shared/tokenizers/gpt2/merges.txt")
+MERGES = SHARED / "tokenizers" / "gpt2" / "merges.txt"
 TEXT = (
     "The old  man saw\ta very small dog. Its owner, Dr. Anna Smith, had left; e.g. two red balls!  Were they\n  there? "
     "def f(x):\n    return x.y  # 3.5 of it\n\nNo... Don't ask."

@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 
 import lazyllm
 from eval.cli import main
-from eval.run.arms import canonical
+from eval.run.arms import canonical_settings
 from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.run import Run
 from eval.store.folder import fingerprint
@@ -133,15 +133,15 @@ def test_name_of_an_installed_method_is_known(installed: Path) -> None:
 def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
     assert run_of("method=keep_last", "method.layer=3").asked["keep_last"] == given | {"turns": "continue"}
-    assert canonical(given | {"turns": "continue"}, 8) == canonical(given, 8) == given
-    assert canonical(given | {"turns": "recompute"}, 8) == given | {"turns": "recompute"}
+    assert canonical_settings(given | {"turns": "continue"}, 8) == canonical_settings(given, 8) == given
+    assert canonical_settings(given | {"turns": "recompute"}, 8) == given | {"turns": "recompute"}
     with pytest.raises(UserError, match="turns=never: expected continue or recompute"):
         run_of("method=keep_last", "method.layer=3", "method.turns=never")
     lots = run_of("method=draws_lots", "seed=3").asked["draws_lots"]
     # the run's seed, as for lazyllm's own
     assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3, "turns": "continue"}
     assert run_of("method=draws_lots", "seed=3", "method.seed=5").asked["draws_lots"]["seed"] == 5
-    assert canonical(lots, 8) == {"name": "draws_lots", "seed": 3}
+    assert canonical_settings(lots, 8) == {"name": "draws_lots", "seed": 3}
     with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
         run_of("method=keep_last")
     with pytest.raises(UserError, match=r"method\.kep"):
