@@ -24,7 +24,7 @@ FLOORS = [
     ["eval.score", "eval.store"],
     ["eval.analysis", "eval.openai_api", "eval.server"],
     ["eval.report", "eval.run"],
-    ["eval.board", "eval.serve", "eval.tune"],
+    ["eval.serve", "eval.tune"],
     ["eval.cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
