@@ -285,11 +285,10 @@ def expected_text(tokenizer: Any, token_ids: list[int], stop: list[str]) -> tupl
     return tokenizer.decode(token_ids, skip_special_tokens=True), len(token_ids)
 
 
-@pytest.mark.parametrize("name", ["tiny", "coder"])
 @pytest.mark.parametrize("seed", range(12))
-def test_pieces_are_the_text_up_to_the_first_stop_string(name: str, seed: int) -> None:
+def test_pieces_are_the_text_up_to_the_first_stop_string(seed: int) -> None:
     rng = random.Random(seed)
-    loaded: tuple[Any, Any] = load_model(name)
+    loaded: tuple[Any, Any] = load_model("tiny")
     model, tokenizer = loaded
     text = "né 漢字 🙂 the lamp, a lantern of copper.\n ab aab aaab"
     known = tokenizer(text, add_special_tokens=False)["input_ids"]
