@@ -17,14 +17,14 @@ import openai
 import pytest
 import torch
 
-from eval.openai_api import ChatRequest, CompletionRequest, Endpoint, RefusedError, TextSampler
-from eval.serve import listen
+from eval.serving.api import ChatRequest, CompletionRequest, Endpoint, RefusedError, TextSampler
+from eval.serving.serve import listen
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_model
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
-from tests.eval.serving import tiny_server
+from tests.eval.serving.in_thread import tiny_server
 
 PROMPT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 ANSWER = " lantern copper."
