@@ -22,7 +22,6 @@ COMMANDS = {
     "results": ("eval.analysis.screen", "show results on one screen: a row for each model, suite and method"),
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": ("eval.analysis.write", "make every table and figure from stored runs, without a model"),
-    "board": ("eval.board", "score all submissions of results/board again, and write its page"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
     "wandb-report": ("eval.report.wandb_report", "make a W&B Report of stored runs: tables, figures, panels"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
@@ -30,7 +29,7 @@ COMMANDS = {
     "tune": ("eval.tune", "search for a schedule: the best score at a TTFT speedup"),
     "bench": ("lazyllm.bench", "time methods on random weights: against the baseline, FLOPs and transformers"),
     "chat": ("lazyllm.integrations.chat", "chat with a model, with TTFT and the share of tokens computed"),
-    "serve": ("eval.serve", "serve a model and methods with OpenAI's API: model=tiny method=lazy port=8123"),
+    "serve": ("eval.serving.serve", "serve a model and methods with OpenAI's API: model=tiny method=lazy port=8123"),
     "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),
 }
 

@@ -26,9 +26,9 @@ SHOWN = (
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
     Column("kl", "KL, nats", 5, interval=False),
     Column("equal_length_speedup", "generation speedup", 2),
-    Column("generation_speedup", "of whole answers", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
+    Column("generation_speedup", "of whole answers", 2),
 )
 _OF_FAILED = (Column("failed", "failed"), Column("score_failed_as_zero", "score, failed as 0", 2))
 _COLUMNS = [

@@ -44,7 +44,7 @@ SHOWN = {
 REFUSED = {
     "run -m modl=tiny,llama2": "error: Could not override 'modl'",
     "run modl=tiny": "error: Could not override 'modl': Key 'modl' not in 'RunConfig' (did you mean model?",
-    "run model=lama2": "error: model=lama2: did you mean llama2? expected one of coder",
+    "run model=lama2": "error: model=lama2: did you mean llama2? expected one of custom",
     "run method=nosuch": "error: method=nosuch: expected one of asl, baseline",
     "run method=lazy,asl": "error: Ambiguous value for argument 'method=lazy,asl'",
     "run method=specprefill method.draft=./nowhere": "error: './nowhere' is not a model: no such folder",
@@ -63,7 +63,6 @@ REFUSED = {
     "run model.tokenizer=/nowhere dataset=lookup": "error: /nowhere: no such file or folder",
     "run threads=999999999": "error: threads=999999999: expected at most 1024",
     "run model=server server.url=http://127.0.0.1:9/v1": "on the command line, model.name=NAME",
-    "board nowhere": "error: nowhere: no submission; expected folders",
     "check static_pruning layer=5 keep=0.5": "error: method 'static_pruning': static pruning prunes after layer 5",
     "check lazy schedule": "error: schedule: expected KEY=VALUE",
     "rnu": "did you mean run?",
