@@ -3,8 +3,8 @@
 GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789), CLAA (2602.16054), ASL (2601.07667),
 PyramidInfer (2405.12532), UniPrefill (2605.06221), PromptDistill (2503.23274), TriangleMix (2507.21526), XAttention
 (2503.16428) and the diagnostic oracle. Written from descriptions of the algorithms, not from the authors' code and not
-from the `lazyllm` package. Tokens live in dictionaries keyed by their position, attention is computed for one query token at a time (`tests.reference.HandModel`), everything is
-float64.
+from the `lazyllm` package. Tokens live in dictionaries keyed by their position, attention is computed for one query
+token at a time (`tests.reference.HandModel`), everything is float64.
 
 Notation as in `tests.reference`: layers are counted from 1; positions, heads and chunks from 0; `n` prompt
 tokens. A boundary's key in `selected` is the layer whose attention selected; 0: before layer 1.
@@ -117,13 +117,14 @@ PromptDistill
 TriangleMix and XAttention: all tokens go through all layers and are stored; attention sees fewer keys in prefill
 44. Decoding is dense, and so is every later turn. `passes` holds n for each layer; `pairs` counts, for each layer and
     all its query heads, the (query, key) pairs that prefill attends to. A layer's own sliding window also holds.
-45. TriangleMix: the first `dense` layers are dense (a number, or a share of the depth rounded up). In the others a query
+45. TriangleMix: the first `dense` layers are dense (a number, or a share of the depth rounded up). In others a query
     sees the first `sinks` tokens, the last `window` tokens up to itself, and everything if it is one of the last
     `last` tokens.
 46. XAttention, in every layer, for each query head: tiles of `stride` queries and `stride` keys, tile b after token
     b * stride; the last tile may be short, what it lacks counts as 0. A tile's logit is the sum of the products on its
-    antidiagonal (query i with key stride - 1 - i; in the own tile half of these keys come after their query) times
-    the model's scale / `stride`, without softcap or window. Softmax over the tiles up to the query's own. A block (`block` tokens) scores the sum of its tiles' probabilities.
+    antidiagonal (query i with key stride - 1 - i; in the own tile half of these keys come after their query) times the
+    model's scale / `stride`, without softcap or window. Softmax over the tiles up to the query's own. A block (`block`
+    tokens) scores the sum of its tiles' probabilities.
 47. A block of queries sees the first block and its own. Others follow by score, ties to the lower, while those before
     (these two among them) sum to less than `threshold` of the total: the number of the queries' tiles. Sums are exact
     (fractions). `threshold=1` keeps all blocks. Within blocks attention is causal.
