@@ -179,8 +179,9 @@ class PrunedLM(_HFLM):
                 mask = torch.ones_like(prompt)
                 out = super()._model_generate(prompt, most, stop, attention_mask=mask, **settings)
                 answers.append(out[0, prompt.shape[1] :])
-        pad_id = self.tokenizer.pad_token_id
-        return torch.cat([context, pad_sequence(answers, batch_first=True, padding_value=pad_id)], dim=1)
+        tokenizer: Any = self.tokenizer
+        padded = pad_sequence(answers, batch_first=True, padding_value=tokenizer.pad_token_id)
+        return torch.cat([context, padded], dim=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

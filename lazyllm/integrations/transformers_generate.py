@@ -56,7 +56,7 @@ _REFUSED_ARGUMENTS = {
 _KNOWN_ARGUMENTS = frozenset(
     {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 )
-_SIGNATURE = inspect.signature(GenerationMixin.generate)
+_SIGNATURE = inspect.signature(vars(GenerationMixin)["generate"])
 
 
 @dataclass
@@ -93,7 +93,8 @@ def using(model: PreTrainedModel, method: Method) -> Iterator[PreTrainedModel]:
             "give the model inside"
         )
     check_method(method)
-    own, generate_before = vars(model).get("generate"), model.generate  # own: a user's
+    changed: Any = model  # its own type knows no change
+    own, generate_before = vars(model).get("generate"), changed.generate  # own: a user's
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("custom_generate") is not None:
@@ -104,13 +105,13 @@ def using(model: PreTrainedModel, method: Method) -> Iterator[PreTrainedModel]:
         decoding = _Decoding(method, given.get("streamer"), given.get("tokenizer"))
         return generate_before(*args, **kwargs, custom_generate=decoding)
 
-    model.generate = generate  # type: ignore[method-assign]
+    changed.generate = generate
     try:
         yield model
     finally:
-        del model.generate
+        del changed.generate
         if own is not None:
-            model.generate = own
+            changed.generate = own
 
 
 @dataclass(frozen=True)
