@@ -118,8 +118,8 @@ def source_of(name: str, gguf: str | None = None) -> str:
     if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
         near = get_close_matches(name, PRESETS, 3, cutoff=0)
         raise UserError(
-            f"{name!r} is not a model: no such folder or GGUF file, not a hub id (owner/name), not a preset (the nearest: "
-            f"{', '.join(near)}; all: lazyllm-bench run --help)"
+            f"{name!r} is not a model: no such folder or GGUF file, not a hub id (owner/name), not a preset (the "
+            f"nearest: {', '.join(near)}; all: lazyllm-bench run --help)"
         )
     return name
 

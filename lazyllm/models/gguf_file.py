@@ -7,7 +7,6 @@ by the file's SHA-256, the versions of the packages that read it, and the code t
 
 import hashlib
 import importlib.metadata
-import json
 import logging
 import shutil
 from functools import cache
@@ -20,7 +19,7 @@ from lazyllm.files import cache_folder
 
 log = logging.getLogger(__name__)
 
-ABOUT = "gguf.json"  # in the folder of `converted`: what only the GGUF file tells
+_QUANTISATION = "quantisation.txt"  # in the folder of `converted`
 _READERS = ("transformers", "gguf", "accelerate")  # transformers needs the others for GGUF files
 _CODE = Path(__file__).with_name("gguf_reading.py")
 
@@ -41,7 +40,7 @@ def dequantised(file: Path, dtype: str) -> Path:
 
 def quantisation_of(file: Path) -> str:
     """The file's quantisation, such as "Q4_K_M". Raises UserError as `converted` does."""
-    return json.loads((converted(file) / ABOUT).read_text(encoding="utf-8"))["quantisation"]
+    return (converted(file) / _QUANTISATION).read_text(encoding="utf-8")
 
 
 def sha256_of(file: Path) -> str:
@@ -81,7 +80,7 @@ def _kept(file: Path, dtype: str | None = None) -> Path:
                 partial.mkdir()
                 try:
                     if about is None or dtype is None:
-                        gguf_reading.convert(file, partial)
+                        (partial / _QUANTISATION).write_text(gguf_reading.convert(file, partial), encoding="utf-8")
                     else:
                         gguf_reading.dequantise(file, about, dtype, partial)
                     partial.rename(folder)

@@ -4,7 +4,6 @@ transformers ignores some of what a file may say. What changes numbers is read h
 end a turn) or refused (other scalings of RoPE, tensors that no layer takes).
 """
 
-import json
 import shutil
 from collections import Counter
 from functools import cache
@@ -22,7 +21,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lazyllm.errors import UserError, reason_of
-from lazyllm.models.gguf_file import ABOUT
 
 _TRANSFORMERS = f"transformers {transformers.__version__}"
 _LINK = "model.gguf"
@@ -31,8 +29,8 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 _INSTEAD = "give a folder or a hub id with the checkpoint's safetensors"
 
 
-def convert(file: Path, folder: Path) -> None:
-    """Write config, tokenizer, end tokens and `ABOUT` of a GGUF file into a folder. Raises UserError."""
+def convert(file: Path, folder: Path) -> str:
+    """Write config, tokenizer and end tokens of a GGUF file into a folder; returns its quantisation. Raises UserError."""
     reader, link = _checked(file), _linked(file, folder)
     try:
         config = AutoConfig.from_pretrained(folder, gguf_file=link.name)
@@ -48,7 +46,7 @@ def convert(file: Path, folder: Path) -> None:
     generation: Any = GenerationConfig.from_model_config(config)
     generation.eos_token_id = list(dict.fromkeys(int(number) for number in ids if number is not None)) or None
     generation.save_pretrained(folder)
-    (folder / ABOUT).write_text(json.dumps({"quantisation": _quantisation(reader)}), encoding="utf-8")
+    return _quantisation(reader)
 
 
 def dequantise(file: Path, about: Path, dtype: str, folder: Path) -> None:
