@@ -9,6 +9,7 @@ import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +100,7 @@ class StoredRun:
         frame[[*SCALES]] = numbers * [*SCALES.values()]
         derived = np.array([_derived(one) for one in measured], dtype=float).reshape(-1, 3)
         frame[["step_s", "generated_tokens", "pct_answered"]] = derived
+        frame["token_s"] = pd.Series(map(_token_s, measured), dtype=object)
         for column in ("method", "label", "seed", "is_baseline"):
             frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
         settings = {name: canonical_json(arm.settings) for name, arm in self.arms.items()}
@@ -230,7 +232,7 @@ class StoredRun:
 
 COLUMNS = [
     "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "seed", "is_baseline",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED,
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED, "token_s",
 ]  # fmt: skip
 
 
@@ -240,6 +242,11 @@ def _derived(one: Measurement) -> tuple[float | None, int | None, int]:
     if one.decode_step_s:
         step_s = float(np.mean(one.decode_step_s))
     return step_s, tokens if one.token_ids is None else len(one.token_ids), 100 if one.text else 0
+
+
+def _token_s(one: Measurement) -> tuple[float, ...] | None:
+    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
+    return None if one.decode_step_s is None else tuple(accumulate([one.ttft_s, *one.decode_step_s]))
 
 
 def canonical_json(settings: Mapping[str, Any]) -> str:
