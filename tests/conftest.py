@@ -73,7 +73,7 @@ LONGEST = (
     "test_gpu_hour.py",
     "test_launchers.py",
     "test_join_oracle.py",
-    "test_served.py",
+    "test_subject.py",
     "test_write.py",
     "test_interrupt.py",
     "test_wheel.py",

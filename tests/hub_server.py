@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 
-from tests.eval.serving import served
+from tests.eval.serving.in_thread import served
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def test_settings_of_commands_exist(page: str, line: str, tmp_path: Path, monkey
 
 
 def test_an_unknown_setting_is_seen() -> None:
-    words = run_arguments("python run.py -m model=tiny,coder method=lazy answers.rows=8") or []
+    words = run_arguments("python run.py -m model=tiny,llama2 method=lazy answers.rows=8") or []
     assert words == ["model=tiny", "method=lazy", "answers.rows=8"]
     with pytest.raises(UserError, match="answers"):
         run_config(words)

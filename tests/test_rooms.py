@@ -22,9 +22,9 @@ FLOORS = [
     ["lazyllm"],
     ["lazyllm.bench", "lazyllm.check", "eval.benchmarks"],
     ["eval.score", "eval.store"],
-    ["eval.analysis", "eval.openai_api", "eval.server"],
+    ["eval.analysis", "eval.serving.api", "eval.serving.client"],
     ["eval.report", "eval.run"],
-    ["eval.board", "eval.serve", "eval.tune"],
+    ["eval.board", "eval.serving.serve", "eval.tune"],
     ["eval.cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -41,6 +41,8 @@ def modules() -> dict[str, Path]:
 
 def room_of(module: str) -> str:
     """The room that holds a module; of `eval` itself, "" (it is an empty file)."""
+    if module == "eval.serving.subject":  # beside the loop, until the loop knows no subject by name
+        return "eval.run"
     return max((room for room in FLOOR if f"{module}.".startswith(f"{room}.")), key=len, default="")
 
 

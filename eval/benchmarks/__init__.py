@@ -10,11 +10,10 @@ from eval.benchmarks import (
     needle,
     ruler,
     scbench,
-    stdlib,
 )
 from eval.benchmarks.suite import Suite
 
-_OTHERS = (longbench_v2, embedded, stdlib, ruler, needle, scbench, graphwalks, babilong, mrcr)
+_OTHERS = (longbench_v2, embedded, ruler, needle, scbench, graphwalks, babilong, mrcr)
 _ALL = (longbench.SUITE, longbench.SUITE_E, *(module.SUITE for module in _OTHERS))
 
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}

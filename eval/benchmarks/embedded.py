@@ -18,7 +18,7 @@ All other needles of a context are distractors of the same form. Needles occur a
 each; a leading space belongs to its word.
 
 The hash of a row's text determines whether it is of the test split (`is_test`), independent of the seed. So no training
-sequence of `scripts/dev/train.py`, which uses the same function, holds a question of the test split.
+sequence (`scripts/dev/train.py` of commit e6da5df7 uses the same function) holds a question of the test split.
 
 With `turns=N` a row asks N questions of its context, each about another needle: its own question first, then others in
 an order drawn by the row's seed. They follow each other as in training: the answer, its end token, and the words

@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.url is not None:
         is_address = options.url.startswith(("http://", "https://"))
         require(is_address, "--url", options.url, "a URL such as http://127.0.0.1:8000/v1")
-        from eval.server import Server, describe
+        from eval.serving.client import Server, describe
 
         server = describe(Server(options.url, ""))
         found = {

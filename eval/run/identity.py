@@ -37,7 +37,7 @@ ENGINE = (
     "eval/run/fidelity.py",
     "eval/run/evidence.py",
 )
-SERVED = ("eval/server.py", "eval/run/served.py", "eval/run/measure.py")  # the same for runs of servers
+SERVED = ("eval/serving/client.py", "eval/serving/subject.py", "eval/run/measure.py")  # the same for runs of servers
 _PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it

@@ -23,9 +23,9 @@ from eval.run import device_lock, identity
 from eval.run.cases import Case
 from eval.run.measure import Bench, in_turn, released
 from eval.run.run import Run
-from eval.run.served import Servers
 from eval.run.tracing import traces
 from eval.run.wandb_run import Tracker, open_trackers
+from eval.serving.subject import Servers
 from eval.store.folder import RunStore, open_store
 from eval.store.results import Results
 from eval.store.runs import StoredRun, counted

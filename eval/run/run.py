@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from eval.run.cases import Case
-    from eval.server import Server
+    from eval.serving.client import Server
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class Run:
         """{label of an arm: its server}, asked what they are; {} for a model in this process."""
         if not self.is_served:
             return {}
-        from eval.server import Server, describe
+        from eval.serving.client import Server, describe
 
         server, asked, servers = self.config.server, dict[str, Server](), dict[str, Server]()
         for label, settings in self.asked.items():

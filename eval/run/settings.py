@@ -21,7 +21,7 @@ class ModelConfig:
 
     name: str = setting(MISSING_VALUE, "a preset, a folder or a hub id; of a server's model, its name there")
     load_format: str = setting("auto", "`dummy` builds random weights and downloads nothing, for timing")
-    dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`, `coder`), `float16`, `float64`")
+    dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`), `float16`, `float64`")
     device: str = setting("auto", "`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
     revision: str | None = setting(None, "branch, tag or commit of a hub id; `null`: the newest")
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer; `null`: the model's")
@@ -119,9 +119,7 @@ class RunConfig(SuiteSettings):
     )
     dataset: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
-    limit: int | None = setting(
-        None, "N examples of each dataset; `null`: all (embedded: 12; `stdlib`: 24; `ruler`: 500)"
-    )
+    limit: int | None = setting(None, "N examples of each dataset; `null`: all (embedded: 12; `ruler`: 500)")
     subset: str = setting(
         "first", "which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths"
     )
@@ -140,7 +138,7 @@ class RunConfig(SuiteSettings):
     )
     warmup: int = setting(5, "warm-up runs of each arm before the first example")
     seed: int = setting(0, "of random weights, of random subsets, and the default of methods with a `seed`")
-    threads: int | None = setting(None, "CPU threads, up to 1024; `null`: torch's choice (`tiny`, `coder`: 1)")
+    threads: int | None = setting(None, "CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)")
     out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`")
     trace: int = setting(0, "keep each layer's importance and selection for the first N examples of each dataset")
     fidelity: str | None = setting(

@@ -44,7 +44,7 @@ SHOWN = {
 REFUSED = {
     "run -m modl=tiny,llama2": "error: Could not override 'modl'",
     "run modl=tiny": "error: Could not override 'modl': Key 'modl' not in 'RunConfig' (did you mean model?",
-    "run model=lama2": "error: model=lama2: did you mean llama2? expected one of coder",
+    "run model=lama2": "error: model=lama2: did you mean llama2? expected one of custom",
     "run method=nosuch": "error: method=nosuch: expected one of asl, baseline",
     "run method=lazy,asl": "error: Ambiguous value for argument 'method=lazy,asl'",
     "run method=specprefill method.draft=./nowhere": "error: './nowhere' is not a model: no such folder",

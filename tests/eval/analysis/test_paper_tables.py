@@ -129,13 +129,13 @@ def test_printed_tables_have_the_papers_numbers_without_any_run_of_its_models() 
 
 
 def test_printed_tables_show_other_models_beside_the_papers() -> None:
-    runs = [preset("lazy", over(("hops",))), preset("lazy", over(("hops",), score=0.2), model="coder")]
+    runs = [preset("lazy", over(("hops",))), preset("lazy", over(("hops",), score=0.2), model="mine")]
     runs[0].about["examples"] = {"hops": 4}  # of which two were run
     cells = table1_paper(Results(runs)).cells
     row = line(cells, Tasks="Multi-Document QA", Method="LazyLLM")
     assert {name: row[name] for name in list(row)[2:] if "speedup" not in name} == {
         "Llama 2 7B: score": "- (22.31)", "XGen 7B: score": "- (20.68)",
-        "coder (embedded): n": "2", "coder (embedded): score": "20.00*",
+        "mine (embedded): n": "2", "mine (embedded): score": "20.00*",
         "tiny (embedded): n": "2", "tiny (embedded): score": "50.00*",
     }  # fmt: skip
     assert list(line(cells, Tasks="Synthetic", Method="Baseline").values())[-3:] == ["-"] * 3

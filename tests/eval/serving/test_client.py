@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from eval import server
-from eval.server import Answer, RequestError, Server, describe
+from eval.serving import client
+from eval.serving.client import Answer, RequestError, Server, describe
 from lazyllm.errors import UserError
-from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted, usage
+from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
 
 MODEL = {"id": "m", "owned_by": "vllm", "max_model_len": 512}
 FINE = Reply([event("Yes"), event(".", "stop"), usage(7, 3), DONE])
@@ -24,7 +24,7 @@ def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) ->
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(client, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(

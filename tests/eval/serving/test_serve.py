@@ -17,14 +17,14 @@ import openai
 import pytest
 import torch
 
-from eval.openai_api import ChatRequest, CompletionRequest, Endpoint, RefusedError, TextSampler
-from eval.serve import listen
+from eval.serving.api import ChatRequest, CompletionRequest, Endpoint, RefusedError, TextSampler
+from eval.serving.serve import listen
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_model
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
-from tests.eval.serving import tiny_server
+from tests.eval.serving.in_thread import tiny_server
 
 PROMPT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 ANSWER = " lantern copper."
@@ -285,11 +285,10 @@ def expected_text(tokenizer: Any, token_ids: list[int], stop: list[str]) -> tupl
     return tokenizer.decode(token_ids, skip_special_tokens=True), len(token_ids)
 
 
-@pytest.mark.parametrize("name", ["tiny", "coder"])
 @pytest.mark.parametrize("seed", range(12))
-def test_pieces_are_the_text_up_to_the_first_stop_string(name: str, seed: int) -> None:
+def test_pieces_are_the_text_up_to_the_first_stop_string(seed: int) -> None:
     rng = random.Random(seed)
-    loaded: tuple[Any, Any] = load_model(name)
+    loaded: tuple[Any, Any] = load_model("tiny")
     model, tokenizer = loaded
     text = "né 漢字 🙂 the lamp, a lantern of copper.\n ab aab aaab"
     known = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from eval import server
 from eval.analysis.run_table import comparisons
 from eval.run import loop
 from eval.run.job import main
 from eval.run.run import Run
+from eval.serving import client
 from eval.store.folder import read_visits
 from eval.store.results import Results
 from eval.store.visit import Measurement, Visit
@@ -21,8 +21,8 @@ from lazyllm.engine.generation import Conversation
 from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
-from tests.eval.scripted_server import DONE, Reply, Seen, chat, event, scripted, usage
-from tests.eval.serving import tiny_server
+from tests.eval.serving.in_thread import tiny_server
+from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
 from tests.runs import run_of
 
 TINY = load_tokenizer(PRESETS["tiny"].source)
@@ -71,7 +71,7 @@ def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(client, "PAUSES_S", (0.0, 0.0))
 
 
 def test_visit_holds_what_a_server_tells_and_null_for_the_rest(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_load_is_on_one_arm_at_a_time(tmp_path: Path, load: str, most: int) -> N
 
 
 def test_blocks_under_load_rotate_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.run.served.BLOCK", 1)
+    monkeypatch.setattr("eval.serving.subject.BLOCK", 1)
     overrides = ("method=server", "method.extra_body={b: 1}", "limit=32", "load.concurrency=2", "max_new_tokens=1")
     visits, _ = on(yes, tmp_path / "run", *overrides)
     firsts = [visit.order[0] for visit in visits]

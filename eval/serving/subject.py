@@ -18,7 +18,7 @@ from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.measure import WARMUP_TOKENS, in_turn, scored, visit_of
 from eval.run.run import Run
-from eval.server import Answer, RequestError, Server
+from eval.serving.client import Answer, RequestError, Server
 from eval.store.visit import Failure, Measurement, Visit
 from lazyllm.errors import UserError
 

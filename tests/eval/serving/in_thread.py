@@ -7,8 +7,8 @@ from typing import Any
 
 import uvicorn
 
-from eval.openai_api import make_app
-from eval.serve import endpoint_of, listen
+from eval.serving.api import make_app
+from eval.serving.serve import endpoint_of, listen
 from tests.runs import run_of
 
 

@@ -22,7 +22,7 @@ from eval.run.run import Run
 from lazyllm.errors import UserError, parser_of, require
 
 if TYPE_CHECKING:
-    from eval.openai_api import Endpoint
+    from eval.serving.api import Endpoint
 
 GRACE_S = 2  # for answers in progress, after SIGTERM
 
@@ -58,7 +58,7 @@ def serve(endpoint: Endpoint, listening: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C: then answers in progress are refused, and end with their next token."""
     import uvicorn
 
-    from eval.openai_api import make_app
+    from eval.serving.api import make_app
 
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -76,7 +76,7 @@ def serve(endpoint: Endpoint, listening: socket.socket) -> None:
 
 def endpoint_of(run: Run) -> Endpoint:
     """The methods of a run, by the names that requests give them, around its model. Raises UserError."""
-    from eval.openai_api import Endpoint
+    from eval.serving.api import Endpoint
     from lazyllm.methods import Baseline
     from lazyllm.models.load import load_tokenizer_of, load_weights
 
