@@ -21,7 +21,7 @@ from eval.benchmarks.metrics import needs_classes, score_example
 from eval.store.folder import fingerprint
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun, counted, stored_runs
-from eval.store.visit import Measurement, Turn
+from eval.store.visit import Answer, Turn
 from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 from lazyllm.machine import accelerator
@@ -127,7 +127,7 @@ def _disagreeing(run: StoredRun) -> Iterator[str]:
                     yield f"{run.folder}: {visit.dataset}, row {visit.id}, {arm}: {problem}"
 
 
-def _disagrees(run: StoredRun, key: tuple[str, str], turn: Turn, stored: Measurement) -> str | None:
+def _disagrees(run: StoredRun, key: tuple[str, str], turn: Turn, stored: Answer) -> str | None:
     dataset, classes = DATASETS[key[0]], None
     try:
         if needs_classes(dataset):  # visits lack the class names

@@ -220,9 +220,7 @@ def _counts(section: _Section, preset: str) -> list[tuple[int, np.ndarray]]:
     """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's first turns."""
     rows = first_turns(section.of(preset))
     return [
-        (turn.tokens, np.array(answer.cost.computed))
-        for turn, answer in section.results.answers(rows)
-        if answer.cost
+        (turn.tokens, np.array(answer.cost.computed)) for turn, answer in section.results.answers(rows) if answer.cost
     ]
 
 

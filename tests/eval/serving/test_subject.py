@@ -16,13 +16,14 @@ from eval.run.run import Run
 from eval.serving import client
 from eval.store.folder import read_visits
 from eval.store.results import Results
-from eval.store.visit import Measurement, Visit
+from eval.store.visit import Visit
 from lazyllm.engine.generation import Conversation
 from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
 from tests.eval.serving.in_thread import tiny_server
 from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
+from tests.eval.store.visits import flat
 from tests.runs import run_of
 
 TINY = load_tokenizer(PRESETS["tiny"].source)
@@ -58,9 +59,9 @@ def run(url: str, out: Path, *overrides: str) -> list[Visit]:
     return read_visits(out)
 
 
-def measured(visits: list[Visit], label: str = "baseline") -> list[Measurement]:
+def measured(visits: list[Visit], label: str = "baseline") -> list[Any]:
     """An arm's first answers."""
-    return [visit.answers[label][0] for visit in visits if label in visit.answers]
+    return [flat(visit.answers[label][0]) for visit in visits if label in visit.answers]
 
 
 def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple[list[Visit], Seen]:

@@ -15,7 +15,8 @@ import numpy as np
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
 from eval.store.runs import StoredRun
-from eval.store.visit import Measurement
+from eval.store.visit import Answer as StoredAnswer
+from tests.eval.store.visits import flat
 
 NAN = float("nan")
 RESAMPLES = 2000
@@ -57,19 +58,19 @@ class Answer:
     dataset: str
     id: str
     turn: int
-    own: Measurement
-    baseline: Measurement | None
+    own: StoredAnswer
+    baseline: StoredAnswer | None
 
     @property
     def setting(self) -> tuple[str, str, str, str]:
         return self.model, self.method, self.settings, DATASETS[self.dataset].suite
 
 
-def number(one: Measurement, name: str) -> float:
+def number(one: StoredAnswer, name: str) -> float:
     """A value as tables show it; NaN if it was not measured."""
     value: Any
     if name == "step_s":
-        steps = one.decode_step_s
+        steps = one.times.decode_step_s
         value = sum(steps) / len(steps) if steps else None if one.request is None else one.request.tpot_s
     elif name == "generated_tokens":
         if one.token_ids is not None:
@@ -79,7 +80,7 @@ def number(one: Measurement, name: str) -> float:
     elif name == "pct_answered":
         value = 100 if one.text != "" else 0
     else:
-        value = getattr(one, name)
+        value = getattr(flat(one), name)
     return NAN if value is None else float(value) * (100 if name in PERCENT else 1)
 
 
