@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from eval.benchmarks.datasets import default_suite
-from eval.benchmarks.suite import Suite
+from eval.benchmarks.suite import DataSettings, Suite
 from eval.run.device_lock import nvidia_smi
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import parser_of, require
@@ -129,7 +129,7 @@ def _preset(model: str) -> Preset:
 
 
 def check_rows(suites: Sequence[Suite]) -> State:
-    fetched = {suite.name: suite.cached() for suite in suites if suite.cached is not None}
+    fetched = {suite.name: suite.cached(DataSettings()) for suite in suites if suite.cached is not None}
     for suite in suites:
         if not fetched.get(suite.name, True):
             return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"

@@ -23,7 +23,7 @@ from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
 from tests.eval.serving.in_thread import tiny_server
 from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
-from tests.eval.store.visits import flat
+from tests.eval.store.visits import flattened
 from tests.runs import run_of
 
 TINY = load_tokenizer(PRESETS["tiny"].source)
@@ -54,14 +54,14 @@ def served(url: str, out: Path | None, *overrides: str) -> Run:
     return run_of(*fixed, "warmup=0", *([f"out={out}"] if out is not None else []), *overrides)
 
 
-def run(url: str, out: Path, *overrides: str) -> list[Visit]:
+def run(url: str, out: Path, *overrides: str) -> list[Any]:
     loop.measure(served(url, out, *overrides), show=False)
-    return read_visits(out)
+    return [*map(flattened, read_visits(out))]
 
 
 def measured(visits: list[Visit], label: str = "baseline") -> list[Any]:
     """An arm's first answers."""
-    return [flat(visit.answers[label][0]) for visit in visits if label in visit.answers]
+    return [visit.answers[label][0] for visit in visits if label in visit.answers]
 
 
 def on(script: Script, out: Path, *overrides: str, owner: str = "vllm") -> tuple[list[Visit], Seen]:
@@ -307,7 +307,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
     names = ("model.name=tiny/baseline", "method=server", "method.model=tiny")
     monkeypatch.setattr(Conversation, "answer_with", answer_with)
     run(endpoint, tmp_path / "there", *names, *shared)
-    here, there = (read_visits(tmp_path / name) for name in ("here", "there"))
+    here, there = ([*map(flattened, read_visits(tmp_path / name))] for name in ("here", "there"))
     for ours, theirs in zip(here, there, strict=True):
         assert (ours.key, ours.turns) == (theirs.key, theirs.turns)
         pairs = [(ours.answers[a][0], theirs.answers[b][0]) for a, b in (("lazy", "server"), ("baseline", "baseline"))]
