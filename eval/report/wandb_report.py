@@ -20,7 +20,15 @@ from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 
 _TABLES = ("table1_paper", "table2_paper", "verdicts", "field")
-_COLUMNS = ("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
+_COLUMNS = (
+    "score",
+    "ttft_speedup",
+    "equal_length_speedup",
+    "generation_speedup",
+    "pct_prompt_tokens_computed",
+    "kv_bytes",
+    "aux_bytes",
+)
 Block = dict[str, Any]  # "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
 
 

@@ -133,7 +133,7 @@ class Tracker:
 
     def _per_example(self, results: Results) -> Any:
         frame: Any = results.frame
-        rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]]
+        rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]].drop(columns="token_s")
         turns = list(results.answers(rows))
         gold = [" | ".join(turn.answers) for turn, _ in turns]
         rows = rows.assign(gold=gold, answer=[answer.text for _, answer in turns])

@@ -57,7 +57,8 @@ class Results:
         model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
         run), method, settings (canonical JSON of the hyperparameters), label (the same for people), seed, is_baseline,
         dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens (of the turn's message), turn (from 1),
-        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`. Scores are 0 to 100.
+        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`, and token_s, the seconds to each token
+        (None if steps were not timed). Scores are 0 to 100.
 
         counts: whether tables count the row: the first answer of its arm in its run, and of several runs of a setting
         and seed that with most examples of the dataset, then the newest (`choices`). The others serve `beside` only.

@@ -9,6 +9,7 @@ import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,7 @@ class StoredRun:
         frame[[*SCALES]] = numbers * [*SCALES.values()]
         derived = np.array([_derived(one) for one in measured], dtype=float).reshape(-1, 3)
         frame[["step_s", "generated_tokens", "pct_answered"]] = derived
+        frame["token_s"] = pd.Series(map(_token_s, measured), dtype=object)
         for column in ("method", "label", "seed", "is_baseline"):
             frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
         settings = {name: canonical_json(arm.settings) for name, arm in self.arms.items()}
@@ -223,7 +225,7 @@ class StoredRun:
 
 COLUMNS = [
     "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "seed", "is_baseline",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED,
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED, "token_s",
 ]  # fmt: skip
 
 
@@ -233,6 +235,12 @@ def _derived(one: Answer) -> tuple[float | None, int | None, int]:
     if one.times.decode_step_s:
         step_s = float(np.mean(one.times.decode_step_s))
     return step_s, tokens if one.token_ids is None else len(one.token_ids), 100 if one.text else 0
+
+
+def _token_s(one: Answer) -> tuple[float, ...] | None:
+    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
+    steps = one.times.decode_step_s
+    return None if steps is None else tuple(accumulate([one.times.ttft_s, *steps]))
 
 
 def canonical_json(settings: Mapping[str, Any]) -> str:
