@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from eval.analysis import style
 from eval.analysis.columns import STUDIED
+from eval.analysis.table import as_figure
 from eval.store.results import Results, first_turns
 from eval.store.runs import counted
 from eval.store.visit import Cost
@@ -35,6 +36,21 @@ def data(results: Results) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True).reindex(columns=columns)
 
 
+@as_figure(
+    130,
+    "figure7",
+    data,
+    title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
+    caption=(
+        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; the baseline computes all "
+        "of them in its prefill. Below: the number of examples still generating."
+    ),
+    notes=(
+        "An example that has ended keeps its last value, so the right end shows what whole answers needed (Table 2's "
+        "quantity, by group). The paper averages 1000 random LongBench examples."
+    ),
+    command="python run.py experiment=figure7 model=llama2",
+)
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each model, a curve for each group of layers; below it, the number of examples still generating."""
