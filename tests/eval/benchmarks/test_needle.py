@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.registry import FIGURES
+from eval.analysis.table import figures
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.needle import SUITE, NeedleConfig
@@ -118,7 +118,7 @@ def test_map_shows_each_methods_misses():
         replace(made.example("needle", f"needle-256-{depth}", score=score), groups=["length=256", f"depth={depth}"])
         for depth, score in ((0, 1.0), (50, 0.0), (100, 1.0))
     ]
-    figure = FIGURES["needle"]
+    figure = figures()["needle"]
     frame: Any = figure.data(Results([made.stored(visits)]))
     assert list(dict.fromkeys(frame["method"])) == ["baseline", "lazy"]
     rows = frame[frame["method"] == "lazy"].to_dict("records")
