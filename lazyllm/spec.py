@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, nearest
 from lazyllm.presets import PRESETS
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -101,9 +100,7 @@ def source_of(name: str) -> str:
     if path.is_dir():
         return str(path)
     if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
-        close = "".join(f"; did you mean {preset}?" for preset in get_close_matches(name, PRESETS, 1))
         raise UserError(
-            f"{name!r} is not a model: no such folder, not a hub id (owner/name), not one of the presets "
-            f"{', '.join(PRESETS)}{close}"
+            f"{name!r} is not a model: no such folder, no hub id (owner/name), no preset: {nearest(name, PRESETS)}"
         )
     return name
