@@ -39,7 +39,7 @@ def render(
 ) -> str:
     """The page of some runs.
 
-    make_tables, figures: such as those of `eval.analysis.registry`. most: number of examples shown for each run and
+    make_tables, figures: such as those of `eval.analysis.table`. most: number of examples shown for each run and
     dataset, None for all.
     """
     runs = results.runs

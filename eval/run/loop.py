@@ -88,7 +88,7 @@ def _summarise(run: Run, results: Results, trackers: list[Tracker], show: bool) 
         (folder / "figures").mkdir(exist_ok=True)
         pictures += save(plot_comparison(results, table), folder / "figures" / "comparison")
     if run.config.tracker.name != "none":
-        from eval.analysis.registry import draw_all
+        from eval.analysis.style import draw_all
 
         pictures += draw_all(results, folder / "figures")
     for tracker in trackers:

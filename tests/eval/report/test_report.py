@@ -310,8 +310,8 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path
 
 def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr("eval.analysis.registry.TABLES", TABLES)
-    monkeypatch.setattr("eval.analysis.registry.FIGURES", FIGURES)
+    monkeypatch.setattr("eval.analysis.table.tables", lambda: TABLES)
+    monkeypatch.setattr("eval.analysis.table.figures", lambda: FIGURES)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
     assert command.main(["runs"]) == 0
     assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
