@@ -13,7 +13,7 @@ from typing import Any
 
 from lazyllm.engine.inputs import ScoreSpec as ScoreSpec
 from lazyllm.engine.method import Method
-from lazyllm.errors import UserError, place_of, reason_of
+from lazyllm.errors import UserError, nearest, place_of, reason_of
 from lazyllm.methods.asl import ASL
 from lazyllm.methods.baseline import Baseline
 from lazyllm.methods.claa import CLAA
@@ -22,6 +22,7 @@ from lazyllm.methods.gemfilter import GemFilter
 from lazyllm.methods.lazy import Lazy
 from lazyllm.methods.oracle import Oracle
 from lazyllm.methods.prompt_compression import PromptCompression
+from lazyllm.methods.promptdistill import PromptDistill
 from lazyllm.methods.pyramidinfer import PyramidInfer
 from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.specprefill import SpecPrefill
@@ -34,8 +35,8 @@ from lazyllm.methods.uniprefill import UniPrefill
 METHODS: dict[str, type[Method]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
-        ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, Oracle, PromptCompression, PyramidInfer, RandomDrop, SpecPrefill,
-        StaticPruning, UniPrefill,
+        ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, Oracle, PromptCompression, PromptDistill, PyramidInfer,
+        RandomDrop, SpecPrefill, StaticPruning, UniPrefill,
     )
 }  # fmt: skip
 
@@ -58,7 +59,7 @@ def by_name(name: str) -> type[Method]:
     if point is not None:
         return plugins.load(point)
     if name not in METHODS:
-        raise UserError(f"unknown method {name!r}; known are {', '.join(known())}")
+        raise UserError(f"unknown method {name!r}: {nearest(name, known())}")
     return METHODS[name]
 
 

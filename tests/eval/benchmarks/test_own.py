@@ -270,7 +270,8 @@ def test_two_own_datasets_come_to_scores_of_their_own_and_to_the_report_of_anoth
         assert [(visit["dataset"], visit["id"]) for visit in visits] == [(name, "a"), (name, "b")]
         assert {*visits[0]["answers"]} == {"baseline", "lazy"}
     capsys.readouterr()
-    assert main(["rows", f"dataset={tmp_path / 'mine.yaml'}", options[0]]) == 0
+    for quote in ("", '"', "'"):
+        assert main(["rows", f"dataset={quote}{tmp_path / 'mine.yaml'}{quote}", options[0]]) == 0
     shown = capsys.readouterr().out
     assert "Notes: aq copper. bq river.\nQuestion: Entry bq?" in shown
     assert "gold: river" in shown

@@ -200,7 +200,7 @@ def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, pref
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "nosuch"}, "'nosuch'; known are asl, baseline"),
+        ({"method": "nosuch"}, "'nosuch': the nearest names are"),
         ({"add_bos_token": True}, "'add_bos_token'; it has schedule"),
         ({"schedule": "9:0.7"}, "only 8 layers"),
         ({"schedule": "2:half"}, "schedule '2:half': expected .* 9:0.7"),
@@ -234,7 +234,7 @@ def test_requests_in_a_batch_give_what_each_gives_alone(pruned: PrunedLM, monkey
             assert found == expected
         else:
             check(found, expected, 1e-4)
-    assert {6, 3} <= set(sizes)  # six longer continuations; three answers
+    assert max(sizes) == 6  # six longer continuations
 
 
 def test_sampled_answers_are_those_of_hf_after_the_same_seed(hf: HFLM) -> None:
@@ -257,10 +257,11 @@ def test_command_writes_results(tasks: Path, tmp_path: Path, monkeypatch: pytest
     model = ["--model", "lazyllm", "--batch_size", "4"]
     lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=lazy,schedule=2:0.6"])
     (file,) = tmp_path.rglob("results_*.json")
+    assert file.parent.name == "tiny-lazy-schedule=2__0.6"
     written = json.loads(file.read_text())
     assert written["config"]["method"] == repr(Lazy("2:0.6"))
     assert 0 <= written["results"]["own_choice"]["acc,none"] <= 1
-    with pytest.raises(UserError, match=r"^unknown method 'nosuch'; known are"):
+    with pytest.raises(UserError, match=r"^unknown method 'nosuch': the nearest names are"):
         lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=nosuch"])
 
 
