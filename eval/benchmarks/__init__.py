@@ -5,12 +5,13 @@ from eval.benchmarks import (
     longbench,
     longbench_v2,
     needle,
+    random_tokens,
     ruler,
     scbench,
 )
 from eval.benchmarks.suite import Suite
 
-_OTHERS = (longbench_v2, embedded, ruler, needle, scbench)
+_OTHERS = (longbench_v2, embedded, ruler, needle, scbench, random_tokens)
 _ALL = (longbench.SUITE, longbench.SUITE_E, *(module.SUITE for module in _OTHERS))
 
 SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}

@@ -37,6 +37,7 @@ class Dataset:
     decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does, or together.
     first_line: whether only the first line of the answer is scored (leading newlines stripped first).
     newline_ends: whether a newline token ends the answer, which then has at least one token.
+    full_length: whether no token ends the answer.
     protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten: the examples' answers,
         and the labels that lay the examples out; "" if the context holds no examples.
     """
@@ -51,6 +52,7 @@ class Dataset:
     decode_halves: bool = True
     first_line: bool = False
     newline_ends: bool = False
+    full_length: bool = False
     protected: str = ""
 
 
@@ -179,6 +181,7 @@ class Suite:
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only, which are then read
         from a given `data.dir` before torch is imported.
     shorter: advice if a prompt is longer than the model's positions.
+    tokenizer: makes the tokenizer of its prompts, without a chat format; None takes the model's.
     """
 
     name: str
@@ -200,6 +203,7 @@ class Suite:
     subsets: tuple[str, ...] = ()
     length: Callable[[DataSettings], int | None] = lambda settings: None
     shorter: str = "set a lower model.max_prompt_tokens"
+    tokenizer: Callable[[ModelSpec], Any] | None = None
 
     @property
     def whole(self) -> str:

@@ -65,7 +65,7 @@ def _measured(measured: Answer, strings: dict[str, int]) -> dict[str, Any]:
     return {
         "text": strings[measured.text],
         "tokens": measured.request and measured.request.completion_tokens if ids is None else len(ids),
-        "score": _short(100 * measured.score),
+        "score": _short(None if measured.score is None else 100 * measured.score),
         "ttft": _short(measured.times.ttft_s),
         "total": _short(measured.times.total_s),
         "pct": _short(measured.cost and measured.cost.pct_prompt_tokens_computed),

@@ -132,6 +132,7 @@ def identity_of(run: Any) -> dict[str, Any]:
     limit, chat = run.max_prompt_tokens, _chat_identity(run)  # refused before rows are made, which may take minutes
     # splits share no table; rounding differs by the number of answers that decode together
     optional = {"turns": config.turns, "split": config.split, "fidelity": config.fidelity}
+    optional["clock"] = "CPU time of the process" if run.counts_cpu_time else None
     optional["batch_size"] = run.batch_size if run.batch_size > 1 else None
     identity = {
         **(_served_identity(run) if run.is_served else _model_identity(run)),

@@ -31,7 +31,7 @@ from eval.store.folder import RunStore, open_store
 from eval.store.results import Results
 from eval.store.runs import StoredRun, counted
 from eval.store.visit import Trace
-from lazyllm.engine.devices import devices_of
+from lazyllm.engine.devices import cpu_time, devices_of
 from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
 from lazyllm.models.load import devices_in_use, load_weights
@@ -191,7 +191,7 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: C
     if not todo and not untraced:
         return
     devices = () if run.is_served else devices_in_use(run.spec)
-    with held(devices), _noted(store, len(todo)), released(devices):
+    with held(devices), _noted(store, len(todo)), released(devices), cpu_time(run.counts_cpu_time):
         subject = Servers(run) if run.is_served else Bench(run, load())
         if todo:
             _measure(subject, todo, run.config.warmup, store, trackers)

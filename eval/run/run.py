@@ -61,7 +61,7 @@ class Run:
         keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
         spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=self.config.seed)
         spec.check()
-        if not spec.is_local and spec.is_dummy and spec.tokenizer is None:
+        if spec.is_dummy and spec.tokenizer is None and self.suite.tokenizer is None and not spec.is_local:
             raise UserError(
                 "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
                 "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
@@ -73,7 +73,7 @@ class Run:
         """The format of prompts and answers."""
         model, by_server = self.config.model, self.config.server.api == "chat"  # which applies the model's template
         return chat_format(
-            "none" if by_server else model.chat,
+            "none" if by_server or self.suite.tokenizer is not None else model.chat,
             args={} if by_server else model.chat_args or {},
             system=None if by_server else model.system,
             today=model.today,
@@ -254,6 +254,8 @@ class Run:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from lazyllm.models.load import load_tokenizer_of
 
+        if self.suite.tokenizer is not None:
+            return self.suite.tokenizer(self.spec)
         tokenizer = load_tokenizer_of(self.spec)
         assert tokenizer is not None  # `spec` refuses random weights without one
         return tokenizer
@@ -304,6 +306,18 @@ class Run:
         new_tokens = max(self.answer_limit(data.dataset, data.max_new_tokens) for data in self.loaded)
         memory = memory_of(*devices_in_use(self.spec))
         return fitting_batch(self.config.batch_size, self.spec, methods, self.max_prompt_tokens, new_tokens, memory)
+
+    @property
+    def counts_cpu_time(self) -> bool:
+        """Whether times are the process's CPU time: of prompts that only measure time, by one thread of a CPU."""
+        if self.is_served or self.suite.tokenizer is None:
+            return False
+        import torch
+
+        from lazyllm.models.load import devices_in_use
+
+        is_cpu = {device.type for device in devices_in_use(self.spec)} == {"cpu"}
+        return is_cpu and (self.config.threads or torch.get_num_threads()) == 1
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
+    from lazyllm.engine.generation import Generation
     from lazyllm.engine.session import Session
 
 
@@ -48,6 +49,7 @@ class Method(ABC):
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
+    answers_itself: ClassVar[bool] = False  # `answer` makes whole answers, outside of this package's loop over layers
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
 
     def __post_init__(self) -> None:
@@ -70,6 +72,12 @@ class Method(ABC):
 
         groups = self.groups(len(decoder.layers), len(prompt))
         return Session(decoder, groups, len(prompt), max_new_tokens, self)
+
+    def answer(
+        self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, end_ids: Sequence[int], min_new_tokens: int
+    ) -> Generation:
+        """The whole answer, as of `lazyllm.generate`, if the method `answers_itself`."""
+        raise NotImplementedError
 
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Selection:
         """Choose tokens in prefill, at the end of a group that declares `scores`; by default all go on.

@@ -25,6 +25,7 @@ from lazyllm.models.checkpoint import (
     PICKLED_WEIGHTS,
     SAFETENSORS,
     WEIGHTS,
+    architecture_of,
     check_files,
     folder_of,
     gguf_of,
@@ -33,7 +34,6 @@ from lazyllm.models.checkpoint import (
 from lazyllm.models.gguf_file import dequantised
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
-from lazyllm.presets import PRESETS
 from lazyllm.spec import DeviceMap, ModelSpec
 
 
@@ -128,9 +128,7 @@ def devices_in_use(spec: ModelSpec) -> tuple[torch.device, ...]:
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
     """The model's config, read without its weights. Raises UserError."""
-    preset = PRESETS.get(spec.name)
-    architecture = None if preset is None else preset.architecture
-    if spec.is_dummy and architecture is not None:
+    if (architecture := architecture_of(spec)) is not None:
         return AutoConfig.for_model(**architecture)
     folder = folder_of(spec, CONFIGS)
     try:
