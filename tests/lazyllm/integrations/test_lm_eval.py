@@ -23,7 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from eval import cli
-from eval.benchmarks.embedded import _row
+from eval.benchmarks.datasets import DATASETS, load_rows
 from lazyllm.engine import generation
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
@@ -45,7 +45,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three small tasks and their rows: nothing comes from the hub."""
     folder = tmp_path_factory.mktemp("tasks")
     docs = []
-    for number, row in enumerate(_row("lookup", index, 1)[0] for index in range(2)):
+    for number, row in enumerate(example.official for example in load_rows(DATASETS["lookup"]).examples[:2]):
         choices = ["olive rosemary chalk", "jungle", "coral"]
         choices.insert(number, row["answers"][0])
         question = f"Ledger: {row['context']}\nQuestion: entry {row['input']}"
