@@ -35,7 +35,7 @@ def evidence_shares(results: Results) -> pd.DataFrame:
     Means over the answers with known evidence; seeds and turns are pooled. Empty if there are no such answers.
     """
     rows: Any = results.counting.dropna(subset="evidence_recall")
-    answers = [answer for _, answer in results.measurements(rows)]
+    answers = [answer.evidence for _, answer in results.answers(rows) if answer.evidence is not None]
     shares = rows[[*SECTION, "method", "label", "task"]].assign(
         outcome=np.where(rows["score"] < FULL_SCORE, "wrong", "right"),
         in_prefill=[answer.evidence_prefill for answer in answers],

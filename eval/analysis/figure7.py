@@ -14,7 +14,7 @@ from eval.analysis.columns import STUDIED
 from eval.analysis.table import as_figure
 from eval.store.results import Results, first_turns
 from eval.store.runs import counted
-from eval.store.visit import Measurement
+from eval.store.visit import Cost
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 
@@ -28,7 +28,7 @@ def data(results: Results) -> pd.DataFrame:
     rows: Any = first_turns(style.studied(results))
     parts = []
     for (model, label), part in rows.groupby(["model", "label"], sort=False):
-        answers = [(asked.tokens, answer) for asked, answer in results.measurements(part)]
+        answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(part) if answer.cost is not None]
         parts.append(_curves(answers).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()
@@ -81,9 +81,9 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _curves(answers: Sequence[tuple[int, Measurement]]) -> pd.DataFrame:
+def _curves(answers: Sequence[tuple[int, Cost]]) -> pd.DataFrame:
     """The curves of all groups in any answer, which merges equal neighbours. answers: each with its prompt tokens."""
-    examples: list[Any] = [(n, answer.group_starts, answer.computed) for n, answer in answers]
+    examples: list[Any] = [(n, cost.group_starts, cost.computed) for n, cost in answers]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
     lengths = np.array([len(computed) for _, _, computed in examples])
     steps = np.arange(lengths.max())

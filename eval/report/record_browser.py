@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.store.runs import StoredArm, StoredRun
-from eval.store.visit import Measurement, Visit
+from eval.store.visit import Answer, Visit
 
 
 def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def embed_arm(run: StoredRun, arm: StoredArm) -> dict[str, Any]:
 
 
 def _embed(
-    arm: int, visit: Visit, own: Sequence[Measurement], beside: Sequence[Measurement] | None, strings: dict[str, int]
+    arm: int, visit: Visit, own: Sequence[Answer], beside: Sequence[Answer] | None, strings: dict[str, int]
 ) -> list[dict[str, Any]]:
     """An entry for each turn of an arm's answers."""
     theirs = beside or [None] * len(own)
@@ -60,16 +60,16 @@ def _embed(
     ]
 
 
-def _measured(measured: Measurement, strings: dict[str, int]) -> dict[str, Any]:
+def _measured(measured: Answer, strings: dict[str, int]) -> dict[str, Any]:
     ids = measured.token_ids  # None of a server's answer, which may tell their number
     return {
         "text": strings[measured.text],
         "tokens": measured.request and measured.request.completion_tokens if ids is None else len(ids),
         "score": _short(100 * measured.score),
-        "ttft": _short(measured.ttft_s),
-        "total": _short(measured.total_s),
-        "pct": _short(measured.pct_prompt_tokens_computed),
-        "kl": _short(measured.kl),
+        "ttft": _short(measured.times.ttft_s),
+        "total": _short(measured.times.total_s),
+        "pct": _short(measured.cost and measured.cost.pct_prompt_tokens_computed),
+        "kl": _short(measured.fidelity and measured.fidelity.kl),
     }
 
 

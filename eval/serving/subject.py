@@ -19,7 +19,7 @@ from eval.run.cases import Case
 from eval.run.measure import WARMUP_TOKENS, in_turn, scored, visit_of
 from eval.run.run import Run
 from eval.serving.client import Completion, RequestError, Server
-from eval.store.visit import Failure, Measurement, Visit
+from eval.store.visit import Answer, Failure, Fidelity, Times, Visit
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Servers:
                     answers[place][label] = future.result()
             for case, given in zip(block, answers, strict=True):
                 arms = tuple(sorted(case.arms, key=lambda arm: order.index(arm.label)))
-                baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
+                baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Answer] | Failure]()
                 for label, own in given.items():
                     is_failure = isinstance(own, Failure)
                     measured[label] = own if is_failure else self._measurements(case, own, baseline)
@@ -146,7 +146,6 @@ class Servers:
         for answer, turn in zip(earlier, prompt.turns, strict=False):
             texts += [answer.text, turn.text]
         if self.run.config.server.api == "chat":
-            texts[:1] = [*case.example.earlier, texts[0].removeprefix("".join(case.example.earlier))]
             texts[0] = noise + texts[0]
             messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
             messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []
@@ -168,14 +167,15 @@ class Servers:
 
     def _measurements(
         self, case: Case, answers: list[Completion], baseline: list[Completion] | Failure | None
-    ) -> list[Measurement]:
-        chat, measured, so_far = self.run.chat, list[Measurement](), 0.0
+    ) -> list[Answer]:
+        chat, measured, so_far = self.run.chat, list[Answer](), 0.0
         for turn, answer in enumerate(answers):
             thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
             text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
-            fields = scored(case, text, chat, turn)
-            fields |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
+            times = Times(ttft_s=answer.ttft_s, total_s=answer.last_token_s, total_s_so_far=so_far)
+            fidelity = None
             if isinstance(baseline, list) and answers is not baseline:
-                fields["same_answer"] = int(answer.text == baseline[turn].text)
-            measured.append(Measurement(**fields, scoring_tokens=None, request=answer.request))
+                fidelity = Fidelity(same_answer=int(answer.text == baseline[turn].text))
+            own = scored(case, text, chat, turn)
+            measured.append(Answer(**own, times=times, fidelity=fidelity, request=answer.request))
         return measured

@@ -36,7 +36,7 @@ from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # of run.json's layout, stored there as `schema`
+VERSION = 4  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import fingerprint
 from eval.store.runs import COLUMNS, StoredRun, stored_runs
-from eval.store.visit import Measurement, Turn, Visit
+from eval.store.visit import Answer, Turn, Visit
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Results:
 
         return by_task(self.frame)
 
-    def measurements(self, rows: Any) -> Iterator[tuple[Turn, Measurement]]:
+    def answers(self, rows: Any) -> Iterator[tuple[Turn, Answer]]:
         """What was asked and answered in each of these rows of the frame, with the lists that are in no column."""
         visits = defaultdict[tuple[str, str, str], list[Visit]](list)
         for run in self.runs:

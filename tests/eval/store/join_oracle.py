@@ -15,7 +15,8 @@ import numpy as np
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
 from eval.store.runs import StoredRun
-from eval.store.visit import Measurement
+from eval.store.visit import Answer as StoredAnswer
+from tests.eval.store.visits import flat
 
 NAN = float("nan")
 RESAMPLES = 2000
@@ -55,19 +56,19 @@ class Answer:
     dataset: str
     id: str
     turn: int
-    own: Measurement
-    baseline: Measurement | None
+    own: StoredAnswer
+    baseline: StoredAnswer | None
 
     @property
     def setting(self) -> tuple[str, str, str, str]:
         return self.model, self.method, self.settings, DATASETS[self.dataset].suite
 
 
-def number(one: Measurement, name: str) -> float:
+def number(one: StoredAnswer, name: str) -> float:
     """A value as tables show it; NaN if it was not measured."""
     value: Any
     if name == "step_s":
-        steps = one.decode_step_s
+        steps = one.times.decode_step_s
         value = sum(steps) / len(steps) if steps else None if one.request is None else one.request.tpot_s
     elif name == "generated_tokens":
         if one.token_ids is not None:
@@ -77,7 +78,7 @@ def number(one: Measurement, name: str) -> float:
     elif name == "pct_answered":
         value = 100 if one.text != "" else 0
     else:
-        value = getattr(one, name)
+        value = getattr(flat(one), name)
     return NAN if value is None else float(value) * (100 if name in PERCENT else 1)
 
 
@@ -133,20 +134,21 @@ def ratio(above: float, below: float) -> float:
     return NAN if below == 0 or math.isnan(below) else above / below
 
 
-def to_token(one: Measurement, k: int) -> float:
+def to_token(one: StoredAnswer, k: int) -> float:
     """Seconds to the k-th token, from 1."""
-    assert one.decode_step_s is not None
-    time = one.ttft_s
-    for step in one.decode_step_s[: k - 1]:
+    assert one.times.decode_step_s is not None
+    time = one.times.ttft_s
+    for step in one.times.decode_step_s[: k - 1]:
         time += step
     return time
 
 
-def to_equal_length(own: Measurement, theirs: Measurement) -> tuple[float, float]:
+def to_equal_length(own: StoredAnswer, theirs: StoredAnswer) -> tuple[float, float]:
     """Seconds of both answers to their k-th token: k is the length of the shorter one."""
-    if own.decode_step_s is None or theirs.decode_step_s is None:
+    ours, others = own.times.decode_step_s, theirs.times.decode_step_s
+    if ours is None or others is None:
         return NAN, NAN
-    k = 1 + min(len(own.decode_step_s), len(theirs.decode_step_s))
+    k = 1 + min(len(ours), len(others))
     return to_token(own, k), to_token(theirs, k)
 
 

@@ -12,7 +12,7 @@ from eval.store.aggregate import COLUMNS, beside, by_task
 from eval.store.aggregate import VALUES as TABLE_VALUES
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun
-from eval.store.visit import SCALES, Failure, Measurement, Request, Visit
+from eval.store.visit import SCALES, Answer, Failure, Request, Visit
 from tests.eval.store import join_oracle as oracle
 from tests.eval.store.visits import measurement, turn
 from tests.helpers import slow
@@ -46,7 +46,7 @@ def run_of(
     return StoredRun(Path(folder), about, visits)
 
 
-def visit(dataset: str, name: str, answers: dict[str, list[Measurement]], failed: list[str] | None = None) -> Visit:
+def visit(dataset: str, name: str, answers: dict[str, list[Answer]], failed: list[str] | None = None) -> Visit:
     turns = [turn(number) for number in range(max((len(found) for found in answers.values()), default=1))]
     failures = dict.fromkeys(failed or [], FAILED)
     return Visit(dataset=dataset, id=name, turns=turns, order=[*answers, *failures], answers=answers, failures=failures)
@@ -199,7 +199,7 @@ def test_by_hand_an_answer_without_a_baseline_is_in_no_comparison() -> None:
 # ---- the tables against the oracle
 
 
-def drawn_measurement(rng: random.Random, is_bare: bool) -> Measurement:
+def drawn_measurement(rng: random.Random, is_bare: bool) -> Answer:
     """Every number at random. is_bare: without what some answers lack."""
     percent = {name for name, scale in SCALES.items() if scale == 100}
     values: dict[str, Any] = {name: rng.random() if name in percent else rng.uniform(0.1, 9) for name in SCALES}
@@ -248,7 +248,7 @@ def drawn_run(
                     if arm not in failed
                 }
                 for arm in answers if "baseline" not in answers else ("baseline",):
-                    answers[arm] = [replace(one, **dict.fromkeys(oracle.OF_PAIRS)) for one in answers[arm]]
+                    answers[arm] = [replace(one, fidelity=None) for one in answers[arm]]
                 visits.append(visit(dataset, str(number), answers, failed))
                 missing = [arm for arm in missing if arm not in answers]
                 if rng.random() < 0.3:
@@ -365,5 +365,5 @@ def test_comparisons_are_the_oracles(seed: int) -> None:
         assert found.examples == len(differences)
         assert found.better == sum(value > 1e-12 for value in differences)
         assert found.worse == sum(value < -1e-12 for value in differences)
-        changed = [answer.own.same_answer == 0 for answer in answers if answer.baseline is not None]
+        changed = [answer.own.fidelity.same_answer == 0 for answer in answers if answer.baseline is not None]
         assert (found.answers, found.changed) == (len(changed), sum(changed))
