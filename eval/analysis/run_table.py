@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
-from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
+from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import NO_INTERVAL, VALUES, beside, drawn_means, on_common_examples, rows_of
 from eval.store.results import Results
@@ -24,13 +24,14 @@ SHOWN = (
     Column("score", "score", 2),
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
-    Column("kl", "KL, nats", 5, interval=False),
+    replace(KL, interval=False),
+    *(replace(one, interval=False) for one in FIDELITY),
     Column("equal_length_speedup", "generation speedup", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
     Column("generation_speedup", "of whole answers", 2),
 )
-# Of prompts without a score, which measure time and memory. The last three of the ratios are to the baseline's
+# Of prompts without a score, which measure time and memory
 SHOWN_OF_SPEED = (
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("ttft_speedup", "TTFT speedup", 2),
@@ -62,22 +63,34 @@ def run_table(results: Results, title: str) -> Table:
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("shown_run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
-    is_scored = bool(frame["score"].notna().any()) or frame.empty
-    shown = frame.assign(
-        share_of_ideal=frame["ttft_speedup"] / frame["ideal_ttft_speedup"],
-        step_ratio=1 / frame["step_speedup"],
-        answer_ratio=1 / frame["generation_speedup"],
+    shown = _with_ratios(frame).assign(
         shown_run=frame["run"].map(_run_names(results.runs)),
         shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"),
     )
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
-    numbers = [one for one in (SHOWN if is_scored else SHOWN_OF_SPEED) if shown[one.name].notna().any()]
-    if is_scored:
-        numbers = [SHOWN[0], *failed, *(one for one in numbers if one.name != "score")]
-    text = cells(shown, [*columns, *counts(frame), *numbers])
+    first, *others = shown_in(shown)
+    text = cells(shown, [*columns, *counts(frame), first, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[_whole(frame)] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
+
+
+def shown_in(values: Any) -> list[Column]:
+    """The columns of `SHOWN` that any row has, the score first; without any score those of `SHOWN_OF_SPEED`.
+
+    values: a frame of these columns.
+    """
+    shown = SHOWN if has_values(values, "score") or values.empty else SHOWN_OF_SPEED
+    return [one for one in shown if one.name == "score" or has_values(values, one.name)]
+
+
+def _with_ratios(frame: Any) -> Any:
+    """With the columns of `SHOWN_OF_SPEED` that are ratios of others."""
+    return frame.assign(
+        share_of_ideal=frame["ttft_speedup"] / frame["ideal_ttft_speedup"],
+        step_ratio=1 / frame["step_speedup"],
+        answer_ratio=1 / frame["generation_speedup"],
+    )
 
 
 def _run_names(runs: Sequence[StoredRun]) -> dict[str, str]:
@@ -186,8 +199,12 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 def _caption(results: Results, frame: Any) -> str:
     """Two sentences about the numbers, then one line for each warning or note about these runs."""
-    scores = "Scores 0 to 100. " if frame["score"].notna().any() else "Random tokens: no score. "
-    lines = [f"{scores}{NO_INTERVAL.capitalize()} have no interval.", _of_speedups(frame)]
+    scores = "Scores 0 to 100. " if has_values(frame, "score") else "Random tokens: no score. "
+    lines = [
+        f"{scores}{NO_INTERVAL.capitalize()} have no interval.",
+        _of_speedups(frame),
+        *([f"{UNFORCED}."] if is_unforced(frame) else []),
+    ]
     beside_baseline = comparisons(results)
     if len(beside_baseline) <= MANY:
         lines += [f"{one.name} beside the baseline: {one.text}." for one in beside_baseline]
@@ -209,6 +226,11 @@ def _caption(results: Results, frame: Any) -> str:
             if count and answered.isdisjoint(labels):
                 lines.append(f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
     return "\n".join(lines)
+
+
+def is_unforced(values: Any) -> bool:
+    """Whether the first token's KL was measured alone."""
+    return bool(values["kl"].notna().any() and values["answer_kl"].isna().all())
 
 
 def _of_speedups(frame: Any) -> str:

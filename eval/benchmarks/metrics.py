@@ -31,8 +31,7 @@ from typing import Any
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError
 
-# (answer, gold answers, class names) -> 0 to 1; None without a score
-Metric = Callable[[str, Sequence[str], Sequence[str]], float | None]
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]  # (answer, gold answers, class names) -> 0 to 1
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
@@ -267,7 +266,6 @@ METRICS: dict[str, Metric] = {
     "rouge_lsum": _over_all(_summary),
     "rouge_lsum_or_number": _over_all(_summary_or_number),
     "node_f1": _over_all(_node_f1),
-    "none": lambda answer, answers, all_classes: None,
 }
 # {metric: (check of a gold answer, its form)}, if not every text is one
 _GOLD_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -287,7 +285,7 @@ def scored_text(dataset: Dataset, prediction: str) -> str:
 
 def score_example(
     dataset: Dataset, prediction: str, answers: Sequence[str], all_classes: Sequence[str] | None = None
-) -> float | None:
+) -> float:
     """The official score, 0 to 1, of one answer, by the dataset's metric. Raises UserError as `check_gold`.
 
     prediction: the model's answer, post-processed as `pred.py` does. answers: the gold ones. all_classes: the class

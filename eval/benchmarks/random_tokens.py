@@ -13,7 +13,7 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.rows import made_here
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register, setting
 from lazyllm.errors import require
 from lazyllm.spec import ModelSpec
 
@@ -73,13 +73,14 @@ def _vocabulary(model: ModelSpec) -> int:
     return shape_of(model).vocab_size
 
 
-SUITE = Suite(
-    name="random",
-    datasets=(Dataset("random", "random", "none", suite="random", chat_wrap=False, truncate=False, full_length=True),),
-    load=load,
-    options=RandomConfig,
-    check=check,
-    length=lambda settings: max(settings.options.length),
-    shorter="give smaller random.length",
-    tokenizer=tokenizer,
+_ONLY = Dataset("random", "random", metric="", suite="random", chat_wrap=False, truncate=False, full_length=True)
+SUITE = register(
+    Suite(
+        name="random",
+        datasets=(_ONLY,),
+        load=load,
+        options=RandomConfig,
+        check=check,
+        tokenizer=tokenizer,
+    )
 )

@@ -139,7 +139,7 @@ def generate(
     if isinstance(method, Method) and method.answers_itself:
         request = make_request(model, input_ids, method, max_new_tokens, Greedy())
         end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
-        return method.answer(model, request.prompt, max_new_tokens, tuple(end_ids), min_new_tokens)
+        return method.whole_answer(model, request.prompt, max_new_tokens, tuple(end_ids), min_new_tokens)
     with start(model, input_ids, method) as conversation:
         return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens)
 

@@ -49,7 +49,7 @@ class Method(ABC):
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
-    answers_itself: ClassVar[bool] = False  # `answer` makes whole answers, outside of this package's loop over layers
+    answers_itself: ClassVar[bool] = False  # by `whole_answer`, outside of this package's loop over layers
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Method(ABC):
         groups = self.groups(len(decoder.layers), len(prompt))
         return Session(decoder, groups, len(prompt), max_new_tokens, self)
 
-    def answer(
+    def whole_answer(
         self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, end_ids: Sequence[int], min_new_tokens: int
     ) -> Generation:
         """The whole answer, as of `lazyllm.generate`, if the method `answers_itself`."""

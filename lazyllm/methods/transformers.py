@@ -30,14 +30,14 @@ class Transformers(Baseline):
     can_batch = False
     answers_itself = True
 
-    def answer(
+    def whole_answer(
         self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, end_ids: Sequence[int], min_new_tokens: int
     ) -> Generation:
         """One answer, timed as `lazyllm.generate` times it: by a streamer, which gets each token once it is chosen."""
         import numpy as np
         import torch
         from transformers import GenerationConfig
-        from transformers.generation import BaseStreamer
+        from transformers.generation.streamers import BaseStreamer
 
         from lazyllm.engine.devices import devices_of, read_clock
         from lazyllm.engine.generation import Generation
