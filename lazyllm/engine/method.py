@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lazyllm.engine.decoder import Decoder
-    from lazyllm.engine.generation import Generation
     from lazyllm.engine.session import Session
 
 
@@ -75,8 +74,8 @@ class Method(ABC):
 
     def whole_answer(
         self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, end_ids: Sequence[int], min_new_tokens: int
-    ) -> Generation:
-        """The whole answer, as of `lazyllm.generate`, if the method `answers_itself`."""
+    ) -> Any:
+        """The `Generation` of a whole answer, as of `lazyllm.generate`, if the method `answers_itself`."""
         raise NotImplementedError
 
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Selection:

@@ -57,6 +57,8 @@ class Transformers(Baseline):
         def keep_first(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             if not first_logits:
                 first_logits.append(scores[0].clone())
+            if end_ids and input_ids.shape[1] < len(prompt) + min_new_tokens:
+                scores[:, list(end_ids)] = float("-inf")  # its own rule would come before the logits are kept
             return scores
 
         clock, token_ids = Clock(), prompt.token_ids[None].to(devices[0])
@@ -65,7 +67,6 @@ class Transformers(Baseline):
             num_beams=1,
             repetition_penalty=1.0,
             max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens or None,
             eos_token_id=list(end_ids) or None,
             pad_token_id=0,
             return_dict_in_generate=True,
