@@ -229,11 +229,7 @@ def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
         yield f"Attention kernel of the baseline, by its operators: {kernels}."
     timed: Any = [run for run in runs if bool(run.rows["prefill_mfu"].notna().to_numpy().any())]
     for device in dict.fromkeys(run.device for run in timed):
-        peak = (
-            "its maker's dense peak"
-            if accelerator(device)
-            else "the rate of a matrix product measured here (- where the model is faster)"
-        )
+        peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"
         yield f"MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
     for sentence in dict.fromkeys(sentence for run in runs for sentence in run.warnings):
         yield f"Caution: {sentence}."
