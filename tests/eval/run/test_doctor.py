@@ -100,7 +100,7 @@ def test_exit_code_is_2_if_something_is_missing(examined, capsys: pytest.Capture
     assert [cli.main(["doctor", f"model={models}"]) for models in ("tiny", "tiny,qwen3-0.6b", "lama2")] == [0, 2, 2]
     captured = capsys.readouterr()
     assert "Qwen/Qwen3-0.6B is not in the cache: lazyllm-bench fetch model=qwen3-0.6b" in captured.out
-    assert "model=lama2: did you mean llama2?" in captured.err
+    assert "model=lama2: the nearest names are llama2, " in captured.err
 
 
 def test_doctor_takes_a_runs_arguments_and_checks_what_the_run_reads(examined, tmp_path: Path, no_hub) -> None:
