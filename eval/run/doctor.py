@@ -150,11 +150,11 @@ def check_rows(runs: Sequence[Run]) -> State:
             except UserError as error:
                 return MISSING, str(error)
             found.append(f"{rows} rows of {suite.name} are in {run.data.dir}")
-        elif suite.cached is not None:
+        elif not suite.rows_here:
             if not suite.cached(run.data):
                 return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
             found.append(f"{suite.name} is in the cache")
-    return (OK, "; ".join(dict.fromkeys(found))) if found else (NOT_NEEDED, "the suite makes its own")
+    return (OK, "; ".join(dict.fromkeys(found))) if found else (NOT_NEEDED, "the suite brings its own")
 
 
 def gigabytes_of(spec: ModelSpec) -> float:
