@@ -110,7 +110,7 @@ def test_share_of_a_data_sheets_peak_and_no_more(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_share_above_a_cpus_measured_rate_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_cpu_rate", lambda *_: 1e9)
+    monkeypatch.setattr(measuring, "_rate", lambda *_: 1e9)
     model = random_model("llama", 1, num_layers=1)
     assert [utilisation(model, flops, 1) for flops in (5e8, 1e9, 4.14e9)] == [0.5, 1, None]
     model.config.quantization_config = {}
@@ -142,7 +142,7 @@ def test_kernel_that_ran_is_told_by_its_operators(attention: str, kernel: str) -
 
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_cpu_rate", lambda *_: 1e15)
+    monkeypatch.setattr(measuring, "_rate", lambda *_: 1e15)
     stored = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
     [one] = stored.visits
     [baseline], [turn] = one.answers["baseline"], one.turns
