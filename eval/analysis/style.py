@@ -20,6 +20,7 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, is_diagnostic, kind_of, place_of
+from eval.analysis.table import figures
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.runs import StoredArm, is_ablation, label_of
@@ -248,3 +249,10 @@ def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> l
         for path in paths:
             figure.savefig(path, dpi=160, metadata=_NO_DATE.get(path.suffix))
     return paths
+
+
+def draw_all(results: Results, folder: Path) -> list[Path]:
+    """Draw all figures that have data as PNG files in a folder, created if missing. Returns the paths."""
+    data = {name: figure.data(results) for name, figure in figures().items()}
+    drawn = [name for name, frame in data.items() if not frame.empty]
+    return [path for name in drawn for path in save(figures()[name].plot(data[name]), folder / name, ("png",))]

@@ -152,7 +152,7 @@ def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkey
     )
     pairs = 4 * config.num_attention_heads * d * n * (n + 1) // 2
     flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
-    assert baseline.prefill_mfu == pytest.approx(flops / baseline.ttft_s / 1e9)
+    assert baseline.cost.prefill_mfu == pytest.approx(flops / baseline.times.ttft_s / 1e9)
     assert one.attention_kernel == "SDPA's flash for CPUs"
     text = run_table(Results([stored]), "a run").to_markdown()
     assert "MFU, %" in text

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eval import cli
-from eval.analysis.registry import TABLES
+from eval.analysis.groups import groups
 from eval.benchmarks import SUITES, downloads, longbench
 from eval.benchmarks.datasets import DATASETS, datasets_asked_for, load_rows
 from eval.benchmarks.metrics import dataset_score
@@ -338,7 +338,7 @@ def test_longbench_e_scores_by_length_are_official():
         for group, of_group in scores.items()
         for number, score in enumerate(of_group)
     ]
-    frame = TABLES["groups"](Results([made.stored(visits)])).frame
+    frame = groups(Results([made.stored(visits)])).frame
     rows = frame[(frame["method"] == "lazy") & (frame["level"] == "dataset")]
     expected = {f"length={group}": round(100 * sum(of_group) / len(of_group), 2) for group, of_group in scores.items()}
     everything = [score for of_group in scores.values() for score in of_group]

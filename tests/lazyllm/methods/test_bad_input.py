@@ -132,6 +132,5 @@ def test_draft_that_does_not_fit_is_refused(sizes: dict[str, int], message: str,
     method = SpecPrefill(str(tmp_path), keep=0.5, chunk=4)
     with pytest.raises(ValueError, match=message):
         lazyllm.generate(MODEL, PROMPT, method, 2, ())
-    inside: Any = lazyllm.generate_with(method)
-    with pytest.raises(ValueError, match=message):
-        MODEL.generate(torch.tensor([PROMPT]), custom_generate=inside, max_new_tokens=2)
+    with pytest.raises(ValueError, match=message), lazyllm.using(MODEL, method):
+        MODEL.generate(torch.tensor([PROMPT]), max_new_tokens=2)
