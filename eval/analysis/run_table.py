@@ -255,6 +255,7 @@ class Comparison:
         else:
             score += " (95 % interval {1:+.2f} to {2:+.2f})".format(*self.score)
             ttft += " ({1:.2f} to {2:.2f})".format(*self.ttft)
+        ttft = "no TTFT" if np.isnan(self.ttft[0]) else ttft  # of a method without a kernel (`Method.timed`)
         split = f"{counted(self.better, 'example')} better and {self.worse} worse (p = {self.p:.2g})"
         parts = [f"{score}, {split}", ttft]
         if self.changed is not None:

@@ -287,12 +287,13 @@ class Bench:
         assert isinstance(decoded, str)
         group_starts, computed = compact_counts(out.computed)
         flops = answers.prefill_flops(self.model.config, turn)
+        is_timed, is_alone = answers.method.timed, answers.method.timed and not answers.packed
         times = Times(
-            ttft_s=out.ttft_s,
-            scoring_s=out.scoring_s,
-            total_s=None if answers.packed else out.total_s,
+            ttft_s=out.ttft_s if is_timed else None,
+            scoring_s=out.scoring_s if is_timed else None,
+            total_s=out.total_s if is_alone else None,
             decode_step_s=None if answers.packed else out.decode_step_s,
-            total_s_so_far=None if answers.packed else sum(done.total_s for done in answers.outs[: turn + 1]),
+            total_s_so_far=sum(done.total_s for done in answers.outs[: turn + 1]) if is_alone else None,
         )
         cost = Cost(
             scoring_tokens=out.scoring_tokens,
@@ -303,7 +304,7 @@ class Bench:
             aux_bytes=out.aux_bytes,
             peak_memory_bytes=answers.peaks[turn],
             prefill_flops=flops,
-            prefill_mfu=utilisation(self.model, flops, out.ttft_s),
+            prefill_mfu=utilisation(self.model, flops, out.ttft_s) if is_timed else None,
             tokens_computed=answers.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(answers.tokens_computed, range(turn + 1))),
