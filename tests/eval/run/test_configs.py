@@ -208,7 +208,7 @@ def test_published_experiments_have_their_arms() -> None:
         (["method.name=nosuch"], "unknown method 'nosuch'; known are asl, baseline"),
         (["model.load_format=fast"], "unknown load_format 'fast': give one of auto, dummy"),
         (["model.quantise=int9"], "int9"),
-        (["model=custom", "model.name=nosuch"], "not one of the presets"),
+        (["model=custom", "model.name=nosuch"], "not a preset"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
         (["model=org/x"], "model=org/x: expected a preset's name, or model=custom model.name=org/x"),
         (["model.system=Be brief"], "model.system is for the tokenizer's chat template: give model.chat=auto too"),
