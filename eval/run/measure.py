@@ -27,7 +27,7 @@ from eval.store.visit import PROMPT_END, Answer, Cost, Failure, Times, Turn, Vis
 from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch
 from lazyllm.engine.devices import devices_of, read_clock
-from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.flops import attention_ceiling, prefill_flops
 from lazyllm.engine.generation import Greedy, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError, place_of, reason_of
@@ -305,6 +305,7 @@ class Bench:
             peak_memory_bytes=answers.peaks[turn],
             prefill_flops=flops,
             prefill_mfu=utilisation(self.model, flops, out.ttft_s) if is_timed else None,
+            attention_ceiling=None if turn else attention_ceiling(self.model.config, out.prompt_tokens),
             tokens_computed=answers.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(answers.tokens_computed, range(turn + 1))),

@@ -21,6 +21,7 @@ from pathlib import Path
 from eval.run.job import jobs_of
 from eval.run.run import Run, limit_of_prompts
 from eval.run.work import Model, Work, fitting_batch
+from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
@@ -55,7 +56,8 @@ class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
     run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without
-    a device. is_estimate: prompts have published means, as nothing was there to count.
+    a device. ceiling: `attention_ceiling` of the longest prompt. is_estimate: prompts have published means, as nothing
+    was there to count.
     """
 
     run: str
@@ -67,6 +69,7 @@ class Cost:
     work: Work
     memory: dict[str, int]
     seconds: float
+    ceiling: float
     is_estimate: bool
 
     @property
@@ -142,6 +145,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
                 work=sum((work * count for work, count in works), Work(0, 0, 0)),
                 memory=max(peaks, key=lambda parts: sum(parts.values())),
                 seconds=0 if device is None else sum(count * seconds_on(device, work) for work, count in works),
+                ceiling=attention_ceiling(model.config, max(sum(group.messages) for group in groups)),
                 is_estimate=is_estimate,
             )
         )
@@ -200,6 +204,11 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     )
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"
+    )
+    lines += dict.fromkeys(
+        f"attention takes {1 - 1 / one.ceiling:.0%} of the FLOPs of {one.run}'s prefill of {one.longest:,} tokens: "
+        f"methods that skip only attention are at most {one.ceiling:.2f} times as fast"
+        for one in planned
     )
     if any(one.is_estimate for one in planned):
         lines.append(ESTIMATE)

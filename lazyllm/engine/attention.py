@@ -26,6 +26,9 @@ from lazyllm.engine.sdpa import gives_lse, shares_heads
 from lazyllm.engine.sparse import attend_in_triangle, attend_under_mask
 from lazyllm.errors import UserError
 
+# (layer, from 1, query, key, scaling) -> the keys that the layer's queries attend to; None for all
+Sees = Callable[[int, Tensor, Tensor, float], Triangle | KeyBlocks | None]
+
 
 class AttentionContext:
     """What one generation's tokens attend to in a run through a group's layers, and the scores recorded there.
@@ -45,7 +48,7 @@ class AttentionContext:
     """
 
     mask: AttentionMask
-    sees: Callable[[int, Tensor, Tensor, float], Triangle | KeyBlocks | None] | None = None
+    sees: Sees | None = None
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.flops import LayerShape, prefill_flops
@@ -270,9 +271,11 @@ class Sparse(Method):
         return [Group(range(num_layers), n)]
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
-        from lazyllm.methods.support.sparse_session import SparseSession
+        from lazyllm.engine.session import Session
 
-        return SparseSession(decoder, self, len(prompt), max_new_tokens)
+        layers = len(decoder.layers)
+        sees = partial(self.sees, num_layers=layers)
+        return Session(decoder, self.groups(layers, len(prompt)), len(prompt), max_new_tokens, sees=sees)
 
     def first_token_flops(
         self, config: Any, n: int, computed: Sequence[int] | None = None, attended: Mapping[int, int] | None = None
