@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, nearest
 
 _FILE = Path(__file__).with_suffix(".yaml")
 
@@ -71,7 +71,7 @@ def fields_of(shape: str) -> dict[str, Any]:
     sizes = {name: value for name, _, value in (part.partition("=") for part in shape.split(","))}
     if not {"layers", "width"} <= sizes.keys() <= SIZES.keys() or not all(map(str.isdecimal, sizes.values())):
         raise UserError(
-            f"shape {shape}: expected one of {', '.join(PRESETS)}, or sizes such as layers=16,width=1024, of "
+            f"shape {shape}: {nearest(shape, PRESETS)}; or give sizes such as layers=16,width=1024, of "
             f"{', '.join(SIZES)}, layers and width at least"
         )
     width = int(sizes["width"])

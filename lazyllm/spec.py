@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, nearest
 from lazyllm.presets import PRESETS
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -116,10 +115,9 @@ def source_of(name: str, gguf: str | None = None) -> str:
     if path.is_dir():
         return _in_folder(path, gguf)
     if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
-        near = get_close_matches(name, PRESETS, 3, cutoff=0)
         raise UserError(
-            f"{name!r} is not a model: no such folder or GGUF file, not a hub id (owner/name), not a preset (the "
-            f"nearest: {', '.join(near)}; all: lazyllm-bench run --help)"
+            f"{name!r} is not a model: no such folder or GGUF file, no hub id (owner/name), no preset: "
+            f"{nearest(name, PRESETS)}"
         )
     return name
 

@@ -26,7 +26,7 @@ from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.errors import UserError, require
 from lazyllm.methods import about_the_method, name_of
-from lazyllm.models.checkpoint import read_config
+from lazyllm.models.checkpoint import HubError, read_config
 from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 from lazyllm.spec import ModelSpec
 
@@ -376,8 +376,15 @@ class Run:
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         if not self.is_served:
             layers: int | None = read_config(spec).get("num_hidden_layers")
-            for other in self.other_models:
-                read_config(other)
+            for label, settings in self.asked.items():
+                for other in method_asked(settings).models():
+                    try:
+                        read_config(other)
+                    except HubError as error:
+                        arm = "method" if config.compare is None else f"compare.{label}"
+                        keys = [key for key, value in settings.items() if value == other.name]
+                        given = f"{arm}.{keys[0]}=" if keys else f"{arm} needs "
+                        raise UserError(f"{given}{error.reason}; give a folder with the checkpoint") from error
             if layers is not None:  # in a nested config transformers finds it
                 for settings in self.asked.values():
                     with about_the_method():

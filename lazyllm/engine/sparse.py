@@ -15,6 +15,26 @@ from lazyllm.engine.masks import AttentionMask, block_bytes
 from lazyllm.engine.sdpa import attend_with_lse
 
 
+def attend_sparsely(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Triangle | KeyBlocks,
+    mask: AttentionMask,
+    scaling: float,
+    softcap: float | None,
+    has_lse: bool,
+) -> tuple[Tensor, int | Tensor]:
+    """`attend_in_triangle` where that is possible, else `attend_under_mask`, and the pairs that it attends to.
+
+    has_lse: whether `attend_with_lse` takes these tensors.
+    """
+    if isinstance(pattern, Triangle) and has_lse and mask.window is None and softcap is None:
+        pairs = query.shape[1] * pattern.pairs(query.shape[2])
+        return attend_in_triangle(query, key, value, pattern, scaling), pairs
+    return attend_under_mask(query, key, value, pattern, mask, scaling, softcap)
+
+
 def attend_under_mask(
     query: Tensor,
     key: Tensor,

@@ -30,7 +30,7 @@ _INSTEAD = "give a folder or a hub id with the checkpoint's safetensors"
 
 
 def convert(file: Path, folder: Path) -> str:
-    """Write config, tokenizer and end tokens of a GGUF file into a folder; returns its quantisation. Raises UserError."""
+    """Write config, tokenizer and end tokens of a GGUF file to a folder; returns its quantisation. Raises UserError."""
     reader, link = _checked(file), _linked(file, folder)
     try:
         config = AutoConfig.from_pretrained(folder, gguf_file=link.name)

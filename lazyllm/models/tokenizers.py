@@ -116,7 +116,10 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
         config = read_json(config_file, str(config_file.parent))
         settings |= {key: config[key] for key in _CONFIG_KEYS if config.get(key) is not None}
     if (template := model_file.parent / "chat_template.jinja").is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
+        try:
+            settings["chat_template"] = template.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise UserError(f"{template}: not UTF-8 text ({error})") from error
     tokenizer = LlamaTokenizer(
         vocab={piece.piece: number for number, piece in enumerate(pieces)},
         # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only runs of
