@@ -141,7 +141,7 @@ def test_kernel_that_ran_is_told_by_its_operators(attention: str, kernel: str) -
 
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_cpu_rate", lambda *_: 1e9)
+    monkeypatch.setattr(measuring, "_rate", lambda *_: 1e9)
     stored = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
     [one] = stored.visits
     [baseline], [turn] = one.answers["baseline"], one.turns
