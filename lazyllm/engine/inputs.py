@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.flops import causal_pairs
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -57,6 +59,45 @@ class ScoreSpec:
     def __post_init__(self) -> None:
         if self.raw and self.summed:
             raise ValueError("ScoreSpec: raw and summed exclude each other; leave one out")
+
+
+@dataclass(frozen=True)
+class Triangle:
+    """Keys that a prefill's queries attend to: the first and the near ones; the last queries attend to all before them.
+
+    sinks: first tokens that all queries see. window: tokens that a query sees, itself included. last: queries that see
+    all.
+    """
+
+    sinks: int
+    window: int
+    last: int
+
+    def is_dense(self, n: int) -> bool:
+        """Whether every one of n queries sees all tokens before it."""
+        return n - self.last <= self.window + self.sinks
+
+    def pairs(self, n: int, window: int | None = None) -> int:
+        """(query, key) pairs of n tokens in one head. window: the layer's own sliding window, which also holds."""
+        if window is not None and window <= self.window:
+            return causal_pairs(n, window)
+        before = max(0, n - self.last)
+        pairs = causal_pairs(before, self.window + self.sinks)
+        for seen in range(window or before, before):  # of all tokens up to a query, the window hides the first ones
+            hidden = seen + 1 - (window or 0)
+            pairs -= min(hidden, self.sinks, seen + 1 - self.window)
+        return pairs + causal_pairs(n, window) - causal_pairs(before, window)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBlocks:
+    """Blocks of `size` keys that each block of `size` queries attends to: seen [h, blocks, blocks] bool by query head.
+
+    Within these, attention is causal. A block of queries must see its own block of keys.
+    """
+
+    size: int
+    seen: Tensor
 
 
 NO_SCORES = ScoreSpec()

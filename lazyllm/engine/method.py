@@ -47,6 +47,9 @@ class Method(ABC):
     keep_all: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; {}: `target_parameter` at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
+    timed: ClassVar[bool] = (
+        True  # False: no kernel skips what the method skips, so its TTFT says nothing: no table has it
+    )
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lazyllm.engine.attention import AttentionContext
+from lazyllm.engine.attention import AttentionContext, Sees
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Selection
@@ -52,6 +52,8 @@ class Session:
     max_new_tokens: the maximum number of generated tokens.
     method: the `Method` that chooses tokens at the boundaries of the prefill (untyped, as its module imports this one).
         None: all tokens go on, and stay stored.
+    sees: as in `AttentionContext`, for the prefill.
+    attended: {layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some in prefill.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
@@ -65,6 +67,7 @@ class Session:
         prompt_tokens: int,
         max_new_tokens: int,
         method: Any = None,
+        sees: Sees | None = None,
     ) -> None:
         check_longrope(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
@@ -80,7 +83,8 @@ class Session:
             GroupCache(group.slots(max_new_tokens, self.max_positions), self.max_positions, decoder.device)
             for group in groups
         ]
-        self._method = method
+        self._method, self._sees = method, sees
+        self.attended = dict[int, int | Tensor]()
         self._notes: dict[str, Any] = {}  # of the method, see `Boundary`
         self._unchecked: list[tuple[str, Tensor, int, int | None]] = []  # selections for `check_selected_values`
         self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
@@ -167,6 +171,8 @@ class Session:
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
         self.context = AttentionContext(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
+        if self._in_prefill:
+            self.context.sees, self.context.attended = self._sees, self.attended
         # in decoding one token was generated: the newest; in a later turn the first, as it ended the answer before
         of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
