@@ -35,9 +35,10 @@ _COLUMNS = (
         "LazyLLM's lead: how much better its setting of the nearest bytes is, on the same examples."
     ),
     notes=(
-        f"Nearest: within {NEAR:g} of the baseline's bytes, of the settings given by a speedup if there are any. The lead is in the KL of the answer, else of the gold "
-        "answer, else of the first token; its interval is paired. Means over tasks, seeds pooled; ablations and "
-        "diagnostics are left out. The Aux Cache grows with the answer: a longer one moves LazyLLM down."
+        f"Nearest: within {NEAR:g} of the baseline's bytes, of the settings given by a speedup if there are any. The "
+        "lead is in the KL of the answer, else of the gold answer, else of the first token; its interval is paired. "
+        "Means over tasks, seeds pooled; ablations and diagnostics are left out. The Aux Cache grows with the answer: "
+        "a longer one moves LazyLLM down."
     ),
     command="python run.py -m experiment=figure5 model=smollm2 fidelity=answer",
 )

@@ -19,7 +19,7 @@ from eval.store.folder import read_visits
 from eval.tune import Cuts, Space, TuneConfig, open_study, ranked, search, to_tune_config, tried_in, tune
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
-from tests.runs import prepared, run_of
+from tests.runs import run_of
 
 SHAPE = SimpleNamespace(
     num_hidden_layers=8, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4,

@@ -14,7 +14,7 @@ from eval.benchmarks import SUITES
 from eval.run import identity
 from eval.run.config import run_config
 from eval.run.identity import ENGINE, code_sha256, method_code, suite_code
-from eval.run.asked import Asked, ask
+from eval.run.run import Run
 from lazyllm.methods import METHODS, Prune
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
@@ -146,7 +146,7 @@ def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest
 def test_a_checkpoint_has_one_fingerprint_wherever_its_folder_is(tmp_path: Path) -> None:
     def identity_in(place: str) -> dict[str, Any]:
         folder = shutil.copytree(PRESETS["tiny"].source, tmp_path / place / "mine")
-        return ask(run_config(["model=custom", f"model.name={folder}", "dataset=lookup", "limit=1"])).identity
+        return Run(run_config(["model=custom", f"model.name={folder}", "dataset=lookup", "limit=1"])).identity
 
     assert identity_in("here") == identity_in("there")
 

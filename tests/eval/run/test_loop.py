@@ -16,6 +16,7 @@ import eval.run.measure
 from eval.analysis.field import field
 from eval.analysis.run_table import comparisons
 from eval.cli import main
+from eval.run.loop import measure
 from eval.run.measure import free
 from eval.store.folder import RunStore, read_about, read_visits
 from eval.store.results import Results
@@ -28,7 +29,7 @@ from lazyllm.methods import TriangleMix, XAttention
 from lazyllm.models.load import load_weights
 from tests.eval.run.kill_run import outcomes
 from tests.eval.store.test_folder import full_disk
-from tests.runs import measure, prepared, small_run
+from tests.runs import small_run
 
 generate = eval.run.measure.generate
 
@@ -152,7 +153,7 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
     measure(run)
     assert generations.call_count == 2 * 4  # the baseline once for all
     (folder,) = Path("runs").iterdir()
-    assert folder == prepared(run).folder
+    assert folder == run.folder
     assert folder.name.startswith("tiny-two-lookup-")
     assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup, test\n")
     assert {file.name for file in (folder / "figures").iterdir()} == {"comparison.png", "comparison.svg"}
@@ -188,14 +189,14 @@ def test_arm_out_of_reach_is_left_out_with_a_line(tmp_path: Path, caplog) -> Non
         "specprefill": {"name": "specprefill", "draft": None, "keep": "2x"},
     }
     run = small_run(tmp_path, compare=asked)
-    assert [arm.label for arm in prepared(run).arms] == ["baseline", "random_drop"]
+    assert [arm.label for arm in run.arms] == ["baseline", "random_drop"]
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0 on 8 layers" in caplog.text
     assert "left out: specprefill" in caplog.text
     assert "name a draft" in caplog.text
     with pytest.raises(UserError, match="no method reaches its speedup on this model: give another"):
-        _ = prepared(run.changed(compare={"fastkv": asked["fastkv"]})).arms
+        _ = run.changed(compare={"fastkv": asked["fastkv"]}).arms
     with pytest.raises(UserError, match="takes no preset as layer=2x"):  # a mistake is one still
-        _ = prepared(run.changed(compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}})).arms
+        _ = run.changed(compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}}).arms
 
 
 def test_shards_visit_each_example_once_and_the_last_makes_the_table(tmp_path: Path, monkeypatch) -> None:

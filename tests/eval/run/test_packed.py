@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eval.run import measure
+from eval.run.loop import measure as measure_run
 from eval.run.settings import ModelConfig
 from eval.run.work import Model, fitting_batch
 from eval.store.folder import read_about, read_visits
@@ -18,7 +19,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.engine.test_batch import Unbatchable
-from tests.runs import measure as measure_run, prepared, run_of, small_run
+from tests.runs import run_of, small_run
 
 ARMS = {
     "lazy": {"name": "lazy", "schedule": {2: 0.5}},
@@ -73,7 +74,7 @@ def test_first_tokens_of_a_visit_come_in_its_order_with_nothing_between_them(
     monkeypatch.setattr(measure.Batch, "run", lambda batch: [joined.append(None), run(batch)][1])
     visits = visits_of(tmp_path, 6, compare=ARMS, limit=2)
     planned = small_run(None, compare=ARMS)
-    methods = {arm.label: arm.method("lookup") for arm in prepared(planned).arms}
+    methods = {arm.label: arm.method("lookup") for arm in planned.arms}
     order = [methods[label] for visit in visits.values() for label in visit.order]
     prefills = [method for method in joined if method is not None]
     assert sorted(map(repr, prefills)) == sorted(map(repr, order))
@@ -129,7 +130,7 @@ def test_only_the_answer_that_fails_alone_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     run = small_run(tmp_path, batch_size=8)
-    lengths = {case.key: len(case.prompt.token_ids) for case in prepared(run).cases}
+    lengths = {case.key: len(case.prompt.token_ids) for case in run.cases}
     longest = max(lengths.values())
     place, name = (measure.Batch, "add") if when == "it joins the batch" else (measure, "make_request")
     original = getattr(place, name)
@@ -167,9 +168,9 @@ def test_memory_is_for_the_longest_answer_of_a_case(monkeypatch: pytest.MonkeyPa
     asked = Mock(return_value=3)
     monkeypatch.setattr("eval.run.run.fitting_batch", asked)
     run = run_of("dataset=needle", "needle.lengths=[300]", "model.thinking_tokens=700", "max_new_tokens=5")
-    assert prepared(run).batch_size == 3
+    assert run.batch_size == 3
     (*_, new_tokens, _) = asked.call_args.args
-    assert new_tokens == 5 + 700 == max(case.max_new_tokens for case in prepared(run).cases)
+    assert new_tokens == 5 + 700 == max(case.max_new_tokens for case in run.cases)
 
 
 def test_a_method_that_cannot_be_batched_is_refused_before_anything_runs() -> None:

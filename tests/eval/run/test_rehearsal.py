@@ -15,10 +15,10 @@ from eval.run import measure
 from eval.run.arms import Arm
 from eval.run.loop import load_model
 from eval.run.measure import Bench, in_turn
-from eval.run.asked import Asked, ask
+from eval.run.run import Run
 from lazyllm.engine import decoder, session
 from lazyllm.methods.support import other_models
-from tests.runs import arm, bench_of, prepared, small_run
+from tests.runs import arm, bench_of, small_run
 
 
 def arms(**settings: Any) -> list[Arm]:
@@ -31,7 +31,7 @@ def arms(**settings: Any) -> list[Arm]:
 
 
 @cache
-def plan(turns: int) -> Asked:
+def plan(turns: int) -> Run:
     return small_run(None, limit=2, turns=turns, dataset={"lookup": True})
 
 
@@ -91,7 +91,7 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(
     """Those of a draft too, and those of each later turn that runs the whole text again."""
     made, compared = plan(turns), arms(turns=later)
     bench = bench_of(model(), made.tokenizer, compared, chat=made.chat, batch_size=batch_size)
-    todo = [replace(case, arms=in_turn(compared, number)) for number, case in enumerate(prepared(made).cases)]
+    todo = [replace(case, arms=in_turn(compared, number)) for number, case in enumerate(made.cases)]
     assert not any(visit.failures for visit in bench.measure(todo))
     assert len(recorded.timed) > len(compared)
     assert not +recorded.early

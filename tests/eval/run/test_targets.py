@@ -16,7 +16,7 @@ from eval.run.targets import as_yaml, check, is_tuned, read_tuned, solved, uses_
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
-from tests.runs import prepared, small_run
+from tests.runs import small_run
 
 LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
 LAZY = {"name": "lazy", "schedule": "table1"}
@@ -144,10 +144,10 @@ def test_run_with_a_tuned_schedule_is_one_with_its_numbers(tmp_path: Path) -> No
     reference = written(tmp_path, {2: 0.3, 5: 0.55}, 8)
     schedules = (reference, {2: 0.3, 5: 0.55}, {2: 0.3, 5: 0.5})
     runs = [small_run(None, method={"name": "lazy", "schedule": schedule}) for schedule in schedules]
-    assert prepared(runs[0]).identity == prepared(runs[1]).identity
-    assert prepared(runs[0]).identity["arms"]["lazy"]["method"]["schedule"] == {"2": 0.3, "5": 0.55}
-    assert prepared(runs[0]).identity != prepared(runs[2]).identity
-    assert prepared(runs[0]).arms[1].method("lookup") == prepared(runs[1]).arms[1].method("lookup")
+    assert runs[0].identity == runs[1].identity
+    assert runs[0].identity["arms"]["lazy"]["method"]["schedule"] == {"2": 0.3, "5": 0.55}
+    assert runs[0].identity != runs[2].identity
+    assert runs[0].arms[1].method("lookup") == runs[1].arms[1].method("lookup")
 
 
 @pytest.mark.parametrize(
@@ -167,4 +167,4 @@ def test_unusable_tuned_schedules_are_refused(tmp_path: Path, text: str | None, 
     with pytest.raises(UserError, match=message):
         read_tuned(f"tuned/{tmp_path}", 8)
     with pytest.raises(UserError, match=message):  # before a model loads
-        _ = prepared(small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"})).arms
+        _ = small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"}).arms

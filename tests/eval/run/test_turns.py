@@ -12,7 +12,7 @@ import lazyllm
 from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.loop import load_model
-from eval.run.asked import Asked, ask
+from eval.run.run import Run
 from eval.run.settings import ModelConfig
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
@@ -21,14 +21,14 @@ from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.models.load import load_end_ids
 from lazyllm.spec import ModelSpec
 from tests.eval.store.visits import flattened
-from tests.runs import arm, bench_of, prepared, small_run
+from tests.runs import arm, bench_of, small_run
 
 TURNS, LAYERS = 3, 8
 METHOD = StaticPruning(layer=2, keep=0.5)
 END_IDS = load_end_ids(ModelSpec("tiny"))
 
 
-def run_of(**changes: Any) -> Asked:
+def run_of(**changes: Any) -> Run:
     tiny = ModelConfig(name="tiny", dtype="float64", device="cpu")
     method = {"name": "static_pruning", "layer": 2, "keep": 0.5}
     settings = dict(model=tiny, method=method, dataset={"lookup": True}, limit=1, max_new_tokens=None, turns=TURNS)
@@ -40,7 +40,7 @@ model = cache(lambda: load_model(plan()))
 
 
 def case() -> Case:
-    return prepared(plan()).cases[0]
+    return plan().cases[0]
 
 
 def visit_of(*arms: Arm) -> Any:
@@ -195,11 +195,7 @@ def test_more_turns_than_a_row_has_are_refused(caplog) -> None:
 
 def test_one_turn_is_the_run_without_turns() -> None:
     alone = run_of(turns=None)
-    assert prepared(alone).cases[0].prompt.turns == ()
-    assert prepared(alone).cases[0].prompt.token_ids == case().prompt.token_ids
-    assert "turns" not in prepared(alone).identity
-    assert (
-        prepared(run_of(turns=1)).identity["data"]
-        == prepared(alone).identity["data"]
-        != prepared(plan()).identity["data"]
-    )
+    assert alone.cases[0].prompt.turns == ()
+    assert alone.cases[0].prompt.token_ids == case().prompt.token_ids
+    assert "turns" not in alone.identity
+    assert run_of(turns=1).identity["data"] == alone.identity["data"] != plan().identity["data"]
