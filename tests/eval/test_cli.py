@@ -78,7 +78,7 @@ REFUSED = {
     "bench --method {99:0.5}": "the schedule prunes after layer 99, but the model has only 16 layers",
     "bench --method {2:0.3": "error: --method {2:0.3: schedule '{2:0.3': expected 'paper', 'none', or",
     "bench --turn 5 --field": "error: --field times all methods: leave out --method, --against and --turn",
-    "chat method.schedule={2:half}": "error: method 'lazy': the keep ratio after layer 2 is a number in (0, 1], got 'half'",
+    "chat method.schedule={2:half}": "error: method 'lazy': the keep ratio after layer 2 is a number in (0, 1]",
     "chat --prompt-file MADE/latin1.txt": "error: --prompt-file MADE/latin1.txt: cannot be read as UTF-8 text",
     "chat --once MADE\udcff": "error: the text is not UTF-8",
     "chat method=gemfilter5": "error: method=gemfilter5: the nearest names are gemfilter, ",
