@@ -22,6 +22,7 @@ from pathlib import Path
 from eval.run.job import jobs_of
 from eval.run.run import Run, limit_of_prompts
 from eval.run.work import Model, Work, fitting_batch
+from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
@@ -56,7 +57,8 @@ class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
     run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: on the
-    device. is_estimate: prompts have published means, as nothing was there to count.
+    device. ceiling: `attention_ceiling` of the longest prompt. is_estimate: prompts have published means, as nothing
+    was there to count.
     """
 
     run: str
@@ -69,6 +71,7 @@ class Cost:
     memory: dict[str, int]
     seconds: float
     device: Accelerator
+    ceiling: float
     is_estimate: bool
 
     @property
@@ -145,6 +148,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator) -> list[Cos
                 memory=max(peaks, key=lambda parts: sum(parts.values())),
                 seconds=sum(count * seconds_on(device, work) for work, count in works),
                 device=device,
+                ceiling=attention_ceiling(model.config, max(sum(group.messages) for group in groups)),
                 is_estimate=is_estimate,
             )
         )
@@ -217,6 +221,11 @@ def as_text(planned: Sequence[Cost]) -> str:
     )
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"
+    )
+    lines += dict.fromkeys(
+        f"attention takes {1 - 1 / one.ceiling:.0%} of the FLOPs of {one.run}'s prefill of {one.longest:,} tokens: "
+        f"methods that skip only attention are at most {one.ceiling:.2f} times as fast"
+        for one in planned
     )
     if any(one.is_estimate for one in planned):
         lines.append(ESTIMATE)

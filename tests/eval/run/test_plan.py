@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,22 @@ def test_a_diagnostic_answers_with_the_full_model_first() -> None:
     answered = model.conversation(Baseline(), [3000], 5)
     assert model.conversation(oracle, [3000], 5)[:-2] == answered
     assert model.memory(oracle, 3000, 5) == model.memory(Baseline(), 3000, 5)
+
+
+def test_prefill_that_skips_attention_by_hand() -> None:
+    """Of 3,000 tokens, those before the last 128 see 8 sinks and 512 tokens, in layers 17 to 32; XAttention scores."""
+    model = Model.of(LLAMA2)
+    dense = 3000 * 3001 // 2
+    sparse = 520 * 521 // 2 + (2872 - 520) * 520 + sum(range(2873, 3001))
+    triangle, blocks = (model.conversation(named(name), [3000], 1)[0] for name in ("trianglemix", "xattention"))
+    assert triangle.flops == 32 * 3000 * LINEAR + LOGITS + 16 * (dense + sparse) * PAIR
+    whole = model.conversation(Baseline(), [3000], 1)[0]
+    assert whole.flops == 32 * 3000 * LINEAR + LOGITS + 32 * dense * PAIR
+    # of 24 blocks, the last of 56 tokens, row r sees its own, and of r others 1 and those that hold 0.9 of r + 1/2
+    tiles = 32 * 375 * 376 // 2 * 8 * PAIR // 2
+    others = [min(row, 1 + max(0, math.ceil(round(0.9 * (row + 0.5) - 1.5, 9)))) for row in range(24)]
+    pairs = 128 * 128 * sum(others[:23]) + 56 * 128 * others[23] + 23 * 128 * 129 // 2 + 56 * 57 // 2
+    assert blocks.flops == 32 * 3000 * LINEAR + LOGITS + 32 * pairs * PAIR + tiles
 
 
 @pytest.mark.parametrize(("name", "is_whole"), [("gemfilter keep=300", True), ("random_drop keep=0.1", False)])
@@ -244,6 +261,12 @@ def test_sweep_lists_each_arm_without_shards_and_logs_those_out_of_reach(caplog:
     shown = as_text(planned)
     assert "4 arms of 1 model: " in shown
     assert "one after the other at 50% of 989 TFLOP/s and 3.35 TB/s (H100)" in shown
+    share, longest = re.search(r"attention takes (\d+)% .* prefill of ([\d,]+) tokens", shown).groups()
+    assert longest == f"{planned[0].longest:,}"
+    n, shape = planned[0].longest, LayerShape.of(Model.of(TINY).config)
+    attention = 8 * n * (n + 1) // 2 * shape.pair_flops
+    rest = 8 * n * shape.linear_flops + 2 * shape.width * Model.of(TINY).config.vocab_size
+    assert int(share) == round(100 * attention / (attention + rest))
 
 
 def test_without_a_gpu_times_are_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
