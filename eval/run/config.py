@@ -23,7 +23,7 @@ from eval.benchmarks.datasets import CHOICES, register_configs
 from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
-from eval.run.targets import is_preset
+from eval.run.targets import Target
 from lazyllm.errors import UserError, require
 from lazyllm.methods import by_name, is_file, known, name_of, settings_of
 from lazyllm.presets import PRESETS
@@ -314,5 +314,10 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, reference = getattr(plain, key), f"${{{key}}}"
         expected = f"experiment=field with it, or an arm with {reference} (of one method: {of_one})"
         require(value is None or reference in methods, key, value, expected)
-    require(plain.speedup is None or is_preset(plain.speedup), "speedup", plain.speedup, "a number and x, such as 2x")
+    require(
+        plain.speedup is None or Target.parse(plain.speedup) is not None,
+        "speedup",
+        plain.speedup,
+        "a number and x, such as 2x",
+    )
     return plain

@@ -27,8 +27,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from eval.run.asked import RUNS, ask, check_writable
 from eval.run.config import CONF, compose_config, one_line, prepared, to_run_config
-from eval.run.run import RUNS, Run, check_writable
 from eval.run.settings import RunConfig
 from lazyllm.errors import FailedExamplesError, UserError
 
@@ -57,11 +57,12 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(config: DictConfig) -> None:
         with job():
-            run = Run(to_run_config(config)).check()
+            asked = ask(to_run_config(config)).check()
             logging.info("loading torch and transformers")
             from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
+            from eval.run.run import prepare
 
-            finished.append(measure(run))
+            finished.append(measure(prepare(asked)))
         if failures := finished[-1].failures:
             raise FailedExamplesError(failures)
 
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     finally:  # a job that failed does not hide the others
         whole = [run for run in finished if not run.unvisited]
         if len(whole) > 1:
-            from eval.run.loop import show_together  # the jobs have imported it
+            from eval.run.summary import show_together  # the jobs have imported it
 
             show_together(whole)
     if bounds is None or (finished and not whole):  # the last shard to end checks the gate

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eval.run.asked import Asked, ask
 from eval.run.job import jobs_of
-from eval.run.run import Run, limit_of_prompts
+from eval.run.local import LocalModel
 from eval.run.work import Model, Work, fitting_batch
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
@@ -74,23 +75,40 @@ class Cost:
         return sum(self.memory.values())
 
 
-def groups_of(run: Run) -> list[Group]:
+@dataclass(frozen=True)
+class Planned:
+    """A run to plan, of a model in this process."""
+
+    asked: Asked
+    model: LocalModel
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a prompt."""
+        from eval.run.cases import limit_of_prompts  # not at the top: it imports torch
+
+        return limit_of_prompts(self.asked, self.model.shape.max_position_embeddings)
+
+
+def groups_of(run: Planned) -> list[Group]:
     """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
+    from eval.run.cases import prompts_of
+
     if is_estimated(run):
         return estimated_groups(run)
-    here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
-    cases = run.changed(model=here, method={"name": "baseline"}, compare=None, shard=None).cases
+    here = replace(run.asked.config.model, device="cpu", quantise=None, device_map=None)
+    cases = prompts_of(run.asked.changed(model=here, shard=None))
     messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Group(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
 
 
-def is_estimated(run: Run) -> bool:
+def is_estimated(run: Planned) -> bool:
     """Whether data or tokenizer are in no cache and the suite publishes sizes. Rows in `data.dir` are counted."""
-    suite, spec = run.suite, run.spec
-    if not suite.published(run.data) or run.data.dir is not None:
+    suite, data, spec = run.asked.suite, run.asked.data, run.model.spec
+    if not suite.published(data) or data.dir is not None:
         return False
-    if suite.cached is not None and not suite.cached(run.data):
+    if suite.cached is not None and not suite.cached(data):
         return True
     try:
         read_config(spec)
@@ -100,31 +118,35 @@ def is_estimated(run: Run) -> bool:
     return False
 
 
-def estimated_groups(run: Run) -> list[Group]:
+def estimated_groups(run: Planned) -> list[Group]:
     """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
-    config, limit = run.config, limit_of_prompts(run, run.shape.max_position_embeddings)
-    groups, sizes = list[Group](), run.suite.published(run.data)
-    for dataset in run.datasets:
+    from eval.run.cases import limit_of_answers
+
+    config, limit = run.asked.config, run.limit
+    groups, sizes = list[Group](), run.asked.suite.published(run.asked.data)
+    for dataset in run.asked.datasets:
         size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
-        new_tokens = run.answer_limit(dataset, size.max_new_tokens)
+        new_tokens = limit_of_answers(run.asked, dataset, size.max_new_tokens)
         whole = size.examples if config.split is None else -(-size.examples // 2)
         groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole)))
     return groups
 
 
-def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
+def costs_of(run: Planned, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
-    from eval.run.measure import WARMUP_TOKENS
+    from eval.run.decode import WARMUP_TOKENS
 
-    model, first, costs, is_estimate = Model.of(run.spec), groups[0], list[Cost](), is_estimated(run)
-    every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
+    asked, model, first = run.asked, Model.of(run.model.spec), groups[0]
+    arms = run.model.arms(asked.datasets, asked.suite.length(asked.data), run.limit)
+    costs, is_estimate = list[Cost](), is_estimated(run)
+    every = [method for arm in arms for method in arm.methods.values()]
     # tokens of the last turn's text
     lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
     most, memory = max(group.new_tokens for group in groups), None if device is None else 1e9 * device.gigabytes
-    batch_size = fitting_batch(run.config.batch_size, run.spec, every, max(lengths), most, memory)
-    warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
-    for arm in run.arms:
+    batch_size = fitting_batch(asked.config.batch_size, run.model.spec, every, max(lengths), most, memory)
+    warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), asked.config.warmup)
+    for arm in arms:
         works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
         for group in (*groups, warm_up):
             method, asked = arm.method(group.dataset), (group.messages, group.new_tokens)
@@ -133,7 +155,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
             peaks.append(model.memory(arm.method(group.dataset), length, group.new_tokens, batch_size))
         costs.append(
             Cost(
-                run=Path(run.spec.name).name,
+                run=Path(run.model.spec.name).name,
                 arm=arm.label,
                 examples=sum(group.count for group in groups),
                 prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
@@ -151,14 +173,17 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
 def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     """The cost of each arm of each run; shards are one run, arms out of reach are left out."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
-    runs = [Run(config) for config in jobs_of(whole)]
-    if any(run.is_served for run in runs):
-        raise UserError("a plan counts the work of a model in this process; a server's is unknown")
+    runs = list[Planned]()
+    for config in jobs_of(whole):
+        asked = ask(config)
+        if not isinstance(asked.subject, LocalModel):
+            raise UserError("a plan counts the work of a model in this process; a server's is unknown")
+        runs.append(Planned(asked, asked.subject))
     try:
         for run in runs:
-            _ = run.asked, run.datasets
             # refuse what the caches lack before torch is imported; an estimate needs only the model's shape
-            read_config(replace(run.spec, load_format="dummy") if is_estimated(run) else run.spec)
+            spec = run.model.spec
+            read_config(replace(spec, load_format="dummy") if is_estimated(run) else spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
     return [cost for run in runs for cost in costs_of(run, groups_of(run), device)]

@@ -65,6 +65,11 @@ class GroupCache:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         return sum(stored.nbytes for stored in self._stored.values()) // self._capacity * self.length
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of K and V with the spare slots, over the group's layers."""
+        return sum(stored.nbytes for stored in self._stored.values())
+
     def make_room(self) -> None:
         """Add spare slots before the first step, for tokens whose number is not known yet."""
         self._capacity = with_spare(self._capacity, self.max_length)

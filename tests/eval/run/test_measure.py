@@ -57,7 +57,7 @@ def calls(monkeypatch) -> list[tuple]:
     monkeypatch.setattr(measure, "generate", generate)
     monkeypatch.setattr(measure, "reset_peak", lambda *devices: seen.append(("reset",)))
     monkeypatch.setattr(measure, "read_peak", lambda *devices: 123)
-    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {})  # none that an earlier test left
+    monkeypatch.setattr("lazyllm.methods.support.other_models.HELPERS.loaded", {})  # none that an earlier test left
     return seen
 
 
@@ -231,7 +231,7 @@ class Draft:
 def draft(calls, monkeypatch) -> Draft:
     """A draft that lies beside the model, on its device, where there is memory for all."""
     made = Draft(calls)
-    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {(DRAFT, True): made})
+    monkeypatch.setattr("lazyllm.methods.support.other_models.HELPERS.loaded", {(DRAFT, True): made})
     return made
 
 

@@ -79,7 +79,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         monkeypatch.setattr(module, "backends", chosen)
     monkeypatch.setattr(Bench, "_rehearse", rehearsing)
     monkeypatch.setattr(measure, "builds_plans", lambda model, devices: True)
-    monkeypatch.setattr(other_models, "_LOADED", {})
+    monkeypatch.setattr(other_models.HELPERS, "loaded", {})
     return found
 
 
