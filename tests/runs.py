@@ -12,9 +12,9 @@ from eval.run import loop
 from eval.run.answers import Visits
 from eval.run.arms import Arm, MethodAsked
 from eval.run.asked import Asked, ask
-from eval.run.cases import Case
+from eval.run.case import Case
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
-from eval.run.run import Run, prepare
+from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig
 from eval.run.subject import Answering
 from eval.store.runs import StoredRun
@@ -27,11 +27,6 @@ def run_of(*overrides: str) -> Asked:
     registered()
     check_arguments(overrides)
     return ask(to_run_config(compose_config(overrides)))
-
-
-def prepared(asked: Asked, **changes: Any) -> Run:
-    """The run, ready to start. changes: of its settings."""
-    return prepare(asked.changed(**changes) if changes else asked)
 
 
 def measure(asked: Asked, show: bool = True) -> StoredRun:

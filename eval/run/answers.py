@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import gold_token_ids
 from eval.run.arms import Arm
-from eval.run.cases import Case
+from eval.run.case import Case
 from eval.run.decode import Bench, Generated, Outcomes
 from eval.run.evidence import of_evidence
 from eval.run.fidelity import of_forced, of_generations

@@ -44,6 +44,11 @@ class Asked:
         return SUITES[self.datasets[0].suite]
 
     @property
+    def limit(self) -> int | None:
+        """The number of examples of each dataset; None for all."""
+        return self.config.limit or self.suite.limit
+
+    @property
     def baseline(self) -> str | None:
         """The label of the baseline's arm; None without one."""
         return next(iter(self.arms)) if self.config.baseline else None
@@ -169,7 +174,7 @@ def read_rows(asked: Asked) -> list[LoadedDataset]:
         of_split = in_split(name, data.examples, config.split)
         if not of_split:
             raise UserError(f"split={config.split} leaves no example of {name}: it has too few rows")
-        subset = in_subset(of_split, config.limit or asked.suite.limit, config.subset, config.seed)
+        subset = in_subset(of_split, asked.limit, config.subset, config.seed)
         examples = tuple(replace(example, turns=example.turns[:last]) for example in subset)
         chosen.append(replace(data, examples=examples, total=data.total or len(data.examples)))
     return chosen

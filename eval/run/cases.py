@@ -2,47 +2,16 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
-from eval.benchmarks.suite import Dataset, Example, LoadedDataset
+from eval.benchmarks.prompts import build_prompt, end_token_ids
+from eval.benchmarks.suite import Dataset, LoadedDataset
 from eval.run.arms import Arm
 from eval.run.asked import Asked, read_rows
+from eval.run.case import Case
 from eval.run.config import prompt_limit
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One example with its prompt.
-
-    end_ids: tokens that end an answer. arms: those that a visit is to measure, in this order.
-    """
-
-    dataset: Dataset
-    example: Example
-    prompt: BuiltPrompt
-    max_new_tokens: int
-    end_ids: tuple[int, ...]
-    arms: tuple[Arm, ...] = ()
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.dataset.name, self.example.id
-
-    @property
-    def prompts(self) -> tuple[Any, ...]:
-        """The prompt, and the messages of later turns."""
-        return self.prompt, *self.prompt.turns
-
-    @property
-    def answering(self) -> dict[str, Any]:
-        """The options of `lazyllm.generate`."""
-        least = 1 if self.dataset.newline_ends else 0
-        return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
 
 
 def limit_of_prompts(asked: Asked, positions: int | None) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from eval.run.arms import Arm
-from eval.run.cases import Case
+from eval.run.case import Case
 from eval.run.memory import Memory, failure_of, free, is_out_of_memory
 from eval.store.visit import Failure
 from lazyllm import Generation, generate, start

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 
-from eval.run.cases import Case
+from eval.run.case import Case
 from eval.run.identity import now
 from eval.run.run import Run
 from eval.run.subject import Answerer, Load, in_turn

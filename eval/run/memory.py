@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from eval.run.cases import Case
+from eval.run.case import Case
 from eval.run.device_lock import held
 from eval.store.visit import Failure
 from lazyllm.engine.devices import read_clock
@@ -74,7 +74,7 @@ class Memory:
             return None
         others = sum(HELPERS.nbytes(method.models(), device) for device in self.devices)
         now = peak - others - sum(prefilled.nbytes for prefilled in self.kept)
-        return max(now, self._highest or 0)
+        return now if self._highest is None else max(now, self._highest)
 
     def keep(self, method: Method, prefilled: Prefilled) -> Prefilled:
         """A copy of a prompt that has run, in no peak. It is held until `kept` is cleared."""

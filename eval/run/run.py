@@ -13,7 +13,8 @@ import torch
 from eval.benchmarks.subsets import parse_shard, shard_numbers
 from eval.run.arms import Arm
 from eval.run.asked import Asked, read_rows
-from eval.run.cases import Case, limit_of_answers, limit_of_prompts, make_cases
+from eval.run.case import Case
+from eval.run.cases import limit_of_answers, limit_of_prompts, make_cases
 from eval.run.identity import identity_of, provenance_of
 from eval.run.subject import Answering
 from eval.store.folder import fingerprint

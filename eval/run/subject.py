@@ -18,7 +18,7 @@ from lazyllm.spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from eval.run.cases import Case
+    from eval.run.case import Case
 
 Load = Callable[[], "PreTrainedModel"]
 

@@ -6,7 +6,7 @@ from typing import Any
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import score_example, second_score
 from eval.run.arms import Arm
-from eval.run.cases import Case
+from eval.run.case import Case
 from eval.store.visit import PROMPT_END, Answer, Failure, Turn, Visit
 
 

@@ -32,7 +32,7 @@ from lazyllm.spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eval.run.cases import Case
+    from eval.run.case import Case
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
+from eval.run.run import prepare
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import Characters
@@ -128,7 +129,7 @@ def test_examples_are_in_the_groups_of_their_difficulty_and_length(tmp_path):
 
 def test_suites_version_is_part_of_a_runs_identity(tmp_path, monkeypatch):
     before = run_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
-    first = before.identity
+    first = prepare(before).identity
     monkeypatch.setitem(SUITES, SUITE.name, replace(SUITE, version=SUITE.version + 1))
-    identities = [first, before.changed().identity]
+    identities = [first, prepare(before.changed()).identity]
     assert [key for key in identities[0] if identities[0][key] != identities[1][key]] == ["data"]

@@ -18,13 +18,12 @@ from eval.benchmarks.metrics import score_example
 from eval.benchmarks.mrcr import SUITE, MrcrConfig, load
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings, check_lengths
-from eval.run.loop import measure
 from eval.run.settings import DataConfig
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
-from tests.runs import small_run
+from tests.runs import measure, small_run
 
 ASK = "Write a poem about tapirs."
 TALK = [ASK, "A tapir ran.", ASK, "It slept.", "Prepend xY9 to the 2nd."]

@@ -12,7 +12,6 @@ import yaml
 
 import lazyllm
 from eval.benchmarks.longbench import PUBLISHED
-from eval.run.loop import measure
 from eval.run.plan import RATE, amount, as_text, costs, costs_of, duration, groups_of, main, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
@@ -26,7 +25,7 @@ from lazyllm.models.load import load_weights
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import ROWS
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 TINY = ModelSpec("tiny", dtype="float32", device="cpu")
 LLAMA2 = ModelSpec("llama2", "dummy")

@@ -11,8 +11,9 @@ import pytest
 
 from eval.analysis.run_table import comparisons
 from eval.run import loop
+from eval.run.asked import Asked
 from eval.run.job import main
-from eval.run.run import Run
+from eval.run.run import prepare
 from eval.serving import client
 from eval.store.folder import read_visits
 from eval.store.results import Results
@@ -49,7 +50,7 @@ def said(text: str) -> Reply:
     return Reply([chat(role="assistant", content=""), chat(content=text), chat("stop"), DONE])
 
 
-def served(url: str, out: Path | None, *overrides: str) -> Run:
+def served(url: str, out: Path | None, *overrides: str) -> Asked:
     fixed = ("model=server", f"server.url={url}", "model.name=m", "model.tokenizer=tiny", "dataset=lookup", "limit=3")
     return run_of(*fixed, "warmup=0", *([f"out={out}"] if out is not None else []), *overrides)
 
@@ -133,7 +134,7 @@ def test_requests_are_greedy_cold_and_have_no_field_that_the_server_refuses(
 
 def prompt_texts() -> list[str]:
     """The prompts of the same run in this process."""
-    return [case.prompt.text for case in run_of("dataset=lookup", "limit=3").cases]
+    return [case.prompt.text for case in prepare(run_of("dataset=lookup", "limit=3")).cases]
 
 
 def test_warm_prompt_is_asked_twice_and_chat_has_its_messages(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_later_turn_asks_the_conversation_with_the_servers_own_answers(
     bodies = [body for _, body in seen.posts]
     assert len(bodies) == 2 * 3 * times
     expected = []
-    for case in run_of("dataset=lookup", "limit=3", "turns=2").cases:
+    for case in prepare(run_of("dataset=lookup", "limit=3", "turns=2")).cases:
         (turn,) = case.prompt.turns
         expected += [[case.prompt.text], [case.prompt.text, "Yes no", turn.text]]
     for body, texts in zip(bodies[::times], expected, strict=True):
