@@ -118,10 +118,9 @@ def build_prompt(
     special = not chat.uses_template(tokenizer)
     is_found = True
     if special:
-        opening = chat.opening(tokenizer, example.earlier)
-        text, by = f"{opening}{text}{chat.after}", len(opening)
+        text, by = f"{chat.before}{text}{chat.after}", len(chat.before)
     else:
-        wrapped, inner = chat.wrapped(tokenizer, text, example.earlier), text.strip()  # which many templates strip
+        wrapped, inner = chat.wrapped(tokenizer, text), text.strip()  # which many templates strip
         is_found, start = wrapped.count(inner) == 1, text.index(inner)
         places = [_clipped(ranges, start, start + len(inner)) if is_found else [] for ranges in places]
         text, by = wrapped, wrapped.find(inner) - start
@@ -135,7 +134,7 @@ def build_prompt(
         text,
         tuple(ids),
         first,
-        tokens_before_truncation=len(ids) if example.earlier else before,  # a conversation is not truncated
+        tokens_before_truncation=before,
         truncated=truncated,
         context=context,
         spans=spans if is_found else None,

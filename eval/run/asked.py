@@ -18,7 +18,7 @@ from eval.run.settings import RunConfig, check_unused
 from eval.run.subject import Subject, subject_of
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
-from lazyllm.models.tokenizers import has_chat_template
+from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Asked:
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         self.subject.check()
         if spec.tokenizer is not None:  # refuse what is no tokenizer
-            has_chat_template(spec.tokenizer)
+            has_chat_template(*tokenizer_of(spec))
         if self.suite.rows_here or (self.suite.length(self.data) is None and self.data.dir is not None):
             read_rows(self)
         return self

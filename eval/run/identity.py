@@ -24,9 +24,12 @@ from eval.run.arms import Arm, MethodAsked
 from eval.run.asked import Asked
 from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import about_the_method, by_name, code_of
+from lazyllm.models.checkpoint import gguf_of, title_of
+from lazyllm.models.gguf_file import quantisation_of
+from lazyllm.models.gguf_file import sha256_of as sha256_of_file
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
-from lazyllm.spec import QUANTISATIONS
+from lazyllm.spec import QUANTISATIONS, ModelSpec
 
 if TYPE_CHECKING:
     from eval.run.local import LocalModel
@@ -163,8 +166,11 @@ def of_local_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
     config, model, spec, devices = subject.config, subject.config.model, subject.spec, devices_in_use(subject.spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     quantiser = packages.get(spec.quantise or quantised_by(subject.model_config) or "")
+    file = gguf_of(spec)
+    readers = [*([quantiser] if quantiser else []), *(["gguf"] if file else [])]
     return {
-        "model": Path(model.name).name if Path(spec.source).is_dir() else spec.source,
+        "model": title_of(spec),
+        **({} if file is None else {"gguf": quantisation_of(file)}),
         "load_format": model.load_format,
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
@@ -172,10 +178,10 @@ def of_local_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
         "quantise": model.quantise,
         "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
         "revision": model.revision or getattr(subject.model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec.source),
+        "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
         "end_ids": list(load_end_ids(spec)),
         "engine": code_sha256(ENGINE),
-        "versions": versions() | ({quantiser: importlib.metadata.version(quantiser)} if quantiser is not None else {}),
+        "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
         "device": " + ".join(map(device_name, devices)),
         "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
         "arms": {arm.label: _of_method(arm, subject.model_config.num_hidden_layers) for arm in arms},
@@ -187,7 +193,7 @@ def _of_method(arm: Arm, num_layers: int) -> dict[str, Any]:
         asked = MethodAsked.of(arm.settings, num_layers)
     # of the method's other models: a local one's hash, a hub model's commit
     others = [
-        weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
+        weights_sha256(spec) or getattr(load_config(spec), "_commit_hash", None)
         for spec in next(iter(arm.methods.values())).models()
     ]
     return {
@@ -221,14 +227,16 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def weights_sha256(source: str) -> str | None:
-    """SHA-256 of a local checkpoint: its config, and name, size and samples, not all 13 GB, of its weight files.
+def weights_sha256(spec: ModelSpec) -> str | None:
+    """SHA-256 of a GGUF file, or of a folder's config, and name, size and samples, not all 13 GB, of its weight files.
 
-    None for a hub id, whose commit identifies it.
+    None for other hub ids, whose commit identifies them.
     """
-    folder = Path(source)
-    if not folder.is_dir():
+    if (file := gguf_of(spec)) is not None:
+        return sha256_of_file(file)
+    if not spec.is_local:
         return None
+    folder = Path(spec.source)
     digest = hashlib.sha256()
     weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     for file in sorted([folder / "config.json", *weights]):

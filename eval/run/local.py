@@ -20,7 +20,7 @@ from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method, about_the_method
-from lazyllm.models.checkpoint import read_config
+from lazyllm.models.checkpoint import HubError, read_config
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -49,8 +49,16 @@ class LocalModel:
         return tuple(dict.fromkeys([self.spec, *(spec for method in samples for spec in method.models())]))
 
     def check(self) -> None:
-        for spec in self.models:
-            read_config(spec)
+        read_config(self.spec)
+        for label, settings in self.asked.items():
+            for other in _sample(settings).models():
+                try:
+                    read_config(other)
+                except HubError as error:
+                    arm = "method" if self.config.compare is None else f"compare.{label}"
+                    keys = [key for key, value in settings.items() if value == other.name]
+                    given = f"{arm}.{keys[0]}=" if keys else f"{arm} needs "
+                    raise UserError(f"{given}{error.reason}; give a folder with the checkpoint") from error
         layers: int | None = read_config(self.spec).get("num_hidden_layers")
         if layers is not None:  # in a nested config transformers finds it
             for settings in self.asked.values():
@@ -172,7 +180,7 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMo
     keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
     spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
     spec.check()
-    if not Path(spec.source).is_dir() and spec.is_dummy and spec.tokenizer is None:
+    if not spec.is_local and spec.is_dummy and spec.tokenizer is None:
         raise UserError(
             "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
             "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"

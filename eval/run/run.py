@@ -53,9 +53,8 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The title of its table."""
-        config = self.asked.config
-        return ", ".join(filter(None, [config.model.name, self.asked.name, self.asked.data_name, config.split]))
+        """What it compares, and on which data."""
+        return ", ".join(filter(None, [self.asked.name, self.asked.data_name, self.asked.config.split]))
 
     @property
     def part(self) -> str:

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bool) -> None:
     """Write the run's table and its pictures into its folder, and show them in W&B. show: print the table too."""
-    results, folder, config = Results([stored]), run.folder, run.asked.config
-    table = run_table(results, run.title)
+    results, folder = Results([stored]), run.folder
+    table = run_table(results, ", ".join([stored.model, run.title]))
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())
     write_whole(folder / "summary.md", table.to_page())
@@ -29,7 +29,7 @@ def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bo
 
         (folder / "figures").mkdir(exist_ok=True)
         pictures += save(plot_comparison(results, table), folder / "figures" / "comparison")
-    if config.tracker.name != "none":
+    if run.asked.config.tracker.name != "none":
         from eval.analysis.style import draw_all
 
         pictures += draw_all(results, folder / "figures")
@@ -40,7 +40,7 @@ def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bo
         screen = console()
         screen.print(table.to_rich(screen.width))
         lines = ["Files:", *(f"  {path}" for path in (folder / "summary.md", *pictures))]
-        if config.model.name == "tiny":
+        if stored.model == "tiny":
             lines.append("A first look at a checkpoint on LongBench, on a GPU:")
             lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
         screen.print("\n".join(lines), highlight=False)

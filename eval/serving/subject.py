@@ -80,10 +80,9 @@ class Servers:
         return servers
 
     def check(self) -> None:
-        from lazyllm.models.tokenizers import has_chat_template
+        from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 
-        spec = self.spec
-        has_chat_template(spec.source, spec.revision)  # refuses what is no tokenizer
+        has_chat_template(*tokenizer_of(self.spec))  # refuses what is no tokenizer
         _ = self.servers
 
     @cached_property
@@ -170,7 +169,7 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> Servers
             raise UserError(f"a URL with a name or password would be stored: give a key in {server.api_key_env}")
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
         require(is_address, "url", url, "a URL such as http://127.0.0.1:8000/v1")
-    is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).is_dir()
+    is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).exists()
     require(is_source, "model.tokenizer", "null", "FOLDER_OR_HUB_ID of the served model, as prompts are made here")
     has_own = by_server and model.chat not in (None, "none")
     require(not has_own, "model.chat", model.chat, "none: the server applies its own template")
@@ -304,7 +303,6 @@ class Client:
         for answer, turn in zip(earlier, prompt.turns, strict=False):
             texts += [answer.text, turn.text]
         if self.how.config.server.api == "chat":
-            texts[:1] = [*case.example.earlier, texts[0].removeprefix("".join(case.example.earlier))]
             texts[0] = noise + texts[0]
             messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
             messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []
