@@ -22,7 +22,7 @@ from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 
 log = logging.getLogger(__name__)
 
-RUNS = Path("runs")  # the folder of runs without `out`
+RUNS = Path("runs")  # and `hydra.sweep.dir` of conf/config.yaml
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Asked:
     """A run as its settings ask for it; `eval.run.run.prepare` makes it ready to start.
 
     arms: {label: settings} in the order of tables, the baseline first. datasets: those of one suite whose rows can be
-    loaded. data: the settings that determine the rows.
+    loaded. data: the settings that determine the rows. runs: the folder of runs without `out`.
     """
 
     config: RunConfig
@@ -38,6 +38,7 @@ class Asked:
     arms: dict[str, dict[str, Any]]
     datasets: tuple[Dataset, ...]
     data: DataSettings
+    runs: Path = RUNS
 
     @property
     def suite(self) -> Suite:
@@ -74,11 +75,11 @@ class Asked:
     @property
     def folder(self) -> Path:
         """The folder in which it makes its own, or its own."""
-        return Path(self.config.out or RUNS)
+        return Path(self.config.out or self.runs)
 
     def changed(self, **settings: Any) -> Asked:
         """The run with other settings."""
-        return ask(replace(self.config, **settings))
+        return ask(replace(self.config, **settings), self.runs)
 
     def check(self) -> Asked:
         """Refuse what files, rows at hand and servers rule out. Returns itself. Raises UserError.
@@ -102,7 +103,7 @@ class Asked:
         return self
 
 
-def ask(config: RunConfig) -> Asked:
+def ask(config: RunConfig, runs: Path = RUNS) -> Asked:
     """What the settings ask for, checked as far as that needs no files of models. Raises UserError."""
     named = datasets_asked_for(config.dataset, config.model.name)
     arms = arms_asked(config)
@@ -112,7 +113,7 @@ def ask(config: RunConfig) -> Asked:
         if suite.options is not None and suite.name != named[0].suite:
             instead = f"dataset={suite.whole} with it: {named[0].name} is of {named[0].suite}"
             check_unused(suite.name, getattr(config, suite.name), instead)
-    return Asked(config, subject, arms, _with_rows(config, named, data), data)
+    return Asked(config, subject, arms, _with_rows(config, named, data), data, runs)
 
 
 def _data_settings(config: RunConfig, suite: Suite, subject: Subject) -> DataSettings:

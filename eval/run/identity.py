@@ -13,15 +13,16 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import LoadedDataset
 from eval.run.arms import Arm, MethodAsked
 from eval.run.asked import Asked
+from eval.run.settings import RunConfig
 from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import about_the_method, by_name, code_of
 from lazyllm.models.checkpoint import gguf_of, title_of
@@ -30,9 +31,6 @@ from lazyllm.models.gguf_file import sha256_of as sha256_of_file
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
-
-if TYPE_CHECKING:
-    from eval.run.local import LocalModel
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
 # The code that can change a number, besides that of the suite and of the chosen methods
@@ -161,11 +159,13 @@ def _of_chat(asked: Asked) -> dict[str, Any]:
     return {key: value for key, value in about.items() if value}
 
 
-def of_local_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
+def of_local_model(
+    config: RunConfig, spec: ModelSpec, model_config: PreTrainedConfig, arms: Sequence[Arm]
+) -> dict[str, Any]:
     """What identifies a model in this process, and its arms."""
-    config, model, spec, devices = subject.config, subject.config.model, subject.spec, devices_in_use(subject.spec)
+    model, devices = config.model, devices_in_use(spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-    quantiser = packages.get(spec.quantise or quantised_by(subject.model_config) or "")
+    quantiser = packages.get(spec.quantise or quantised_by(model_config) or "")
     file = gguf_of(spec)
     readers = [*([quantiser] if quantiser else []), *(["gguf"] if file else [])]
     return {
@@ -177,14 +177,14 @@ def of_local_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
         "sdpa_backend": model.sdpa_backend,
         "quantise": model.quantise,
         "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
-        "revision": model.revision or getattr(subject.model_config, "_commit_hash", None),
+        "revision": model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
         "end_ids": list(load_end_ids(spec)),
         "engine": code_sha256(ENGINE),
         "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
         "device": " + ".join(map(device_name, devices)),
         "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
-        "arms": {arm.label: _of_method(arm, subject.model_config.num_hidden_layers) for arm in arms},
+        "arms": {arm.label: _of_method(arm, model_config.num_hidden_layers) for arm in arms},
     }
 
 

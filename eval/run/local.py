@@ -123,7 +123,7 @@ class LocalModel:
     def identity(self, arms: Sequence[Arm]) -> dict[str, Any]:
         from eval.run.identity import of_local_model
 
-        return of_local_model(self, arms)
+        return of_local_model(self.config, self.spec, self.model_config, arms)
 
     @property
     def device(self) -> str:

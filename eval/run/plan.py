@@ -75,37 +75,36 @@ class Cost:
         return sum(self.memory.values())
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A run to plan, of a model in this process."""
-
-    asked: Asked
-    model: LocalModel
-
-    @property
-    def limit(self) -> int:
-        """Tokens of a prompt."""
-        from eval.run.cases import limit_of_prompts  # not at the top: it imports torch
-
-        return limit_of_prompts(self.asked, self.model.shape.max_position_embeddings)
+def model_of(asked: Asked) -> LocalModel:
+    """The run's model in this process. Raises UserError for servers."""
+    if not isinstance(asked.subject, LocalModel):
+        raise UserError("a plan counts the work of a model in this process; a server's is unknown")
+    return asked.subject
 
 
-def groups_of(run: Planned) -> list[Group]:
+def _limit(asked: Asked) -> int:
+    """Tokens of a prompt."""
+    from eval.run.cases import limit_of_prompts  # not at the top: it imports torch
+
+    return limit_of_prompts(asked, model_of(asked).shape.max_position_embeddings)
+
+
+def groups_of(asked: Asked) -> list[Group]:
     """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
     from eval.run.cases import prompts_of
 
-    if is_estimated(run):
-        return estimated_groups(run)
-    here = replace(run.asked.config.model, device="cpu", quantise=None, device_map=None)
-    cases = prompts_of(run.asked.changed(model=here, shard=None))
+    if is_estimated(asked):
+        return estimated_groups(asked)
+    here = replace(asked.config.model, device="cpu", quantise=None, device_map=None)
+    cases = prompts_of(asked.changed(model=here, shard=None))
     messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Group(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
 
 
-def is_estimated(run: Planned) -> bool:
+def is_estimated(asked: Asked) -> bool:
     """Whether data or tokenizer are in no cache and the suite publishes sizes. Rows in `data.dir` are counted."""
-    suite, data, spec = run.asked.suite, run.asked.data, run.model.spec
+    suite, data, spec = asked.suite, asked.data, asked.subject.spec
     if not suite.published(data) or data.dir is not None:
         return False
     if suite.cached is not None and not suite.cached(data):
@@ -118,33 +117,33 @@ def is_estimated(run: Planned) -> bool:
     return False
 
 
-def estimated_groups(run: Planned) -> list[Group]:
+def estimated_groups(asked: Asked) -> list[Group]:
     """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
     from eval.run.cases import limit_of_answers
 
-    config, limit = run.asked.config, run.limit
-    groups, sizes = list[Group](), run.asked.suite.published(run.asked.data)
-    for dataset in run.asked.datasets:
+    config, limit = asked.config, _limit(asked)
+    groups, sizes = list[Group](), asked.suite.published(asked.data)
+    for dataset in asked.datasets:
         size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
-        new_tokens = limit_of_answers(run.asked, dataset, size.max_new_tokens)
+        new_tokens = limit_of_answers(asked, dataset, size.max_new_tokens)
         whole = size.examples if config.split is None else -(-size.examples // 2)
         groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole)))
     return groups
 
 
-def costs_of(run: Planned, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
+def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
     from eval.run.decode import WARMUP_TOKENS
 
-    asked, model, first = run.asked, Model.of(run.model.spec), groups[0]
-    arms = run.model.arms(asked.datasets, asked.suite.length(asked.data), run.limit)
-    costs, is_estimate = list[Cost](), is_estimated(run)
+    model, first = Model.of(asked.subject.spec), groups[0]
+    arms = model_of(asked).arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
+    costs, is_estimate = list[Cost](), is_estimated(asked)
     every = [method for arm in arms for method in arm.methods.values()]
     # tokens of the last turn's text
     lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
     most, memory = max(group.new_tokens for group in groups), None if device is None else 1e9 * device.gigabytes
-    batch_size = fitting_batch(asked.config.batch_size, run.model.spec, every, max(lengths), most, memory)
+    batch_size = fitting_batch(asked.config.batch_size, asked.subject.spec, every, max(lengths), most, memory)
     warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), asked.config.warmup)
     for arm in arms:
         works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
@@ -155,7 +154,7 @@ def costs_of(run: Planned, groups: Sequence[Group], device: Accelerator | None) 
             peaks.append(model.memory(arm.method(group.dataset), length, group.new_tokens, batch_size))
         costs.append(
             Cost(
-                run=Path(run.model.spec.name).name,
+                run=Path(asked.subject.spec.name).name,
                 arm=arm.label,
                 examples=sum(group.count for group in groups),
                 prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
@@ -173,20 +172,15 @@ def costs_of(run: Planned, groups: Sequence[Group], device: Accelerator | None) 
 def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
     """The cost of each arm of each run; shards are one run, arms out of reach are left out."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
-    runs = list[Planned]()
-    for config in jobs_of(whole):
-        asked = ask(config)
-        if not isinstance(asked.subject, LocalModel):
-            raise UserError("a plan counts the work of a model in this process; a server's is unknown")
-        runs.append(Planned(asked, asked.subject))
+    runs = [ask(config) for config in jobs_of(whole)]
     try:
-        for run in runs:
+        for asked in runs:
+            spec = model_of(asked).spec
             # refuse what the caches lack before torch is imported; an estimate needs only the model's shape
-            spec = run.model.spec
-            read_config(replace(spec, load_format="dummy") if is_estimated(run) else spec)
+            read_config(replace(spec, load_format="dummy") if is_estimated(asked) else spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
-    return [cost for run in runs for cost in costs_of(run, groups_of(run), device)]
+    return [cost for asked in runs for cost in costs_of(asked, groups_of(asked), device)]
 
 
 def duration(seconds: float) -> str:

@@ -8,12 +8,12 @@ from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
-import eval.run.measure
 import optuna
 import pandas as pd
 import pytest
 import yaml
 
+import eval.run.decode
 from eval.run.config import compose_config, prepared, register_schema
 from eval.run.run import prepare
 from eval.store.folder import read_visits
@@ -200,7 +200,7 @@ def test_study_of_real_runs(
     assert re.search(r"on test \S+, [+-]\S+ \[\S+, \S+\] to paper's\nRun it: .* model=tiny ", capsys.readouterr().out)
     run = run_of("method.schedule=tuned/study", "dataset=lookup", "limit=1")
     assert prepare(run).identity["arms"]["lazy"]["method"]["schedule"] == schedule
-    monkeypatch.setattr(eval.run.measure, "generate", None)  # nothing is measured again
+    monkeypatch.setattr(eval.run.decode, "generate", None)  # nothing is measured again
     tune(config_of(*QUICK))
     for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms.")):
         with pytest.raises(UserError, match=named):

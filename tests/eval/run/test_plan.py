@@ -226,7 +226,7 @@ def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
     assert baseline.work.flops > pruned.work.flops
     _, warmed = costs_of(run.changed(warmup=2), rows, ACCELERATORS["l4"])
     (row,) = rows
-    warm_up = Model.of(run.spec).conversation(StaticPruning(2, 0.3), row.messages, 4)
+    warm_up = Model.of(run.subject.spec).conversation(StaticPruning(2, 0.3), row.messages, 4)
     assert warmed.work == sum(2 * warm_up, pruned.work)
     again = costs_of(run.changed(aa_test=True), rows, None)
     assert [one.arm for one in again] == ["baseline", "static_pruning", "baseline again"]
