@@ -1,10 +1,11 @@
 """From what a model generated to what a visit stores: records, scores, and distances to the baseline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Self
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.benchmarks.chat_format import ChatFormat
@@ -77,6 +78,31 @@ def answer_of(
     )
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The baseline's answers to a case. forced: {name of fields: the tokens that are fed to each arm, and to it}."""
+
+    made: Generated
+    forced: Mapping[str, tuple[int, ...]]
+
+    def fidelity(self, made: Generated) -> list[Fidelity]:
+        """An arm's answers beside the baseline's, turn by turn."""
+        turns = [of_generations(*pair) for pair in zip(self.made.outs, made.outs, strict=True)]
+        for name, ids in self.forced.items():  # in the first turn only: later, the two have different texts before them
+            kl, log_likelihood = of_forced(self._logits[name], _forced_logits(made, ids), ids)
+            turns[0] = replace(turns[0], **{f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood})
+        return turns
+
+    @cached_property
+    def _logits(self) -> dict[str, Tensor]:
+        return {name: _forced_logits(self.made, ids) for name, ids in self.forced.items()}
+
+
+def _forced_logits(made: Generated, token_ids: Sequence[int]) -> Tensor:
+    assert made.prefilled is not None  # as `Bench.keeps` says
+    return made.prefilled.forced_logits(token_ids)
+
+
 @dataclass
 class Visits:
     """The arms of a run on a model in this process (`eval.run.subject.Answerer`).
@@ -104,35 +130,29 @@ class Visits:
 
     def _visit(self, case: Case, outcomes: Outcomes) -> Visit:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
-        baseline = outcomes.get(self.how.baseline or "")
-        forced = self._forced(case, baseline) if self.bench.keeps and isinstance(baseline, Generated) else {}
-        of_baseline = cache(lambda name: baseline.prefilled.forced_logits(forced[name]))  # the same for all arms
-
-        def compared(made: Generated) -> list[Fidelity]:
-            turns = [of_generations(*pair) for pair in zip(baseline.outs, made.outs, strict=True)]
-            for name, ids in forced.items():  # in the first turn only: later, the two have different texts before them
-                kl, log_likelihood = of_forced(of_baseline(name), made.prefilled.forced_logits(ids), ids)
-                turns[0] = replace(turns[0], **{f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood})
-            return turns
-
-        def answers(made: Generated) -> list[Answer]:
-            bench, evidence = self.bench, self.how.config.evidence
-            given = made, bench.model, self.tokenizer, self.chat, evidence
-            own = [answer_of(case, turn, *given) for turn in range(len(made.outs))]
-            if made is baseline or not isinstance(baseline, Generated):
-                return own
-            return [replace(one, fidelity=beside) for one, beside in zip(own, compared(made), strict=True)]
-
-        measured = dict[str, list[Answer] | Failure]()
+        baseline, measured = outcomes.get(self.how.baseline or ""), dict[str, list[Answer] | Failure]()
+        reference = self._reference(case, baseline) if isinstance(baseline, Generated) else None
         for label, made in outcomes.items():
-            is_failure = isinstance(made, Failure)
-            measured[label] = made if is_failure else self.bench.memory.tried(case, partial(answers, made))[0]
+            if isinstance(made, Failure):
+                measured[label] = made
+            else:
+                answers = partial(self._answers, case, made, None if made is baseline else reference)
+                measured[label], _ = self.bench.memory.tried(case, answers)
         return visit_of(case, self.how.arms, measured, self.attention_kernel)
 
-    def _forced(self, case: Case, baseline: Generated) -> dict[str, tuple[int, ...]]:
-        """The tokens that are fed to each arm instead of its own: of the baseline's answer, and of the gold one."""
+    def _answers(self, case: Case, made: Generated, reference: Reference | None) -> list[Answer]:
+        given = made, self.bench.model, self.tokenizer, self.chat, self.how.config.evidence
+        own = [answer_of(case, turn, *given) for turn in range(len(made.outs))]
+        if reference is None:
+            return own
+        return [replace(one, fidelity=beside) for one, beside in zip(own, reference.fidelity(made), strict=True)]
+
+    def _reference(self, case: Case, baseline: Generated) -> Reference:
+        """With `fidelity=answer`, the baseline's answer is forced, and the gold one."""
+        if not self.bench.keeps:
+            return Reference(baseline, {})
         gold = gold_token_ids(self.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
-        return {"answer": tuple(baseline.outs[0].token_ids), "gold": tuple(gold)}
+        return Reference(baseline, {"answer": tuple(baseline.outs[0].token_ids), "gold": tuple(gold)})
 
     def traces(self, case: Case, arms: Sequence[Arm]) -> Iterator[Trace]:
         return traces(self.bench.model, self.tokenizer, case, arms)

@@ -164,11 +164,12 @@ class Bench:
         self.memory.make_ready(made.method)
         self._rehearse(case, arm)
         self.memory.begin_peak()
-        options = {"after_prefill": partial(self._keep, made)} if self.keeps else {}
+        after = partial(self._keep, made) if self.keeps else None
         if case.prompt.turns:
-            outs = converse(self.model, case, made.method, arm.turns, **options)
+            outs = converse(self.model, case, made.method, arm.turns, after)
         else:
-            outs = iter([generate(self.model, case.prompt.as_input(), made.method, **case.answering, **options)])
+            prompt = case.prompt.as_input()
+            outs = iter([generate(self.model, prompt, made.method, **case.answering, after_prefill=after)])
         for out in outs:
             made.outs.append(out)
             made.peaks.append(self.memory.peak(made.method))

@@ -39,6 +39,7 @@ from eval.run.config import (
     with_whole_arms,
     without_whole_arms,
 )
+from eval.run.receipt import complete_run, leave, receipt_of, show
 from eval.run.settings import RunConfig
 from lazyllm.errors import FailedExamplesError, UserError
 
@@ -71,19 +72,27 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(config: DictConfig) -> None:
         with job():
-            asked = ask(to_run_config(config), _sweep_folder()).check()
+            asked = ask(to_run_config(config), _sweep_folder())
+            receipt = receipt_of(asked)
+            if (complete := complete_run(asked, receipt)) is not None:
+                show(complete)
+                finished.append(complete)
+                return
+            asked.check()
             logging.info("loading torch and transformers")
             from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
             from eval.run.run import prepare
 
             finished.append(measure(prepare(asked)))
+            leave(receipt, finished[-1])
         if failures := finished[-1].failures:
             raise FailedExamplesError(failures)
 
     try:
         start(work, arguments)
     finally:  # a job that failed does not hide the others
-        whole = [run for run in finished if not run.unvisited]
+        is_joined = len(finished) > 1 or bounds is not None
+        whole = [run for run in finished if is_joined and not run.unvisited]
         if len(whole) > 1:
             from eval.run.summary import show_together  # the jobs have imported it
 

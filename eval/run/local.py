@@ -62,7 +62,9 @@ class LocalModel:
         layers: int | None = read_config(self.spec).get("num_hidden_layers")
         if layers is not None:  # in a nested config transformers finds it
             for settings in self.asked.values():
-                _sample(settings, layers).tokens_per_layer(layers, 1)
+                method = _sample(settings, layers)
+                with about_the_method():
+                    method.tokens_per_layer(layers, 1)
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:

@@ -148,8 +148,8 @@ def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator | None) 
     for arm in arms:
         works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
         for group in (*groups, warm_up):
-            method, asked = arm.method(group.dataset), (group.messages, group.new_tokens)
-            works += [(work, group.count) for work in model.conversation(method, *asked, arm.turns, batch_size)]
+            method, turn = arm.method(group.dataset), (group.messages, group.new_tokens)
+            works += [(work, group.count) for work in model.conversation(method, *turn, arm.turns, batch_size)]
         for group, length in zip(groups, lengths, strict=True):
             peaks.append(model.memory(arm.method(group.dataset), length, group.new_tokens, batch_size))
         costs.append(

@@ -36,13 +36,12 @@ def main(arguments: Sequence[str]) -> int:
     own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
     # the dataset, which none is needed for, is one that is made here
     asked = ask(run_config(["dataset=lookup", "baseline=false", *others]))
-    if not isinstance(asked.subject, LocalModel):
-        raise UserError("serve takes a model of this process: model=NAME, with method=NAME or compare=[...]")
+    model_of(asked)
     missing = [package for package in ("fastapi", "uvicorn") if find_spec(package) is None]
     if missing:
         raise UserError(f"serve needs {missing[0]}: pip install --editable '.[serve]' in the repository's folder")
     with job(), listen(**own) as listening, suppress(KeyboardInterrupt):
-        serve(endpoint_of(asked, asked.subject), listening)
+        serve(endpoint_of(asked), listening)
     return 0
 
 
@@ -75,12 +74,20 @@ def serve(endpoint: Endpoint, listening: socket.socket) -> None:
     EndingServer(uvicorn.Config(make_app(endpoint), **options)).run([listening])
 
 
-def endpoint_of(asked: Asked, model: LocalModel) -> Endpoint:
+def model_of(asked: Asked) -> LocalModel:
+    """The model in this process. Raises UserError for servers."""
+    if not isinstance(asked.subject, LocalModel):
+        raise UserError("serve takes a model of this process: model=NAME, with method=NAME or compare=[...]")
+    return asked.subject
+
+
+def endpoint_of(asked: Asked) -> Endpoint:
     """The methods of a run, by the names that requests give them, around its model. Raises UserError."""
     from eval.serving.api import Endpoint
     from lazyllm.methods import Baseline
     from lazyllm.models.load import load_weights
 
+    model = model_of(asked)
     arms = model.arms(asked.datasets, asked.suite.length(asked.data), None)
     methods = {arm.label: arm.method(asked.datasets[0].name) for arm in arms}
     methods = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}

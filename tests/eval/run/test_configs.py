@@ -249,7 +249,7 @@ def test_published_experiments_have_their_arms() -> None:
         (["speedup=3x"], "speedup=3x: expected experiment=field with it, or an arm with ${speedup} (of one method: me"),
         (["dataset=hops", "ruler.length=99"], "ruler.length=99: expected dataset=ruler with it: hops is of embedded"),
         (["dataset.trec=false"], "Could not override 'dataset.trec'"),
-        (["experiment=field", "method=my/mine.py"], "'+compare.mine={name: my/mine.py}' adds an arm"),
+        (["experiment=claim", "method=claa"], "'+compare.claa={name: claa}' adds an arm"),
         (["compare=[lazy,fastkv]", "method=claa"], "give compare=[lazy,fastkv,claa]"),
         (["compare={a: {name: lazy}}", "method=claa"], "'+compare.claa={name: claa}' adds an arm"),
         (["experiment=demo", "method.schedule=paper"], "'compare.LABEL.schedule=paper' changes one of its arms"),

@@ -52,7 +52,7 @@ def calls(monkeypatch) -> list[tuple]:
     """All calls of `generate` and of the peak's reset, in order; methods answer token 5, the baseline 6."""
     seen: list[tuple] = []
 
-    def generate(model, prompt, method, **settings):
+    def generate(model, prompt, method, after_prefill=None, **settings):
         seen.append((method, prompt, settings))
         return generation(6 if isinstance(method, Baseline) else 5)
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from eval.analysis.run_table import comparisons
-from eval.run import loop
 from eval.run.asked import Asked
 from eval.run.job import main
 from eval.run.run import prepare
@@ -25,7 +24,7 @@ from lazyllm.presets import PRESETS
 from tests.eval.serving.in_thread import tiny_server
 from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
 from tests.eval.store.visits import flattened
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 TINY = load_tokenizer(PRESETS["tiny"].source)
 Script = Callable[[int, dict[str, Any]], Reply]
@@ -56,7 +55,7 @@ def served(url: str, out: Path | None, *overrides: str) -> Asked:
 
 
 def run(url: str, out: Path, *overrides: str) -> list[Any]:
-    loop.measure(served(url, out, *overrides), show=False)
+    measure(served(url, out, *overrides), show=False)
     return [*map(flattened, read_visits(out))]
 
 
@@ -304,7 +303,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
 
     original = Conversation.answer_with
     shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "warmup=0")
-    loop.measure(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
+    measure(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
     names = ("model.name=tiny/baseline", "method=server", "method.model=tiny")
     monkeypatch.setattr(Conversation, "answer_with", answer_with)
     run(endpoint, tmp_path / "there", *names, *shared)

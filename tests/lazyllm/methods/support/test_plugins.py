@@ -197,7 +197,7 @@ def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     assert changed != first
     assert code_of("keep_last") == first
     run = run_of("model=tiny", "dataset=lookup", "limit=1", "method=keep_last", "method.layer=2")
-    assert run.identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
+    assert prepare(run).identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
 
 
 def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) -> None:
