@@ -30,6 +30,7 @@ from eval.store.visit import (
     compact_counts,
 )
 from lazyllm.engine.devices import devices_of
+from lazyllm.engine.flops import attention_ceiling
 from lazyllm.measuring import utilisation
 
 
@@ -46,12 +47,13 @@ def answer_of(
     out = made.outs[turn]
     decoded = tokenizer.decode(out.token_ids, skip_special_tokens=True)
     assert isinstance(decoded, str)
+    is_timed, is_alone = made.method.timed, made.method.timed and not made.packed
     times = Times(
-        ttft_s=out.ttft_s,
-        scoring_s=out.scoring_s,
-        total_s=None if made.packed else out.total_s,
+        ttft_s=out.ttft_s if is_timed else None,
+        scoring_s=out.scoring_s if is_timed else None,
+        total_s=out.total_s if is_alone else None,
         decode_step_s=None if made.packed else out.decode_step_s,
-        total_s_so_far=None if made.packed else sum(done.total_s for done in made.outs[: turn + 1]),
+        total_s_so_far=sum(done.total_s for done in made.outs[: turn + 1]) if is_alone else None,
     )
     group_starts, computed = compact_counts(out.computed)
     flops = made.prefill_flops(model.config, turn)
@@ -64,7 +66,8 @@ def answer_of(
         aux_bytes=out.aux_bytes,
         peak_memory_bytes=made.peaks[turn],
         prefill_flops=flops,
-        prefill_mfu=utilisation(model, flops, out.ttft_s),
+        prefill_mfu=utilisation(model, flops, out.ttft_s) if is_timed else None,
+        attention_ceiling=None if turn else attention_ceiling(model.config, out.prompt_tokens),
         tokens_computed=made.tokens_computed(turn),
         revived_tokens=float(out.revived.mean()),
         tokens_computed_so_far=sum(map(made.tokens_computed, range(turn + 1))),

@@ -23,7 +23,7 @@ from lazyllm.engine.generation import Greedy, Prefilled, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel
-from lazyllm.methods import Method
+from lazyllm.methods import Method, Sparse
 from lazyllm.methods.support.other_models import HELPERS
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Generated:
         computed = out.computed[0].tolist()
         if earlier:
             return prefill_flops(config, computed) - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
+        if isinstance(self.method, Sparse):
+            return self.method.first_token_flops(config, out.prompt_tokens, computed, out.attended)
         return self.method.first_token_flops(config, out.prompt_tokens, computed)
 
 

@@ -13,7 +13,7 @@ from functools import cache, partial
 from eval.run.asked import Asked, ask
 from eval.run.job import jobs_of
 from lazyllm.errors import UserError, parser_of
-from lazyllm.models.checkpoint import HubError, read_config
+from lazyllm.models.checkpoint import HubError, checkpoint_folder, read_config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,15 +34,15 @@ def fetched(asked: Asked) -> Iterator[str]:
     subject = asked.subject
     for spec in subject.models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
-    from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
+    from lazyllm.models.load import check_loading, load_tokenizer_of
 
     if subject.spec not in subject.models:
         load_tokenizer_of(subject.spec)
         yield f"{subject.spec.name}: tokenizer only"
     for spec in subject.models:
-        config = check_loading(spec)
+        check_loading(spec)
         load_tokenizer_of(spec)
-        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec, config)}"
+        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec)}"
     for dataset in asked.datasets:
         rows = asked.suite.load(dataset, asked.data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"

@@ -2,14 +2,15 @@
 
     lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
     lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
-    lazyllm-bench plan experiment=demo             # without times
+    lazyllm-bench plan model=smollm2 method=lazy dataset=needle    # on this machine
 
 The arguments are those of a run or a sweep. Nothing is downloaded and no model runs. Prompts, FLOPs and bytes are
 counted for each arm, with warm-ups, later turns and other models. Answers have their maximum length; as many decode
-together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Without --gpu, memory is that of a
-run on this machine. Times follow from one rate, half of the FLOP/s and of the bytes per second in the GPU's data sheet,
-or from the 0.6 ms in which a host starts a layer, measured beside an H200. Until LongBench and the tokenizer are in the
-caches (lazyllm-bench fetch), prompts have LongBench's published mean lengths, and the plan is an estimate.
+together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Times follow from one rate, half of
+the FLOP/s and of the bytes per second in the GPU's data sheet, or from the 0.6 ms in which a host starts a layer,
+measured beside an H200. Without --gpu, it is this machine's GPU, or half of what two matrix products reach now on its
+CPU. Until LongBench and the tokenizer are in the caches (lazyllm-bench fetch), prompts have LongBench's published mean
+lengths, and the plan is an estimate.
 """
 
 import os
@@ -22,6 +23,7 @@ from eval.run.asked import Asked, ask
 from eval.run.job import jobs_of
 from eval.run.local import LocalModel
 from eval.run.work import Model, Work, fitting_batch
+from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
@@ -55,8 +57,9 @@ class Group:
 class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
-    run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without
-    a device. is_estimate: prompts have published means, as nothing was there to count.
+    run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: on the
+    device. ceiling: `attention_ceiling` of the longest prompt. is_estimate: prompts have published means, as nothing
+    was there to count.
     """
 
     run: str
@@ -68,6 +71,8 @@ class Cost:
     work: Work
     memory: dict[str, int]
     seconds: float
+    device: Accelerator
+    ceiling: float
     is_estimate: bool
 
     @property
@@ -107,7 +112,7 @@ def is_estimated(asked: Asked) -> bool:
     suite, data, spec = asked.suite, asked.data, asked.subject.spec
     if not suite.published(data) or data.dir is not None:
         return False
-    if suite.cached is not None and not suite.cached(data):
+    if not suite.cached(data):
         return True
     try:
         read_config(spec)
@@ -132,18 +137,17 @@ def estimated_groups(asked: Asked) -> list[Group]:
     return groups
 
 
-def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
+def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
     from eval.run.decode import WARMUP_TOKENS
 
-    model, first = Model.of(asked.subject.spec), groups[0]
-    arms = model_of(asked).arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
-    costs, is_estimate = list[Cost](), is_estimated(asked)
+    spec, first, costs, is_estimate = asked.subject.spec, groups[0], list[Cost](), is_estimated(asked)
+    model, arms = Model.of(spec), model_of(asked).arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
     every = [method for arm in arms for method in arm.methods.values()]
     # tokens of the last turn's text
     lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
-    most, memory = max(group.new_tokens for group in groups), None if device is None else 1e9 * device.gigabytes
-    batch_size = fitting_batch(asked.config.batch_size, asked.subject.spec, every, max(lengths), most, memory)
+    most, memory = max(group.new_tokens for group in groups), 1e9 * device.gigabytes or None
+    batch_size = fitting_batch(asked.config.batch_size, spec, every, max(lengths), most, memory)
     warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), asked.config.warmup)
     for arm in arms:
         works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
@@ -154,7 +158,7 @@ def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator | None) 
             peaks.append(model.memory(arm.method(group.dataset), length, group.new_tokens, batch_size))
         costs.append(
             Cost(
-                run=Path(asked.subject.spec.name).name,
+                run=Path(spec.name).name,
                 arm=arm.label,
                 examples=sum(group.count for group in groups),
                 prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
@@ -162,15 +166,31 @@ def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator | None) 
                 answer_tokens=sum(group.count * len(group.messages) * group.new_tokens for group in groups),
                 work=sum((work * count for work, count in works), Work(0, 0, 0)),
                 memory=max(peaks, key=lambda parts: sum(parts.values())),
-                seconds=0 if device is None else sum(count * seconds_on(device, work) for work, count in works),
+                seconds=sum(count * seconds_on(device, work) for work, count in works),
+                device=device,
+                ceiling=attention_ceiling(model.config, max(sum(group.messages) for group in groups)),
                 is_estimate=is_estimate,
             )
         )
     return costs
 
 
-def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
-    """The cost of each arm of each run; shards are one run, arms out of reach are left out."""
+def device_of(asked: Asked) -> Accelerator:
+    """The device on which a run would run here. Raises UserError if it is not here."""
+    import torch  # this and others not at the top: planning refuses arguments before it imports torch
+
+    from lazyllm.measuring import this_machine
+    from lazyllm.models.load import devices_in_use
+
+    try:
+        device = devices_in_use(asked.subject.spec)[0]
+    except UserError as error:
+        raise UserError(f"{error}; or plan for another machine: --gpu {', '.join(ACCELERATORS)}") from error
+    return this_machine(device, getattr(torch, asked.subject.spec.dtype), model_of(asked).shape, asked.config.threads)
+
+
+def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[Cost]:
+    """The cost of each arm of each run; shards are one run, arms out of reach are left out. device: None for ours."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
     runs = [ask(config) for config in jobs_of(whole)]
     try:
@@ -180,7 +200,7 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
             read_config(replace(spec, load_format="dummy") if is_estimated(asked) else spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
-    return [cost for asked in runs for cost in costs_of(asked, groups_of(asked), device)]
+    return [cost for asked in runs for cost in costs_of(asked, groups_of(asked), device or device_of(asked))]
 
 
 def duration(seconds: float) -> str:
@@ -195,7 +215,7 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
+def as_text(planned: Sequence[Cost]) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
     from eval.store.runs import counted
@@ -205,7 +225,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
         [
             *(one.run, one.arm, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}"),
             *(f"{one.answer_tokens:,}", amount(one.work.flops / 1e15), amount(one.work.read / 1e12)),
-            *(f"{one.peak / 1e9:.3g}", "?" if device is None else duration(one.seconds)),
+            *(f"{one.peak / 1e9:.3g}", duration(one.seconds)),
         ]
         for one in planned
     ]
@@ -220,14 +240,20 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"
     )
+    lines += dict.fromkeys(
+        f"attention takes {1 - 1 / one.ceiling:.0%} of the FLOPs of {one.run}'s prefill of {one.longest:,} tokens: "
+        f"methods that skip only attention are at most {one.ceiling:.2f} times as fast"
+        for one in planned
+    )
     if any(one.is_estimate for one in planned):
         lines.append(ESTIMATE)
-    if device is None:
-        return "\n".join([*lines, f"for times, give --gpu {', '.join(ACCELERATORS)}"])
-    rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
-    total_s = sum(one.seconds for one in planned)
-    lines.append(f"{duration(total_s)} one after the other at {RATE:.0%} of {device.name}'s {rates}")
-    if largest.peak > 0.95e9 * device.gigabytes:
+    rates = dict.fromkeys(
+        f"{device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s ({device.name})"
+        for device in (one.device for one in planned)
+    )
+    total_s, device = sum(one.seconds for one in planned), largest.device
+    lines.append(f"{duration(total_s)} one after the other at {RATE:.0%} of {' and '.join(rates)}")
+    if device.gigabytes and largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
             f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
             "model.max_prompt_tokens, or model.device_map=auto"
@@ -239,10 +265,9 @@ def main(arguments: Sequence[str]) -> int:
     """The command `plan`. Returns the exit code."""
     parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
-    parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU")
+    parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU, not on this machine")
     parser.add_argument("-m", action="store_true", help="no effect: all jobs of a sweep are planned anyway")
     options = parser.parse_intermixed_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: planning downloads nothing
-    device = ACCELERATORS.get(options.gpu)
-    print(as_text(costs(options.run, device), device))
+    print(as_text(costs(options.run, ACCELERATORS.get(options.gpu))))
     return 0

@@ -29,7 +29,7 @@ FILE = "receipt.json"
 SUMMARY = "summary.md"
 _ROOT = Path(__file__).parents[2]
 _SOURCES = ("lazyllm", "eval", "conf")
-_PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "rouge-score")
+_PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "rouge-score", "fuzzywuzzy", "gguf")
 _VARIABLES = ("CUDA", "HIP", "HF_", "LAZYLLM", "MKL", "OMP", "PYTORCH", "TORCH")  # the begins of names that count
 
 

@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,17 +19,7 @@ from transformers import (
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models import quantisation
-from lazyllm.models.checkpoint import (
-    CONFIGS,
-    PICKLED_WEIGHTS,
-    SAFETENSORS,
-    WEIGHTS,
-    check_files,
-    folder_of,
-    gguf_of,
-    read_json,
-)
-from lazyllm.models.gguf_file import dequantised
+from lazyllm.models.checkpoint import CONFIGS, check_weights, checkpoint_folder, folder_of, read_json
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
 from lazyllm.presets import PRESETS
@@ -100,8 +89,8 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
         raise UserError(f"{spec.source} is already quantised ({kind}): leave out quantise={spec.quantise}")
     if not spec.is_dummy:
         quantisation.check_quantised(spec.source, config, spec.device_map)
-        if gguf_of(spec) is None and spec.is_local:
-            check_files(Path(spec.source), spec.source, getattr(config, "transformers_weights", None))
+        if spec.is_local:
+            check_weights(spec)
     return config
 
 
@@ -174,23 +163,10 @@ def as_device(name: str) -> torch.device:
     return device
 
 
-def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
-    """The checkpoint's folder, fetched from the hub if necessary (safetensors first), and checked. Raises UserError."""
-    if (file := gguf_of(spec)) is not None:
-        return dequantised(file, spec.dtype)
-    weights = getattr(config, "transformers_weights", None)
-    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or SAFETENSORS[0]])
-    if str(folder) != spec.source:  # a local folder has been checked already
-        if weights is None and not any((folder / name).is_file() for name in SAFETENSORS):
-            folder = folder_of(spec, [*CONFIGS, *PICKLED_WEIGHTS])
-        check_files(folder, spec.source, weights)
-    return folder
-
-
 def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model; all of its weights are read from the checkpoint. Raises UserError."""
     source, dtype, device = spec.source, getattr(torch, spec.dtype), as_device(spec.device)
-    folder = checkpoint_folder(spec, config)
+    folder = checkpoint_folder(spec)
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device, so they are made on it

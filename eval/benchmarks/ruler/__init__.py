@@ -5,13 +5,11 @@ are not stored here. Ours: each dataset is a task, so that the mean over tasks i
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import made_here
 from eval.benchmarks.ruler.generator import rows
 from eval.benchmarks.ruler.sources import (
-    INSTALL,
     OFFICIAL_SHA256,
     TASKS,
     check_haystack,
@@ -20,8 +18,8 @@ from eval.benchmarks.ruler.sources import (
     read_tasks,
     words,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, setting
-from lazyllm.errors import UserError, require
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, register, setting
+from lazyllm.errors import require
 
 ROWS = 500  # of a task, the official number
 VERSION = 1
@@ -38,8 +36,8 @@ class RulerConfig:
     )
 
 
-def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse settings that allow no rows. Raises UserError."""
+def check(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why a task's text or dataset cannot be loaded, or None. Raises UserError for settings that allow no rows."""
     options = settings.options
     require(options.length > 0, "ruler.length", options.length, "a number of tokens of at least 1")
     require(0 <= options.seed < 2**32, "ruler.seed", options.seed, "0 to 4294967295, the seeds of NumPy's generator")
@@ -47,8 +45,7 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
     task = read_tasks(settings.dir)[dataset.name]
     if task.kind == "common_words_extraction" or "words" in task.settings.values():
         words("noun")
-    if task.kind == "freq_words_extraction" and find_spec("scipy") is None:
-        raise UserError(f"{dataset.name} needs the package scipy; {INSTALL}")
+    return missing(dataset, settings)
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -76,14 +73,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 _METRICS = {name: "string_match_part" if name.startswith("qa_") else "string_match_all" for name in TASKS}
 
-SUITE = Suite(
-    name="ruler",
-    version=VERSION,
-    datasets=tuple(Dataset(name, name, metric, suite="ruler", truncate=False) for name, metric in _METRICS.items()),
-    load=load,
-    options=RulerConfig,
-    check=check,
-    missing=missing,
-    length=lambda settings: settings.options.length,
-    shorter="give a smaller ruler.length",
+SUITE = register(
+    Suite(
+        name="ruler",
+        datasets=tuple(Dataset(name, name, metric, suite="ruler", truncate=False) for name, metric in _METRICS.items()),
+        load=load,
+        options=RulerConfig,
+        check=check,
+    )
 )

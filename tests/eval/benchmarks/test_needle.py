@@ -107,7 +107,7 @@ def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypat
         UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone take \d+ tokens"
     ):
         _ = prepare(run_of("dataset=needle", "needle.lengths=[20]")).cases
-    with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give smaller needle\.lengths"):
+    with pytest.raises(UserError, match=r"exceed the model's 4096 positions: lower needle\.lengths"):
         _ = prepare(run_of("dataset=needle", "needle.lengths=[512,5000]")).cases
     (tmp_path / "one.txt").write_text(" \n")
     with pytest.raises(UserError, match=r"no text to hide needles in; give needle\.haystack=FILE"):

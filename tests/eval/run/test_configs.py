@@ -71,9 +71,9 @@ def test_method_has_the_settings_of_its_class(name: str) -> None:
 def test_names_of_datasets_and_tasks_choose_them() -> None:
     assert {file.stem for file in FILES if file.parent.as_posix() == "hydra/launcher"} == set(LAUNCHERS)
     tiny, llama2 = run_of("dataset=hops"), run_of("model=llama2", "dataset=hotpotqa")
-    for name in (name for name, dataset in DATASETS.items() if SUITES[dataset.suite].missing is None):
+    for name in (name for name, dataset in DATASETS.items() if dataset.suite in ("longbench", "longbench_e", "needle")):
         assert [dataset.name for dataset in tiny.changed(dataset={name: True}).datasets] == [name]
-    for task in SUITES["longbench"].tasks:
+    for task in SUITES["longbench"].all_tasks:
         chosen = {one for one in DATASETS.values() if (one.task, one.suite) == (task, "longbench")}
         assert {*llama2.changed(dataset={task: True}).datasets} == chosen
     for name, suite in {"all": "longbench", "embedded": "embedded"}.items():
