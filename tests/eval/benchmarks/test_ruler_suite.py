@@ -139,7 +139,7 @@ def test_target_speedup_is_solved_for_the_length(folder):
     def keep(length):
         run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]
         arms = prepare(run_of(*run, f"ruler.length={length}")).arms
-        return arms[-1].parameters["niah_single_1"]["keep"]
+        return arms[-1].solved["niah_single_1"]["keep"]
 
     # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
     assert keep(4000) > keep(1024)
