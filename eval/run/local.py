@@ -139,9 +139,12 @@ class LocalModel:
         from transformers.utils import logging as transformers_logging
 
         from lazyllm.engine.devices import devices_of
-        from lazyllm.models.load import load_weights
+        from lazyllm.models.load import load_weights, unapplied_settings
 
         log.info("loading %s", self.spec.name)
+        if unapplied := unapplied_settings(self.spec):
+            settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
+            log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
         model = load_weights(self.spec)
