@@ -30,13 +30,15 @@ def utilisation(model: Any, flops: float, seconds: float) -> float | None:
     """FLOP/s as a share of the peak of the model's device; None if the peak is not known.
 
     The peak is the data sheet's. On a CPU it is the rate of the fastest of four products of 1,000 tokens with an MLP
-    matrix. Raises UserError for more than the data sheet's peak.
+    matrix. A model that is faster runs other products (in float16, with a library of its own), so its peak is not known
+    either. Raises UserError for more than the data sheet's peak.
     """
     device, dtype, shape = devices_of(model)[0], model.dtype, LayerShape.of(model.config)
     if getattr(model.config, "quantization_config", None) is not None:  # its products are faster
         return None
     if device.type == "cpu":
-        return flops / seconds / _rate(device, dtype, 1000, shape.width, shape.mlp_width, torch.get_num_threads())
+        share = flops / seconds / _rate(device, dtype, 1000, shape.width, shape.mlp_width, torch.get_num_threads())
+        return share if share <= 1 else None
     kind = accelerator(device_name(device))
     return None if kind is None else kind.share(flops / seconds, str(dtype).removeprefix("torch."), allows_tf32())
 

@@ -101,8 +101,15 @@ class KeyBlocks:
 
 
 NO_SCORES = ScoreSpec()
+# The least number of spare slots of a cache, so that one growth of it serves several steps
+SPARE_SLOTS = 64
 # How later turns of a conversation run: on from the caches, or through the whole text, with tokens selected anew
 TURNS = ("continue", "recompute")
+
+
+def with_spare(slots: int, most: int) -> int:
+    """`slots` of a cache and spare ones, for tokens whose number is not known yet; at most `most` in all."""
+    return min(most, slots + max(SPARE_SLOTS, slots // 8))
 
 
 @dataclass(frozen=True)
@@ -114,12 +121,19 @@ class Group:
     scores: the attention scores that the choice of tokens at the group's end needs; NO_SCORES for a choice without
         scores; None if there is no choice: all tokens enter the next group, and all stay stored.
     score_in_decode: record the scores in decoding too.
+    revives: tokens that did not enter the group in prefill may enter it later.
     """
 
     layers: range
     prompt_tokens: int
     scores: ScoreSpec | None = None
     score_in_decode: bool = False
+    revives: bool = False
+
+    def slots(self, new_tokens: int, most: int) -> int:
+        """Slots of K and V that a layer has from the first step on, for at most `most` tokens of text."""
+        slots = self.prompt_tokens + new_tokens
+        return with_spare(slots, most) if self.revives else slots
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_tokens, Integral):

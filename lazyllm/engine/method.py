@@ -101,10 +101,6 @@ class Method(ABC):
         """
         return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
 
-    def spare_slots(self, num_layers: int, n: int, new_tokens: int) -> int:
-        """Slots of K and V, over all layers, for tokens to be revived: those made at the prefill of n prompt tokens."""
-        return 0
-
     def aux_rows(self, num_layers: int, max_positions: int) -> int:
         """Rows of the Aux Cache, each a hidden state, for a text of at most `max_positions` tokens."""
         return 0

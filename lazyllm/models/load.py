@@ -1,5 +1,6 @@
 """Loading checkpoints, or the same architectures with random weights."""
 
+import logging
 import pickle
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +25,10 @@ from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
 from lazyllm.presets import PRESETS
 from lazyllm.spec import DeviceMap, ModelSpec
+
+log = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.9  # of a model's tokens that its own tokenizer has: models round their numbers up
 
 
 def load_model(
@@ -54,7 +59,21 @@ def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     """The tokenizer that `load_model` gives, without the model. Raises UserError."""
     if spec.is_dummy and spec.tokenizer is None and not spec.is_local:
         return None  # "dummy" downloads nothing
-    return load_tokenizer(*tokenizer_of(spec))
+    tokenizer = load_tokenizer(*tokenizer_of(spec))
+    if spec.tokenizer is not None:
+        _check_fits(tokenizer, spec)
+    return tokenizer
+
+
+def _check_fits(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
+    """Refuse another tokenizer with more tokens than the model, and log one that may not be the model's: UserError."""
+    tokens, known = tokenizer.vocab_size, shape_of(spec).vocab_size  # of both without tokens that were added later
+    if tokens > known:
+        raise UserError(
+            f"tokenizer {spec.tokenizer}: it has {tokens:,} tokens, {spec.name} only {known:,}: give the model's own"
+        )
+    if tokens < LEAST_SHARE * known:
+        log.warning("tokenizer %s has %s tokens, %s has %s: is it its own?", spec.tokenizer, tokens, spec.name, known)
 
 
 def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
@@ -144,6 +163,27 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     if not spec.is_dummy and (file := folder_of(spec, CONFIGS) / "generation_config.json").is_file():
         end_ids = read_json(file, spec.source).get("eos_token_id", end_ids)
     return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids or ())
+
+
+# Settings of a generation_config.json that change answers
+_CHANGES_ANSWERS = (
+    "do_sample", "num_beams", "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty", "guidance_scale",
+    "penalty_alpha", "stop_strings", "watermarking_config",
+)  # fmt: skip
+
+
+def unapplied_settings(spec: ModelSpec) -> dict[str, Any]:
+    """What the model's generation_config.json asks for and greedy answers leave out: sampling, penalties, and so on.
+
+    transformers' own `generate` applies them. Raises UserError.
+    """
+    if spec.is_dummy or not (file := folder_of(spec, CONFIGS) / "generation_config.json").is_file():
+        return {}
+    stored = read_json(file, spec.source)
+    asked = {key: stored.get(key) for key in _CHANGES_ANSWERS}
+    return {key: value for key, value in asked.items() if value is True or value not in (None, False, 0, 1, [], {})}
 
 
 def as_device(name: str) -> torch.device:
