@@ -57,8 +57,8 @@ DROP = {"method": {"name": "random_drop", "keep": 0.5}}
         ([{}, {}, {"engine": "0123456789abcdef"}, {"engine": "0123fedcba987654"}],
          ["", "", "engine=0123456789abcdef", "engine=0123fedcba987654"]),
         # two of one name are numbered
-        ([{}, {}, {"dtype": "x", "threads": 3}, {"dtype": "x", "threads": 2}],
-         ["", "", "dtype=x and 1 more, 2", "dtype=x and 1 more"]),
+        ([{}, {}, {}, {"dtype": "x", "threads": 3}, {"dtype": "x", "threads": 2}],
+         ["", "", "", "dtype=x and 1 more, 2", "dtype=x and 1 more"]),
         # a method's and a suite's code count only where they ran
         ([{}, DROP | {"seed": 3}, {"data": {"hops": "1"}, "suite_code": "t"}], ["", "", ""]),
         ([{}, DROP, {"suite_code": "u"}], ["", "", "code of longbench=u"]),
