@@ -84,7 +84,7 @@ def _with_sums(card: Any, dispatch: Callable[..., Any], func: Any, args: Any, kw
         card.MACHINE.launches["sdpa"] += 1
         with card._quiet():
             out, sums = attend(query.elem, key.elem, value.elem, is_causal=is_causal, scale=scale)
-        return card.OnCuda(out), card.OnCuda(sums), *[None] * 7
+        return card.OnCuda(out), card.OnCuda(sums), None, None, query.shape[2], key.shape[2], None, None, None
     if func is not torch.ops.aten._scaled_dot_product_efficient_attention.default:
         return dispatch(func, args, kwargs)
     query, key, value, mask = args[:4]
