@@ -28,7 +28,7 @@ _PERCENT = {"scale": 100}  # for numbers stored as 0 to 1 and shown as 0 to 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ServerRequest:
     """What a client saw of one request to a server. Times are seconds since just before the POST.
 
     headers_s, first_event_s: when they came.
@@ -181,7 +181,7 @@ class Answer:
     cost: Cost | None = None
     fidelity: Fidelity | None = None
     evidence: Evidence | None = None
-    request: Request | None = None
+    request: ServerRequest | None = None
 
 
 def _scales(kind: type) -> dict[str, float]:
