@@ -9,29 +9,33 @@ import pytest
 
 from eval.analysis.run_table import run_table
 from eval.benchmarks.random_tokens import tokenizer
-from eval.run.loop import measure
+from eval.run.case import Case
+from eval.run.run import prepare
 from eval.store.results import Results
 from lazyllm.engine.devices import cpu_time, read_clock
 from lazyllm.presets import fields_of
 from lazyllm.spec import ModelSpec
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 SIZES = "layers=4,width=64,vocab=90"
 MODEL = ("model=custom", f'model.name="{SIZES}"', "model.load_format=dummy", "model.dtype=float32", "model.chat=null")
 ROWS = ("random.length=[40,24]", "random.new_tokens=5", "random.repeats=2", "threads=1", "warmup=0")
 
 
+def cases_of(*settings: str) -> tuple[Case, ...]:
+    return prepare(run_of(*MODEL, "dataset=random", *ROWS, *settings)).cases
+
+
 def test_prompts_are_numbers_of_the_vocabulary() -> None:
-    run = run_of(*MODEL, "dataset=random", *ROWS)
-    assert [len(case.prompt.token_ids) for case in run.cases] == [40, 24, 40, 24]
-    assert len({case.prompt.sha256 for case in run.cases}) == 4
-    for case in run.cases:
+    cases = cases_of()
+    assert [len(case.prompt.token_ids) for case in cases] == [40, 24, 40, 24]
+    assert len({case.prompt.sha256 for case in cases}) == 4
+    for case in cases:
         assert case.prompt.token_ids == tuple(map(int, case.example.context.split()))
         assert set(case.prompt.token_ids) <= set(range(90))
         assert (case.end_ids, case.max_new_tokens) == ((), 5)
-    assert run_of(*MODEL, "dataset=random", *ROWS, "random.seed=1").cases[0].prompt != run.cases[0].prompt
-    longer = run_of(*MODEL, "dataset=random", *ROWS, "random.length=[40]")
-    assert longer.cases[0].prompt.token_ids == run.cases[0].prompt.token_ids  # rows do not depend on other lengths
+    assert cases_of("random.seed=1")[0].prompt != cases[0].prompt
+    assert cases_of("random.length=[40]")[0].prompt == cases[0].prompt  # rows do not depend on other lengths
 
 
 def test_tokenizer_reads_and_writes_every_id() -> None:
@@ -67,9 +71,9 @@ def test_speed_is_a_run_whose_table_has_shares_of_the_ideal(tmp_path: Path) -> N
 
 
 def test_only_prompts_that_measure_time_count_cpu_time() -> None:
-    assert not run_of("dataset=lookup", "threads=1").counts_cpu_time
-    assert not run_of(*MODEL, "dataset=random", *ROWS, "threads=2").counts_cpu_time
-    assert run_of(*MODEL, "dataset=random", *ROWS).counts_cpu_time
+    assert not run_of("dataset=lookup", "threads=1").subject.counts_cpu_time
+    assert not run_of(*MODEL, "dataset=random", *ROWS, "threads=2").subject.counts_cpu_time
+    assert run_of(*MODEL, "dataset=random", *ROWS).subject.counts_cpu_time
 
 
 def test_clock_is_the_processs_own_within_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import lazyllm
-from eval.run.loop import measure
+from eval.run.run import prepare
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, by_name, known
 from lazyllm.methods.transformers import Transformers
 from tests.reference import attention_of, random_variant
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma2", "mistral, window"])
@@ -56,4 +56,6 @@ def test_it_is_no_method_and_refuses_what_it_cannot_do(tiny: tuple) -> None:
     ):
         conversation.answer()
     with pytest.raises(UserError, match="batch_size=4: transformers decodes in a way of its own"):
-        _ = run_of("compare=[transformers]", "dataset=lookup", "limit=2", "batch_size=4").batch_size
+        prepare(run_of("compare=[transformers]", "dataset=lookup", "limit=2", "batch_size=4"))
+    with pytest.raises(UserError, match="leave out fidelity=answer"):
+        measure(run_of("compare=[transformers]", "dataset=lookup", "limit=1", "warmup=0", "fidelity=answer"))
