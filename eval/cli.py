@@ -22,7 +22,6 @@ COMMANDS = {
     "results": ("eval.analysis.screen", "show results on one screen: a row for each model, suite and method"),
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": ("eval.analysis.write", "make every table and figure from stored runs, without a model"),
-    "board": ("eval.board", "score all submissions of results/board again, and write its page"),
     "report": ("eval.report.__main__", "make one HTML page of stored runs"),
     "wandb-report": ("eval.report.wandb_report", "make a W&B Report of stored runs: tables, figures, panels"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),

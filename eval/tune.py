@@ -302,9 +302,8 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     import pandas as pd
 
     from eval.analysis.columns import with_ends
-    from eval.analysis.run_table import NO_INTERVAL
     from eval.run.loop import measure
-    from eval.store.aggregate import drawn_means, on_common_examples
+    from eval.store.aggregate import NO_INTERVAL, drawn_means, on_common_examples
 
     tried = tried_in(study)
     order = ranked(tried, space)

@@ -5,7 +5,8 @@ import lazyllm
 model, tokenizer = lazyllm.load_model("tiny")
 inputs = tokenizer("entry zanur lantern copper. the old house was quiet. Question: entry zanur", return_tensors="pt")
 method = lazyllm.methods.Lazy({2: 0.5, 5: 0.5})  # after layer 2 keep half of the tokens, after layer 5 half of those
-output = model.generate(**inputs.to(model.device), custom_generate=lazyllm.generate_with(method), max_new_tokens=8)
+with lazyllm.using(model, method):
+    output = model.generate(**inputs.to(model.device), max_new_tokens=8)
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
 
@@ -19,7 +20,7 @@ from lazyllm.methods.support.schedule import Schedule
 if TYPE_CHECKING:
     from lazyllm.engine.batch import generate_many
     from lazyllm.engine.generation import Generation, generate, start
-    from lazyllm.integrations.transformers_generate import generate_with, using
+    from lazyllm.integrations.transformers_generate import using
     from lazyllm.models.load import load_model
 
 # imported on first use: these need torch and transformers, which take seconds to import
@@ -28,7 +29,6 @@ _HEAVY = {
     "generate": "lazyllm.engine.generation",
     "generate_many": "lazyllm.engine.batch",
     "start": "lazyllm.engine.generation",
-    "generate_with": "lazyllm.integrations.transformers_generate",
     "load_model": "lazyllm.models.load",
     "using": "lazyllm.integrations.transformers_generate",
 }
@@ -40,7 +40,6 @@ __all__ = [
     "UserError",
     "generate",
     "generate_many",
-    "generate_with",
     "load_model",
     "methods",
     "start",

@@ -1,10 +1,10 @@
 """Obvious, slow, independent versions of the field's other methods that shorten prefill, for the tests only.
 
 GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789), CLAA (2602.16054), ASL (2601.07667),
-PyramidInfer (2405.12532), UniPrefill (2605.06221) and the diagnostic oracle. Written from descriptions of the
-algorithms, not from the authors' code and not from the `lazyllm` package. Tokens live in dictionaries keyed by their
-position, attention is computed for one query token at a time (`tests.reference.HandModel`), everything is
-float64.
+PyramidInfer (2405.12532), UniPrefill (2605.06221), PromptDistill (2503.23274), TriangleMix (2507.21526), XAttention
+(2503.16428) and the diagnostic oracle. Written from descriptions of the algorithms, not from the authors' code and not
+from the `lazyllm` package. Tokens live in dictionaries keyed by their position, attention is computed for one query
+token at a time (`tests.reference.HandModel`), everything is float64.
 
 Notation as in `tests.reference`: layers are counted from 1; positions, heads and chunks from 0; `n` prompt
 tokens. A boundary's key in `selected` is the layer whose attention selected; 0: before layer 1.
@@ -104,6 +104,30 @@ UniPrefill
 38. Ties of blocks go to the later block, as in the release: the one exception from 1. The mass before a block is exact
     (fractions of the float64 sums), so `p=1` keeps everything.
 39. With fewer than `window` tokens, all their queries count. The last block may be short; its mass is not scaled.
+
+PromptDistill
+40. Each of `layers` runs whole, for all tokens that reached it. Then the best of these go on, their hidden states
+    at their own positions: `keep` is a number or a share of the n prompt tokens, one for each of the layers.
+41. The score is the last query's attention logit (the model's scale and softcap), summed over all heads, then averaged
+    over neighbours among the tokens there, as GemFilter's (10). A key outside the layer's window counts as -infinity.
+42. The last prompt token always stays and counts in `keep`: its hidden state gives the first logits.
+43. `forget`: what is not selected leaves the caches of the layers before the cut, too. Else each layer holds all that
+    entered it.
+
+TriangleMix and XAttention: all tokens go through all layers and are stored; attention sees fewer keys in prefill
+44. Decoding is dense, and so is every later turn. `passes` holds n for each layer; `pairs` counts, for each layer and
+    all its query heads, the (query, key) pairs that prefill attends to. A layer's own sliding window also holds.
+45. TriangleMix: the first `dense` layers are dense (a number, or a share of the depth rounded up). In others a query
+    sees the first `sinks` tokens, the last `window` tokens up to itself, and everything if it is one of the last
+    `last` tokens.
+46. XAttention, in every layer, for each query head: tiles of `stride` queries and `stride` keys, tile b after token
+    b * stride; the last tile may be short, what it lacks counts as 0. A tile's logit is the sum of the products on its
+    antidiagonal (query i with key stride - 1 - i; in the own tile half of these keys come after their query) times the
+    model's scale / `stride`, without softcap or window. Softmax over the tiles up to the query's own. A block (`block`
+    tokens) scores the sum of its tiles' probabilities.
+47. A block of queries sees the first block and its own. Others follow by score, ties to the lower, while those before
+    (these two among them) sum to less than `threshold` of the total: the number of the queries' tiles. Sums are exact
+    (fractions). `threshold=1` keeps all blocks. Within blocks attention is causal.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -138,6 +162,8 @@ class FieldOutput:
     decode_from: position of the first generated token.
     lookahead: greedy tokens of the draft (SpecPrefill) or of the full model (oracle) that gave a query.
     variances: ASL's, from its first one to the last it computed.
+    pairs: {layer: (query, key) pairs that prefill attends to, over all query heads}; sparse attention only.
+    blocks: {layer: for each query head, for each block of queries, sorted blocks of keys}; XAttention only.
     margin: the smallest score difference above 0 between a kept and a dropped token, over all selections (infinite
         if there was none). A comparison is decisive if this is well above rounding errors.
     """
@@ -152,6 +178,8 @@ class FieldOutput:
     decode_from: int = 0
     lookahead: list[int] = field(default_factory=list)
     variances: list[float] = field(default_factory=list)
+    pairs: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, list[list[list[int]]]] = field(default_factory=dict)
     margin: float = float("inf")
 
     def best(self, scores: Scores, count: int, forced: Iterable[int] = ()) -> list[int]:
@@ -598,3 +626,137 @@ def uniprefill(
         return out.selected[number], None
 
     return run(hand, dict(enumerate(ids)), len(ids), steps, out, after_layer)
+
+
+def promptdistill(
+    model: Model,
+    ids: Ids,
+    layers: Sequence[int],
+    keep: Sequence[float],
+    pool: int = 5,
+    forget: bool = True,
+    steps: int = 4,
+) -> FieldOutput:
+    """PromptDistill: after some layers the tokens go on that the last query attends to most."""
+    hand, out, n, cache = HandModel(model), FieldOutput(passes=[[]]), len(ids), {}
+    counts = dict(zip(layers, (tokens_kept(value, n) for value in keep), strict=True))
+    hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
+    for layer in range(1, hand.num_layers + 1):
+        out.passes[0].append(len(hidden))
+        query = hand.query(layer, hidden[n - 1], n - 1, n)
+        kv, hidden, _ = run_layer(hand, layer, hidden, n)
+        cache[layer] = _by_head(kv, [kv] * hand.num_kv_heads)
+        if layer not in counts:
+            continue
+        raw = []
+        for p in sorted(kv):
+            keys = [kv[p][0][hand.kv_head(head)] for head in range(hand.num_heads)]
+            logits = [float(hand.attention_logits(query[head], keys[head][None])[0]) for head in range(hand.num_heads)]
+            raw.append(sum(logits) if hand.sees(layer, n - 1, p) else -float("inf"))
+        out.scores[layer] = dict(zip(sorted(kv), pooled(raw, pool), strict=True))
+        out.selected[layer] = out.best(out.scores[layer], counts[layer], [n - 1])
+        hidden = {p: hidden[p] for p in out.selected[layer]}
+        for heads in cache.values() if forget else ():
+            heads[:] = [{p: pair for p, pair in held.items() if p in hidden} for held in heads]
+    generate(hand, cache, hidden[n - 1], n, steps, out)
+    return out
+
+
+# --- Sparse attention ---
+
+Sees = Callable[[int, int, int], bool]  # (query head, position of the query, position of the key)
+Vectors = dict[int, np.ndarray]  # {position: [heads, d]}
+
+
+def run_sparse(
+    hand: HandModel, ids: Ids, steps: int, out: FieldOutput, sees_in: Callable[[int, Vectors, Vectors], Sees]
+) -> FieldOutput:
+    """Prefill with sparse attention, dense decoding. sees_in: of a layer, its queries [H, d] and its keys [G, d]."""
+    cache, n = {}, len(ids)
+    hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
+    for layer in range(1, hand.num_layers + 1):
+        kv = {p: hand.key_value(layer, hidden[p], p, n) for p in hidden}
+        sees = sees_in(layer, {p: hand.query(layer, hidden[p], p, n) for p in hidden}, {p: kv[p][0] for p in kv})
+        after, out.pairs[layer] = {}, 0
+        for p in hidden:
+            attended = []
+            for head in range(hand.num_heads):
+                g = hand.kv_head(head)
+                seen = [other for other in range(p + 1) if hand.sees(layer, p, other) and sees(head, p, other)]
+                out.pairs[layer] += len(seen)
+                attended.append([(kv[other][0][g], kv[other][1][g]) for other in seen])
+            after[p], _, _ = hand.attend_by_head(layer, hidden[p], p, n, attended)
+        hidden = after
+        cache[layer] = _by_head(kv, [kv] * hand.num_kv_heads)
+    out.passes.append([n] * hand.num_layers)
+    generate(hand, cache, hidden[n - 1], n, steps, out)
+    return out
+
+
+def trianglemix(
+    model: Model, ids: Ids, dense: float = 0.5, sinks: int = 8, window: int = 512, last: int = 128, steps: int = 4
+) -> FieldOutput:
+    """TriangleMix: in the later layers sinks, a local window, and dense attention of the last queries."""
+    hand, n = HandModel(model), len(ids)
+    first = tokens_kept(dense, hand.num_layers)
+
+    def sees_in(layer: int, *_: Vectors) -> Sees:
+        return lambda _, q, k: layer <= first or k < sinks or q - k < window or q >= n - last
+
+    return run_sparse(hand, ids, steps, FieldOutput(), sees_in)
+
+
+def tile_probabilities(queries: list[np.ndarray], keys: list[np.ndarray], stride: int, scale: float) -> np.ndarray:
+    """[t, t] of one head: softmax over the tiles up to the query's own of the sums on antidiagonals (46)."""
+    n = len(queries)
+    tiles = -(-n // stride)
+    result = np.zeros((tiles, tiles))
+    for a in range(tiles):
+        logits = []
+        for b in range(a + 1):
+            pairs = [(a * stride + stride - 1 - i, b * stride + i) for i in range(stride)]
+            products = [float(queries[q] @ keys[k]) for q, k in pairs if q < n and k < n]
+            logits.append(sum(products) * scale / stride)
+        weights = np.exp(np.array(logits) - max(logits))
+        result[a, : a + 1] = weights / weights.sum()
+    return result
+
+
+def blocks_of(out: FieldOutput, probabilities: np.ndarray, size: int, threshold: float) -> list[list[int]]:
+    """For each block of queries, the sorted blocks of keys that it sees (47). size: of a block, in tiles."""
+    number, limit, result = -(-len(probabilities) // size), Fraction(str(threshold)), []
+    for row in range(number):
+        tiles = probabilities[row * size : (row + 1) * size]
+        mass = [
+            sum(map(Fraction, tiles[:, column * size : (column + 1) * size].ravel().tolist()), Fraction(0))
+            for column in range(row + 1)
+        ]
+        kept, whole = sorted({0, row}), limit * sum(mass)
+        before = sum(mass[column] for column in kept)
+        ranking = sorted(set(range(row + 1)) - set(kept), key=lambda column: (-mass[column], column))
+        for place, column in enumerate(ranking):
+            decides = [abs(before - whole), *(mass[column] - mass[other] for other in ranking[place + 1 : place + 2])]
+            out.margin = min([out.margin, *(float(gap) for gap in decides if gap > 0 and limit < 1)])
+            if before >= whole and limit < 1:
+                break
+            kept.append(column)
+            before += mass[column]
+        result.append(sorted(kept))
+    return result
+
+
+def xattention(
+    model: Model, ids: Ids, threshold: float = 0.9, stride: int = 8, block: int = 128, steps: int = 4
+) -> FieldOutput:
+    """XAttention: blocks of keys by the sums of antidiagonals, up to a share of the probability."""
+    hand, out, n = HandModel(model), FieldOutput(), len(ids)
+
+    def sees_in(layer: int, queries: Vectors, keys: Vectors) -> Sees:
+        out.blocks[layer] = []
+        for head in range(hand.num_heads):
+            own = [queries[p][head] for p in range(n)], [keys[p][hand.kv_head(head)] for p in range(n)]
+            tiles = tile_probabilities(*own, stride, hand.attention_scale)
+            out.blocks[layer].append(blocks_of(out, tiles, block // stride, threshold))
+        return lambda head, q, k: k // block in out.blocks[layer][head][q // block]
+
+    return run_sparse(hand, ids, steps, out, sees_in)

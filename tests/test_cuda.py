@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lazyllm.engine import attention
+from lazyllm.engine import kernels
 from lazyllm.methods import Method
 from lazyllm.methods.support import lazy_session
 from tests.lazyllm.engine.test_probe import attention_in_order
@@ -87,7 +87,7 @@ TOLERANCES = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 1e-5, "float64": 1e-
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("size", [1, 20, 2**22])  # pairs of a block
 def test_queries_attend_to_the_first_tokens_in_order(dtype: str, size: int, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "SPLIT", size)
+    monkeypatch.setattr(kernels, "SPLIT", size)
     splits = dtype.endswith("float16")
     found, expected = attention_in_order(size, splits=splits, dtype=getattr(torch, dtype), device=CUDA)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES[dtype])

@@ -15,10 +15,14 @@ from tests.field_oracles import (
     gemfilter,
     oracle,
     pooled,
+    promptdistill,
     pyramidinfer,
     rank_variance,
     specprefill,
+    tile_probabilities,
+    trianglemix,
     uniprefill,
+    xattention,
     z_normalised,
 )
 from tests.helpers import TOLERANCE, prompt_of, slow
@@ -54,6 +58,9 @@ KEEPS_ALL: dict[str, Run] = {
     "asl": lambda name, ids: asl(model_of(name, 1), ids, 1, 1.0, 1.0, window=2, layers=2, steps=STEPS),
     "pyramidinfer": lambda name, ids: pyramidinfer(model_of(name, 1), ids, decay=1.0, steps=STEPS),
     "uniprefill": lambda name, ids: uniprefill(model_of(name, 1), ids, {2}, 1.0, 2, 2, 1, 1, steps=STEPS),
+    "promptdistill": lambda name, ids: promptdistill(model_of(name, 1), ids, [2], [1.0], steps=STEPS),
+    "trianglemix": lambda name, ids: trianglemix(model_of(name, 1), ids, 1.0, 1, 1, 1, steps=STEPS),
+    "xattention": lambda name, ids: xattention(model_of(name, 1), ids, 1.0, 2, 4, steps=STEPS),
 }
 # As the authors set them, but for layers: what happens to prompts shorter than their windows, chunks and budgets.
 SHORT: dict[str, Run] = {
@@ -64,6 +71,9 @@ SHORT: dict[str, Run] = {
     "asl": lambda name, ids: asl(model_of(name, 1), ids, 1, 0.3, 1, steps=STEPS),
     "pyramidinfer": lambda name, ids: pyramidinfer(model_of(name, 1), ids, steps=STEPS),
     "uniprefill": lambda name, ids: uniprefill(model_of(name, 1), ids, {2}, 0.1, steps=STEPS),
+    "promptdistill": lambda name, ids: promptdistill(model_of(name, 1), ids, [2], [1024], steps=STEPS),
+    "trianglemix": lambda name, ids: trianglemix(model_of(name, 1), ids, steps=STEPS),
+    "xattention": lambda name, ids: xattention(model_of(name, 1), ids, steps=STEPS),
 }
 CASES = [(kind, method) for kind, runs in (("all", KEEPS_ALL), ("short", SHORT)) for method in runs]
 
@@ -81,9 +91,8 @@ def test_keeping_all_is_the_plain_model(kind: str, method: str, variant: str):
         assert out.decode_from == n
         assert out.caches == {layer: [list(range(n))] * 2 for layer in range(1, 5)}
         assert all(kept == list(range(n)) for kept in out.selected.values())
-        assert set(out.selected) == {"asl": set(), "pyramidinfer": {1, 2, 3}}.get(
-            method, {0} if method in ("specprefill", "oracle") else {2}
-        )
+        first = {"asl": None, "trianglemix": None, "xattention": None, "specprefill": 0, "oracle": 0}.get(method, 2)
+        assert [*out.selected] == ([1, 2, 3] if method == "pyramidinfer" else [first] * (first is not None))
 
 
 def test_pooling_by_hand():
@@ -241,3 +250,45 @@ def test_look_ahead_ends_with_an_end_token():
     short = specprefill(model_of("qwen2", 1), model, ids, 0.5, lookahead=end + 1, chunk=2)
     assert early.scores == short.scores
     assert oracle(model, ids, 0.5, eos_token_ids={tokens[0]}).lookahead == []
+
+
+def test_promptdistill_by_counting():
+    # all products are 0: the lower positions, and the last token
+    out = promptdistill(uniform(), prompt_of(10), [1, 3], [6, 0.3])
+    assert out.selected == {1: [0, 1, 2, 3, 4, 9], 3: [0, 1, 9]}
+    assert out.passes == [[10, 6, 6, 3]]
+    assert out.decode_from == 10
+    assert out.caches == {layer: [[0, 1, 9]] * 2 for layer in range(1, 5)}
+    held = promptdistill(uniform(), prompt_of(10), [1, 3], [6, 0.3], forget=False).caches
+    assert [len(of_head) for of_head, _ in held.values()] == [10, 6, 6, 3]
+
+
+def test_trianglemix_by_counting():
+    out = trianglemix(uniform(), prompt_of(10), 0.5, sinks=1, window=3, last=2)
+    # queries 0 to 2 see all, 3 to 7 four keys, 8 and 9 all: 6 + 20 + 19, for each of 4 heads
+    assert out.pairs == {1: 220, 2: 220, 3: 180, 4: 180}
+    assert out.passes == [[10] * 4]
+    assert out.caches == {layer: [list(range(10))] * 2 for layer in range(1, 5)}
+
+
+def test_xattention_by_counting():
+    # Tile a has a probability of 1 / (a + 1) for each tile up to itself. Tiles 4 and 5 give blocks 0 and 1
+    # 2/5 + 2/6 = 0.73 each, block 2 gets 1/5 + 2/6 = 0.53, of 2; blocks 0 and 2 have 1.27
+    for threshold, third, pairs in ((0.6, [0, 2], 10 + 26 + 26), (0.7, [0, 1, 2], 10 + 26 + 42)):
+        out = xattention(uniform(), prompt_of(12), threshold, stride=2, block=4)
+        assert out.blocks == {layer: [[[0], [0, 1], third]] * 4 for layer in range(1, 5)}
+        assert out.pairs == dict.fromkeys(range(1, 5), 4 * pairs)
+
+
+def test_antidiagonals_by_hand():
+    """Two tiles of two tokens: query 3, a 1, meets keys 0 and 2; query 2, a 2, meets keys 1 and 3."""
+    numbers = [[1.0], [10.0], [100.0], [1000.0]]
+    queries, keys = [np.array(row) for row in ([0.0], [0.0], [2.0], [1.0])], [np.array(row) for row in numbers]
+    # tile (1, 0): 1 * 1 + 2 * 10 = 21; tile (1, 1): 1 * 100 + 2 * 1000 = 2100; times 0.002 / 2
+    low, high = np.exp(0.021), np.exp(2.1)
+    expected = [[1, 0], [low / (low + high), high / (low + high)]]
+    np.testing.assert_allclose(tile_probabilities(queries, keys, 2, 0.002), expected, rtol=1e-12)
+    # of three tokens, position 3 counts as 0: 2 * 10 = 20 and nothing
+    low = np.exp(0.02)
+    short = tile_probabilities(queries[:3], keys[:3], 2, 0.002)
+    np.testing.assert_allclose(short, [[1, 0], [low / (low + 1), 1 / (low + 1)]], rtol=1e-12)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ from eval.benchmarks.datasets import CHOICES
 from eval.cli import main
 from eval.run.loop import measure
 from eval.store.folder import read_about, read_visits
-from eval.store.visit import Visit, read_trace
+from eval.store.visit import read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.conftest import ROOT
+from tests.eval.store.visits import flattened
 from tests.runs import run_of
 
 SHORT = ("max_new_tokens=2", "warmup=0", "out=run")
@@ -28,8 +30,8 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     caplog.set_level("INFO")
 
 
-def visits_of() -> list[Visit]:
-    return read_visits(Path("run"))
+def visits_of() -> list[Any]:
+    return [*map(flattened, read_visits(Path("run")))]
 
 
 def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +89,7 @@ def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[st
     assert shown[: 3 * len(arms)] == 3 * arms  # two tasks and their mean
     assert "model=llama2" in lines[-1]
     (folder,) = Path("runs").glob("tiny-*")  # one folder, and the baseline once
-    visits = read_visits(folder)
+    visits = [*map(flattened, read_visits(folder))]
     assert [list(visit.answers) for visit in visits] == [arms] * 2
     for visit in visits:
         (compressed,), (baseline,) = visit.answers["prompt_compression"], visit.answers["baseline"]

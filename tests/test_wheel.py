@@ -91,7 +91,7 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
 
 def test_example_of_the_docs_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
-    example = next(block for block in blocks if "lazyllm.generate_with(" in block)
+    example = next(block for block in blocks if "lazyllm.using(" in block)
     printed = run_as_a_new_user(installed, tmp_path, example)
     assert "lantern copper" in printed  # the entry that the prompt asks for
 

@@ -83,10 +83,10 @@ def answers_of(model: Any, method: Method) -> Iterator[Any]:
     if method.can_batch:
         many = dict(lazyllm.generate_many(model, [PROMPT, PROMPT[:30], PROMPT[:20]], method, 4, (), batch_size=2))
         yield from (many[index] for index in range(3))
-    batch = torch.stack([PROMPT, PROMPT.flip(0)]).to(model.device)
+    ids = PROMPT[None].to(model.device)
     options: dict[str, Any] = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.2, "min_new_tokens": 2}
-    seeded = lazyllm.generate_with(method, seed=3)
-    model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=4, custom_generate=seeded, **options)
+    with lazyllm.using(model, method):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **options)
 
 
 def parts_of(noted: Callable[[str], AbstractContextManager[None]], model: Any, method: Method) -> None:

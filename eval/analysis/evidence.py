@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, in_order
-from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Table, cells, worded
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Rows, as_figure, as_table, cells
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 
@@ -35,7 +35,7 @@ def evidence_shares(results: Results) -> pd.DataFrame:
     Means over the answers with known evidence; seeds and turns are pooled. Empty if there are no such answers.
     """
     rows: Any = results.counting.dropna(subset="evidence_recall")
-    answers = [answer for _, answer in results.measurements(rows)]
+    answers = [answer.evidence for _, answer in results.answers(rows) if answer.evidence is not None]
     shares = rows[[*SECTION, "method", "label", "task"]].assign(
         outcome=np.where(rows["score"] < FULL_SCORE, "wrong", "right"),
         in_prefill=[answer.evidence_prefill for answer in answers],
@@ -49,13 +49,26 @@ def evidence_shares(results: Results) -> pd.DataFrame:
     return means.reset_index().sort_values("task", key=lambda tasks: tasks.map(TASKS.index), kind="stable")
 
 
-def evidence(results: Results) -> Table:
+@as_table(
+    220,
+    title="Evidence: the tokens that hold the answer, computed in the last layer",
+    caption=(
+        "Share of the evidence, the prompt's tokens that hold the answer, that the last layer computes in prefill, or "
+        "later in decoding (revived). Right answers have the full score."
+    ),
+    notes=(
+        "n: answers with known evidence; those of several seeds and turns count each. Largest loss: the layer after "
+        "which prefill drops the largest part of the evidence, in points. Every layer is in the CSV."
+    ),
+    command="python run.py model=tiny method=lazy",
+)
+def evidence(results: Results) -> Rows:
     """The share of evidence that each setting computes, by task, for right and for wrong answers."""
     frame = in_order(evidence_shares(results))
     groups = frame.groupby([*SECTION, "label", "task", "outcome"], sort=False)
     losses = groups["in_prefill"].transform(_largest_loss)
     last = frame.assign(largest_loss=losses).loc[groups.tail(1).index]
-    return worded("evidence", frame, cells(last, _COLUMNS, results), keys=4)
+    return Rows(frame, cells(last, _COLUMNS, results), keys=4)
 
 
 def _largest_loss(shares: pd.Series) -> str:
@@ -79,6 +92,22 @@ def data(results: Results) -> pd.DataFrame:
     return frame.merge(settings)
 
 
+@as_figure(
+    220,
+    "evidence",
+    data,
+    title="Evidence computed in prefill, layer by layer, of right and wrong answers",
+    caption=(
+        "Share of the evidence, the prompt's tokens that hold the answer, that each layer computes in prefill. Right "
+        "answers have the full score."
+    ),
+    notes=(
+        "Mean over the answers (n), seeds and turns included. One setting per method: the one with most answers; of "
+        "equal ones, that with most wrong ones. The table of the same name has the other settings, and the share that "
+        "decoding revives."
+    ),
+    command="python run.py model=tiny method=lazy",
+)
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite, a panel for each task and one for the legend."""

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
 from eval.analysis.run_table import arm_groups
-from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Table, cells, forms, worded
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Rows, Table, as_figure, as_table, cells, forms
 from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
@@ -20,13 +20,20 @@ _VALUES = (
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("ideal_ttft_speedup", "ideal", 2),
     Column("scoring_share", "scoring, %", 1),
-    Column("generation_speedup", "generation speedup", 2),
+    Column("equal_length_speedup", "generation speedup", 2),
+    Column("generation_speedup", "of whole answers", 2),
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("pct_prompt_tokens_computed", "% computed", 1),
 )
 _FIELD = (MODEL, Column("name", "method"), Column("setting", "setting"), EXAMPLES, *_VALUES)
 _ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
-_WITHOUT_SELECTION = ["TTFT speedup", "ideal", "generation speedup", "% computed"]  # of a diagnostic
+_WITHOUT_SELECTION = [
+    "TTFT speedup",
+    "ideal",
+    "generation speedup",
+    "of whole answers",
+    "% computed",
+]  # of a diagnostic
 _MEMORY = (
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("aux_bytes", "Aux Cache, MB", 3, scale=MB),
@@ -37,7 +44,21 @@ _MEMORY = (
 )
 
 
-def field(results: Results) -> Table:
+@as_table(
+    10,
+    title="Every method on one clock",
+    caption=(
+        "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
+        "brackets: the TTFT of a diagnostic, which excludes the time of its selection."
+    ),
+    notes=(
+        "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
+        "Generation speedup: to the last token of the shorter answer; beside it, that of whole answers. KV cache: at "
+        "the end, MB = 10^6 bytes."
+    ),
+    command="python run.py -m experiment=field model=tiny",
+)
+def field(results: Results) -> Rows:
     """Score, speed, memory and computed tokens of every setting of every method, mean over tasks."""
     frame = overall(results)
     scoring = 100 * frame["scoring_s"] / frame["ttft_s"]
@@ -52,18 +73,46 @@ def field(results: Results) -> Table:
     for heading in _WITHOUT_SELECTION:
         in_brackets = table[heading].map(lambda cell: Cell(f"({cell})", cell.value))
         table[heading] = table[heading].mask(frame["diagnostic"], in_brackets)
-    return worded("field", frame, table, keys=3)
+    return Rows(frame, table, keys=3)
 
 
-def memory(results: Results) -> Table:
+@as_table(
+    160,
+    title="Memory: KV cache, Aux Cache and peak by method",
+    caption=(
+        "KV cache and Aux Cache at the end of a generation, and the peak during it, mean over tasks. Ratios are to the "
+        "baseline on the same examples."
+    ),
+    notes=(
+        "MB = 10^6 bytes. KV cache: of stored tokens. Aux Cache: of tokens that may be revived. Room for more tokens "
+        "is in the peak alone. Peak: weights included; on a GPU the allocated memory, on a CPU the process's resident "
+        "memory, with Python and its libraries."
+    ),
+    command="python run.py model=tiny method=lazy",
+)
+def memory(results: Results) -> Rows:
     """KV cache, Aux Cache and peak memory of every setting, and their ratios to the baseline's on the same examples."""
     frame = overall(results)
     frame = frame[[*SETTING, "examples", "seeds", *forms(*(column.name for column in _MEMORY))]]
     shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
-    return worded("memory", frame, shown, keys=2)
+    return Rows(frame, shown, keys=2)
 
 
-def ttft_share(results: Results) -> Table:
+@as_table(
+    170,
+    title="TTFT's share of the generation time",
+    caption=(
+        "Per cent of the generation time before the first token, by tokens of prompt or answer. In steps: TTFT in "
+        "decoding steps; the paper's baseline: 21."
+    ),
+    notes=(
+        "A share is summed TTFT divided by summed generation time; steps are a mean over generations of several "
+        "tokens. The end token counts. The CSV has each combination of prompt and answer length, and the number of "
+        "generations."
+    ),
+    command="python run.py model=tiny method=lazy",
+)
+def ttft_share(results: Results) -> Rows:
     """TTFT's share of the generation time for every setting, by length of prompt and of answer."""
     frame: Any = first_turns(results.counting)
     frame = frame.dropna(subset="total_s")  # answers that decoded together have no total time
@@ -85,7 +134,7 @@ def ttft_share(results: Results) -> Table:
     whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
     shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
-    return worded("ttft_share", shares, cells(whole, shown, results), keys=2)
+    return Rows(shares, cells(whole, shown, results), keys=2)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -102,6 +151,22 @@ def data(results: Results) -> pd.DataFrame:
     return frame[[*SECTION, "method", "label", "examples", "on_curve", *values]]
 
 
+@as_figure(
+    10,
+    "field",
+    data,
+    title="All methods at the same ideal TTFT speedups",
+    caption=(
+        "Left: the score that each method keeps against its measured TTFT speedup, mean over tasks. Right: the "
+        "measured speedup against the ideal one, from the FLOPs of the computed tokens, scoring included."
+    ),
+    notes=(
+        "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...); a method's only "
+        "setting is as dark. Hollow: a diagnostic, which keeps the tokens that the full model's own answer attends to; "
+        "its TTFT excludes that selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
+    ),
+    command="python run.py -m experiment=field model=tiny",
+)
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One row per model and suite: the score on the left, ideal speedups on the right, then the legend."""

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import MaxNLocator
 
 from eval.analysis.style import COLOURS, REFERENCE, new_figure, of_trace, styled
+from eval.analysis.table import as_figure
 from eval.store.results import Results
 from eval.store.visit import Trace
 
@@ -40,6 +41,21 @@ def data(results: Results) -> pd.DataFrame:
     return of_trace(results, importance_frame, ["model"])
 
 
+@as_figure(
+    100,
+    "figure2",
+    data,
+    title="Most prompt tokens matter little to the next one (the paper's Figure 2)",
+    caption=(
+        "Importance (Eq. 1) of every token of one prompt, without pruning: by layer on the left, as a mean over the "
+        "layers on the right."
+    ),
+    notes=(
+        "Colours have a log scale; scores below 1 % of an equal share (1/n) have the darkest one. If there are more "
+        "tokens than columns, a column shows the largest score of its tokens. Inset: the first tokens."
+    ),
+    command="python run.py experiment=figure2 model=llama2 dataset=hotpotqa",
+)
 @styled
 def plot(frame: Any) -> MplFigure:
     """The heat map on the left, each token's mean score over the layers on the right."""

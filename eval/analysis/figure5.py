@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of
 from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, paper_values
-from eval.analysis.table import forms
+from eval.analysis.table import as_figure, forms
 from eval.analysis.verdicts import claims
 from eval.store.results import Results
 
@@ -70,6 +70,23 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     return table.assign(paper_model=paper_model).drop(columns="score")
 
 
+@as_figure(
+    110,
+    "figure5",
+    data,
+    title="Score against TTFT speedup, task by task (the paper's Figure 5)",
+    caption=(
+        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the KL divergence of the "
+        "first token's distribution from the baseline's. Hollow: the paper's Table 1; crosses: the claims in its text."
+    ),
+    notes=(
+        "Bars: 95 % bootstrap intervals over examples. Seeds of a setting are pooled; ablations of LazyLLM are left "
+        "out. A curve joins a method's settings that are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, "
+        "the curve joins the settings that no other one of the method beats in both score and speedup, which flatters "
+        "methods with many settings. The paper's mean is that of its task means."
+    ),
+    command="python run.py -m experiment=figure5 model=llama2,xgen",
+)
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of KL

@@ -11,9 +11,10 @@ from matplotlib.ticker import FuncFormatter
 
 from eval.analysis import style
 from eval.analysis.columns import STUDIED
+from eval.analysis.table import as_figure
 from eval.store.results import Results, first_turns
 from eval.store.runs import counted
-from eval.store.visit import Measurement
+from eval.store.visit import Cost
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 
@@ -27,7 +28,7 @@ def data(results: Results) -> pd.DataFrame:
     rows: Any = first_turns(style.studied(results))
     parts = []
     for (model, label), part in rows.groupby(["model", "label"], sort=False):
-        answers = [(asked.tokens, answer) for asked, answer in results.measurements(part)]
+        answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(part) if answer.cost is not None]
         parts.append(_curves(answers).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()
@@ -35,6 +36,21 @@ def data(results: Results) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True).reindex(columns=columns)
 
 
+@as_figure(
+    130,
+    "figure7",
+    data,
+    title="Prompt tokens computed, step by step, in each group of layers (the paper's Figure 7)",
+    caption=(
+        "Distinct prompt tokens computed so far, in % of the prompt, mean over all examples; the baseline computes all "
+        "of them in its prefill. Below: the number of examples still generating."
+    ),
+    notes=(
+        "An example that has ended keeps its last value, so the right end shows what whole answers needed (Table 2's "
+        "quantity, by group). The paper averages 1000 random LongBench examples."
+    ),
+    command="python run.py experiment=figure7 model=llama2",
+)
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each model, a curve for each group of layers; below it, the number of examples still generating."""
@@ -65,9 +81,9 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _curves(answers: Sequence[tuple[int, Measurement]]) -> pd.DataFrame:
+def _curves(answers: Sequence[tuple[int, Cost]]) -> pd.DataFrame:
     """The curves of all groups in any answer, which merges equal neighbours. answers: each with its prompt tokens."""
-    examples: list[Any] = [(n, answer.group_starts, answer.computed) for n, answer in answers]
+    examples: list[Any] = [(n, cost.group_starts, cost.computed) for n, cost in answers]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
     lengths = np.array([len(computed) for _, _, computed in examples])
     steps = np.arange(lengths.max())

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis.columns import SETTING, in_order, prompt_lengths, range_of, rows_by
 from eval.analysis.style import GREY, new_figure, panels_of, shown_label, styled
-from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Table, cells, forms, worded
+from eval.analysis.table import EXAMPLES, LABEL, MODEL, Column, Rows, as_figure, as_table, cells, forms
 from eval.store.results import Results
 
 _COLUMNS = (
@@ -27,7 +27,17 @@ _COLUMNS = (
 _VALUES = forms("score", "score_difference", "pct_answered", "answered_score", "ttft_speedup")
 
 
-def groups(results: Results) -> Table:
+@as_table(
+    140,
+    title="Scores by group of rows",
+    caption=(
+        "Mean over tasks of the rows of each group. Answered: answers that are not empty; score of these: without "
+        "empty answers, which score 0, in the denominator."
+    ),
+    notes="Datasets and tasks are in the CSV.",
+    command="python run.py model=tiny method=lazy",
+)
+def groups(results: Results) -> Rows:
     """Scores of every setting by group of rows. frame: datasets, tasks and their mean; cells: the mean."""
     frame = with_lengths(results.counting)
     frame = frame[frame["groups"].str.len() > 0]
@@ -36,7 +46,7 @@ def groups(results: Results) -> Table:
     columns = [*SETTING, "group", "level", "name", "task", "examples", *_VALUES]
     table = in_order(pd.DataFrame(rows_by(frame, "group", results.frame), columns=columns))
     shown = cells(table[table["level"] == "all"], _COLUMNS, results)
-    return worded("groups", table, shown, keys=3)
+    return Rows(table, shown, keys=3)
 
 
 def with_lengths(frame: Any) -> Any:
@@ -73,6 +83,17 @@ def data(results: Results) -> pd.DataFrame:
     return means.reset_index()
 
 
+@as_figure(
+    190,
+    "needle",
+    data,
+    title="Needle in a haystack: score by length and depth",
+    caption=(
+        "Each cell: mean score of the prompts of that length with the needle at that depth; 0 % is the beginning. The "
+        "table of scores by group has intervals for each length and each depth."
+    ),
+    command="python run.py dataset=needle",
+)
 @styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each setting: lengths from left to right, depths from top to bottom."""

@@ -14,6 +14,7 @@ from matplotlib.path import Path as Outline
 
 from eval.analysis.columns import STUDIED
 from eval.analysis.style import GREY, new_figure, of_trace, styled
+from eval.analysis.table import as_figure
 from eval.store.results import Results
 from eval.store.runs import is_ablation
 from eval.store.visit import Trace
@@ -153,6 +154,22 @@ def data(results: Results) -> pd.DataFrame:
     )
 
 
+@as_figure(
+    90,
+    "mechanism",
+    data,
+    title="What LazyLLM does with each token, layer by layer and step by step",
+    caption=(
+        "One traced example: columns are tokens, rows are layers, panels are steps of a standard LLM and of LazyLLM. "
+        "In each step, every pruning layer (black lines) selects anew which tokens continue."
+    ),
+    notes=(
+        "A selected token that was not computed there before is revived from the Aux Cache; no token is computed twice "
+        "in a layer. Shown is the part of the prompt with the most revived tokens; the numbers on the right count the "
+        "whole prompt."
+    ),
+    command="python run.py experiment=figure2 model=tiny",
+)
 @styled
 def plot(frame: Any) -> MplFigure:
     """A panel for each step of a standard LLM, then of LazyLLM, layer 1 on top; the prompt's window, then the generated

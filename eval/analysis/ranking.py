@@ -8,7 +8,7 @@ import pandas as pd
 
 from eval.analysis import columns
 from eval.analysis.columns import BASELINE, SECTION, in_order, range_of, ranges_in, with_ends
-from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
+from eval.analysis.table import EXAMPLES, MODEL, Column, Rows, as_table, cells, forms
 from eval.benchmarks.datasets import TASKS
 from eval.store.aggregate import beside, drawn_means, on_common_examples
 from eval.store.results import Results, first_turns
@@ -28,7 +28,17 @@ _COLUMNS = (
 )
 
 
-def ranking(results: Results) -> Table:
+@as_table(
+    200,
+    title="Methods ranked at equal ideal speedups",
+    caption=(
+        "Settings given by an ideal TTFT speedup, ranked by score, then by mean KL. Differences are to the method "
+        "ranked first, on the same examples, with both ends of their paired 95 % interval."
+    ),
+    notes="Means over tasks, on the examples that all methods of that speedup have; seeds are pooled.{unranked}",
+    command="python run.py -m experiment=figure5 model=tiny",
+)
+def ranking(results: Results) -> Rows:
     """KL and score of all methods by ideal speedup, with each method's difference to the first on the same examples.
 
     Diagnostics are not ranked, nor settings whose prefills did not reach the speedup: the caption names them.
@@ -51,7 +61,7 @@ def ranking(results: Results) -> Table:
         **{f"{name}_shown": [_difference(row, name) for row in rows] for name in _VALUES},
     )
     unranked = f" Not ranked: {'; '.join(others)}." if others else ""
-    return worded("ranking", table, cells(shown, _COLUMNS, results), keys=4, unranked=unranked)
+    return Rows(table, cells(shown, _COLUMNS, results), keys=4, values={"unranked": unranked})
 
 
 def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
@@ -100,7 +110,21 @@ WITHIN = 1.0  # per cent of the baseline's score
 _SHARES = ("keep", "keep_low", "keep_high")
 
 
-def effective_keep(results: Results, within: float = WITHIN) -> Table:
+@as_table(
+    210,
+    title="FLOPs needed for {kept:g} % of the baseline's score",
+    caption=(
+        "The least share of an unpruned prefill's FLOPs, in %, at which the score stays within {within:g} % of the "
+        "baseline's, by prompt tokens. 100: no setting stays that near."
+    ),
+    notes=(
+        "Scoring is included. The minimum over all settings of the method that were run (the CSV names the best one; "
+        "more settings can only lower it), on the examples that all settings have. -: no prompt of this length, or a "
+        "baseline that scores 0."
+    ),
+    command="python run.py -m experiment=figure5 model=tiny",
+)
+def effective_keep(results: Results, within: float = WITHIN) -> Rows:
     """The smallest share of prefill FLOPs at which a method's score is at most `within` % below its own baseline's."""
     frame: Any = first_turns(results.counting)
     frame = frame[frame["method"] != BASELINE]
@@ -125,7 +149,7 @@ def effective_keep(results: Results, within: float = WITHIN) -> Table:
     shown = [MODEL, Column("method", "method"), Column("task", "task"), EXAMPLES, Column("settings", "settings")]
     shown += [Column(name, f"{name} tokens") for name in ranges_in(by_length)]
     shown += [Column("all", "all")] if len(lines) else []
-    return worded("effective_keep", table, cells(lines, shown, results), keys=3, within=within, kept=100 - within)
+    return Rows(table, cells(lines, shown, results), keys=3, values={"within": within, "kept": 100 - within})
 
 
 def _least_share(part: pd.DataFrame, within: float) -> dict[str, Any]:

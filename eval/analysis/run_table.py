@@ -13,7 +13,7 @@ import pandas as pd
 from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
 from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import FEWEST, VALUES, beside, drawn_means, on_common_examples, rows_of
+from eval.store.aggregate import NO_INTERVAL, VALUES, beside, drawn_means, on_common_examples, rows_of
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun, counted
 from lazyllm.machine import accelerator
@@ -25,16 +25,16 @@ SHOWN = (
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
     Column("kl", "KL, nats", 5, interval=False),
-    Column("generation_speedup", "generation speedup", 2),
+    Column("equal_length_speedup", "generation speedup", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
+    Column("generation_speedup", "of whole answers", 2),
 )
 _OF_FAILED = (Column("failed", "failed"), Column("score_failed_as_zero", "score, failed as 0", 2))
 _COLUMNS = [
     "run", "name", "kind", "task", "method", "examples", "turns",
     *(column.name for column in _OF_FAILED), *forms(*VALUES),
 ]  # fmt: skip
-NO_INTERVAL = f"fewer than {FEWEST} examples of a dataset"
 
 
 def run_table(results: Results, title: str) -> Table:
@@ -168,11 +168,8 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
 def _caption(results: Results, frame: Any) -> str:
     """Two sentences about the numbers, then one line for each warning or note about these runs."""
     lines = [
-        f"Scores 0 to 100. Fewer than {FEWEST} examples of a dataset have no interval.",
-        "Speedups compare answers of the same visit; generation speedup compares whole answers, which may differ in "
-        "length."
-        if frame["ttft_speedup"].notna().any()
-        else "No speedup: no baseline was measured beside the arms.",
+        f"Scores 0 to 100. {NO_INTERVAL.capitalize()} have no interval.",
+        _of_speedups(frame),
     ]
     beside_baseline = comparisons(results)
     if len(beside_baseline) <= MANY:
@@ -195,6 +192,18 @@ def _caption(results: Results, frame: Any) -> str:
             if count and answered.isdisjoint(labels):
                 lines.append(f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
     return "\n".join(lines)
+
+
+def _of_speedups(frame: Any) -> str:
+    """What the speedups compare."""
+    if frame["ttft_speedup"].isna().all():
+        return "No speedup: no baseline was measured beside the arms."
+    if frame["equal_length_speedup"].isna().all():
+        return "Speedups compare answers of the same visit; answers of batches and servers have no generation speedup."
+    return (
+        "Speedups compare answers of the same visit; the generation speedup ends at the last token of the shorter "
+        "answer, that of whole answers at the last of each."
+    )
 
 
 def _where(results: Results, folder: str) -> str:
@@ -220,7 +229,7 @@ class Comparison:
 
     name: the arm's, after its run's if there are several. is_aa_test: whether it is the baseline once more.
     score: the arm's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
-    intervals, which are NaN if a dataset has fewer than `FEWEST` examples.
+    intervals, which are NaN with too few examples (`eval.store.aggregate`).
     examples, better, worse: all with both answers, and those that score higher or lower.
     p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
     answers, changed: of all turns, and those that differ in text or tokens; None if unknown.

@@ -15,7 +15,7 @@ from eval.analysis.columns import SECTION, SETTING, in_order, prompt_lengths, ra
 from eval.analysis.run_table import SHOWN, counts
 from eval.analysis.table import LABEL, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.store.aggregate import FEWEST
+from eval.store.aggregate import NO_INTERVAL
 from eval.store.results import Results, add_choice
 from lazyllm.errors import UserError, parser_of
 
@@ -57,11 +57,18 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     """A row for each setting on each suite: the mean over tasks, then by task or length.
 
     Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, score_difference
-    (from the baseline's on the same examples), ttft_speedup, generation_speedup, pct_prompt_tokens_computed, kl, each
-    with `_low` and `_high`, examples, turns, seeds (of the setting; those of an example count as one), unfinished.
+    (from the baseline's on the same examples), ttft_speedup, equal_length_speedup, generation_speedup,
+    pct_prompt_tokens_computed, kl, each with `_low` and `_high`, examples, turns, seeds (of the setting; those of an
+    example count as one), unfinished.
     """
     values = forms(
-        "score", "score_difference", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kl"
+        "score",
+        "score_difference",
+        "ttft_speedup",
+        "equal_length_speedup",
+        "generation_speedup",
+        "pct_prompt_tokens_computed",
+        "kl",
     )
     table: Any = results.by_task
     table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(columns={"name": "part"})
@@ -105,7 +112,7 @@ def table_of(frame: Any) -> Table:
         others.insert(0, Column("score_difference", "score - baseline", 2))
         sentences.append("Rows of another n hold other examples; score - baseline is of the same ones.")
     if frame["score_low"].isna().any():
-        sentences.append(f"Fewer than {FEWEST} examples of a dataset have no interval.")
+        sentences.append(f"{NO_INTERVAL.capitalize()} have no interval.")
     seeds = [Column("seeds", "seeds")] if (frame["seeds"] > 1).any() else []
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     keys = Column("section", "model, suite, part"), LABEL

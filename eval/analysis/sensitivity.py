@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis import style
 from eval.analysis.columns import SECTION, SETTING, STUDIED, overall
-from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
+from eval.analysis.table import EXAMPLES, MODEL, Column, Rows, as_figure, as_table, cells, forms
 from eval.store.results import Results
 from eval.store.runs import label_of
 
@@ -27,7 +27,20 @@ _COLUMNS = (
 )
 
 
-def sensitivity(results: Results) -> Table:
+@as_table(
+    180,
+    title="Sensitivity of score, KL and speed to the schedule",
+    caption=(
+        "Every schedule of LazyLLM that was run ({{layer: keep ratio}}), by speedup; mean over tasks. Points per 0.1 "
+        "keep: score lost for each 0.1 less of the prompt kept after a single pruning layer."
+    ),
+    notes=(
+        "The loss is relative to the next higher ratio that was run after the same layer, or to keeping everything "
+        "(the baseline)."
+    ),
+    command="python run.py -m experiment=figure6 model=tiny",
+)
+def sensitivity(results: Results) -> Rows:
     """Score, KL and TTFT speedup of every schedule, and the score lost from the next higher keep ratio."""
     frame = overall(results)
     frame = _with_schedules(frame[frame["method"] == STUDIED])
@@ -37,7 +50,7 @@ def sensitivity(results: Results) -> Table:
     frame = frame[[*SETTING, "layers", "keep", "examples", *values, _SLOPE]]
     labels = [label.removeprefix(f"{STUDIED}, ").removeprefix("schedule=") for label in frame["label"]]
     table = cells(frame.assign(schedule=labels), _COLUMNS, results)
-    return worded("sensitivity", frame, table, keys=2)
+    return Rows(frame, table, keys=2)
 
 
 def _with_schedules(frame: Any) -> Any:
@@ -80,6 +93,19 @@ def data(results: Results) -> pd.DataFrame:
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
 
+@as_figure(
+    120,
+    "figure6",
+    data,
+    title="Score against the layer of a single pruning point (the paper's Figure 6)",
+    caption=(
+        "LazyLLM with one pruning layer, mean over tasks: the score, and the KL divergence of the first token's "
+        "distribution from the baseline's. The paper claims that scores fall if fewer tokens are kept and rise if "
+        "pruning is later; it gives no numbers."
+    ),
+    notes="Bars: 95 % bootstrap intervals over examples. KL has a log scale.",
+    command="python run.py -m experiment=figure6 model=llama2,xgen",
+)
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One line per model and suite: the score, then KL if it was measured; one curve per kept share."""

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from eval.analysis.columns import SETTING, in_order
-from eval.analysis.table import LABEL, MODEL, Column, Table, cells, worded
+from eval.analysis.table import LABEL, MODEL, Column, Rows, as_table, cells
 from eval.store.results import Results
 
 _CLOCKS = {"ttft_s": "TTFT", "step_s": "TPOT"}  # columns of `Results.frame`
@@ -21,7 +21,20 @@ _COLUMNS = (
 )
 
 
-def serving(results: Results) -> Table:
+@as_table(
+    230,
+    title="Servers under load",
+    caption=(
+        "Percentiles over requests (n), one for each turn. TTFT: from just before the request to the first event with "
+        "a token."
+    ),
+    notes=(
+        "TPOT: (last - first) / (tokens - 1), as an event may hold several tokens; - if the server does not count "
+        "them. Failed requests are left out."
+    ),
+    command="python run.py model=server server.url=URL model.name=NAME",
+)
+def serving(results: Results) -> Rows:
     """Each server's times under each load, over the requests of all turns."""
     loads = dict[str, str]()
     for run in results.runs:
@@ -32,4 +45,4 @@ def serving(results: Results) -> Table:
     rows = in_order(rows.assign(load=rows["folder"].map(loads)).dropna(subset="load"))
     quantiles = {name: (clock, partial(pd.Series.quantile, q=n / 100)) for name, (clock, n) in _QUANTILES.items()}
     table = rows.groupby(_KEYS, sort=False).agg(requests=("id", "size"), **quantiles).reset_index()
-    return worded("serving", table, cells(table, _COLUMNS, results), keys=3)
+    return Rows(table, cells(table, _COLUMNS, results), keys=3)

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, is_diagnostic, kind_of, place_of
+from eval.analysis.table import figures
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.runs import StoredArm, is_ablation, label_of
@@ -34,11 +35,11 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = (
     "-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (7, 2, 1, 2, 1, 2)), (0, (9, 2)), (0, (2, 1, 2, 3)),
     (0, (1, 4)), (0, (3, 3)), (0, (8, 2, 3, 2)), (0, (6, 1, 1, 1, 1, 1, 1, 1)), (0, (2, 2, 8, 2)),
-    (0, (5, 1, 1, 1, 5, 3)),
+    (0, (5, 1, 1, 1, 5, 3)), (0, (10, 1, 1, 1)), (0, (3, 1, 3, 5)), (0, (1, 1, 6, 1)),
 )  # fmt: skip
 
 # for methods that declare no colour and marker
-_SPARE = [("#6E6E6E", "p"), ("#8B5A2B", "H"), ("#B0A000", "1"), ("#404040", "2")]
+_SPARE = [("#6E6E6E", "1"), ("#8B5A2B", "2"), ("#B0A000", "3"), ("#404040", "4")]
 GREY = "#6E6E6E"
 MOST = 3  # models and suites in a figure
 TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
@@ -248,3 +249,10 @@ def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> l
         for path in paths:
             figure.savefig(path, dpi=160, metadata=_NO_DATE.get(path.suffix))
     return paths
+
+
+def draw_all(results: Results, folder: Path) -> list[Path]:
+    """Draw all figures that have data as PNG files in a folder, created if missing. Returns the paths."""
+    data = {name: figure.data(results) for name, figure in figures().items()}
+    drawn = [name for name, frame in data.items() if not frame.empty]
+    return [path for name in drawn for path in save(figures()[name].plot(data[name]), folder / name, ("png",))]

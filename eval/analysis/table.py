@@ -3,14 +3,15 @@
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, Self
 
 import pandas as pd
-import yaml
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -230,16 +231,67 @@ class Column:
         return Cell(text, None if isinstance(number, str) or pd.isna(number) else float(number))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What a table holds (fields as of `Table`). values: of what stands in braces in its texts."""
+
+    frame: pd.DataFrame
+    cells: pd.DataFrame
+    keys: int = 1
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+_TABLES = dict[str, tuple[int, Callable[..., Table]]]()  # each with its place among all tables and figures
+_FIGURES = dict[str, tuple[int, Figure]]()
+
+
+def as_table(place: int, title: str, caption: str, command: str, notes: str = "") -> Any:
+    """Makes a function that returns `Rows` a table of its own name, with these texts (fields as of `Table`)."""
+
+    def named(make: Callable[..., Rows]) -> Callable[..., Table]:
+        name = make.__name__
+
+        @wraps(make)
+        def made(*results: Results, **settings: Any) -> Table:
+            rows = make(*results, **settings)
+            shown, told, more = (text.format(**rows.values) for text in (title, caption, notes))
+            return Table(name, shown, told, rows.frame, rows.cells, rows.keys, notes=more, command=command)
+
+        _TABLES[name] = place, made
+        return made
+
+    return named
+
+
+def as_figure(
+    place: int, name: str, data: Callable[[Results], Any], title: str, caption: str, command: str, notes: str = ""
+) -> Any:
+    """Makes a function that plots a frame a figure of this name (fields as of `Figure`)."""
+
+    def named(plot: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame], Any]:
+        _FIGURES[name] = place, Figure(title, caption, data, plot, notes, command)
+        return plot
+
+    return named
+
+
 @cache
-def words() -> dict[str, dict[str, Any]]:
-    """The texts of words.yaml, by subject."""
-    return yaml.safe_load(Path(__file__).with_name("words.yaml").read_text(encoding="utf-8"))
+def _load() -> None:
+    """Import every module of this package, as each names its own tables and figures."""
+    for module in iter_modules([str(Path(__file__).parent)]):
+        import_module(f"eval.analysis.{module.name}")
 
 
-def worded(name: str, frame: pd.DataFrame, cells: pd.DataFrame, keys: int = 1, **values: Any) -> Table:
-    """A table with its texts of words.yaml. values: of what stands there in braces."""
-    texts = {key: text.format(**values) for key, text in words()[name]["table"].items()}
-    return Table(name=name, frame=frame, cells=cells, keys=keys, command=words()[name]["command"], **texts)
+def tables() -> dict[str, Callable[..., Table]]:
+    """All tables by name, in order, made of stored results only."""
+    _load()
+    return {name: make for name, (_, make) in sorted(_TABLES.items(), key=lambda one: one[1][0])}
+
+
+def figures() -> dict[str, Figure]:
+    """All figures by name, in order, made of stored results only."""
+    _load()
+    return {name: one for name, (_, one) in sorted(_FIGURES.items(), key=lambda one: one[1][0])}
 
 
 MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Column("examples", "n")

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, in_order, rows_by
-from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Column, Table, cells, forms, worded
+from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Column, Rows, as_figure, as_table, cells, forms
 from eval.store.results import Results
 
 _VALUES = (
@@ -34,12 +34,27 @@ _COLUMNS = (
 )
 
 
-def turns(results: Results) -> Table:
+@as_table(
+    150,
+    title="Later questions on the same context, by turn",
+    caption=(
+        "Rows with several questions, by question, mean over tasks; a later turn continues from the method's own "
+        "earlier answers. KL and speedups compare with the baseline's same turn."
+    ),
+    notes=(
+        "TTFT speedup: of this turn alone. Speedup so far: of whole answers, all turns up to this one; below 1, the "
+        "method has cost more time than the baseline. Computed, revived: prompt tokens in this turn, mean over layers. "
+        "KV + Aux: of tokens that are stored, and of those that may be revived. turns=recompute: each turn runs the "
+        "whole text anew. Other turns, datasets and tasks are in the CSV."
+    ),
+    command="python run.py experiment=turns",
+)
+def turns(results: Results) -> Rows:
     """Every setting by turn. frame: datasets, tasks and their mean; cells: the mean."""
     frame: Any = by_turn(results)
     shown = frame[(frame["level"] == "all") & frame["turn"].isin(_TURNS)]
     table = cells(shown.assign(stored_bytes=shown["kv_bytes"] + shown["aux_bytes"]), _COLUMNS, results)
-    return worded("turns", frame, table, keys=3)
+    return Rows(frame, table, keys=3)
 
 
 def by_turn(results: Results) -> pd.DataFrame:
@@ -78,6 +93,22 @@ def data(results: Results) -> pd.DataFrame:
     return frame.loc[frame["level"] == "all", columns].reset_index(drop=True)
 
 
+@as_figure(
+    150,
+    "turns",
+    data,
+    title="Later questions on the same context",
+    caption=(
+        "Rows with several questions, mean over tasks by question. Left: each turn continues from what the method has "
+        "stored; right: each turn runs the whole text again and selects tokens for the new question."
+    ),
+    notes=(
+        "KL and speedups compare with the baseline's same turn, which continues from its whole KV cache. Speedup so "
+        "far: of whole answers, all turns up to this one; below the dotted line, the method has cost more time than "
+        "the baseline. Bars: 95 % bootstrap intervals over rows."
+    ),
+    command="python run.py experiment=turns",
+)
 @style.styled
 def plot(frame: Any) -> MplFigure:
     """One block per model and suite, one row per value, a column for methods that continue and one for others."""

@@ -15,7 +15,7 @@ import yaml
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_ends
 from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED, is_table1_preset
 from eval.analysis.style import as_published, studied
-from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells, forms, worded
+from eval.analysis.table import EXAMPLES, MODEL, Column, Rows, as_table, cells, forms
 from eval.store.aggregate import beside, by_task, drawn_mean, drawn_means, on_common_examples
 from eval.store.results import Results, first_turns
 from eval.store.visit import read_trace
@@ -220,9 +220,7 @@ def _counts(section: _Section, preset: str) -> list[tuple[int, np.ndarray]]:
     """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's first turns."""
     rows = first_turns(section.of(preset))
     return [
-        (turn.tokens, np.array(answer.computed))
-        for turn, answer in section.results.measurements(rows)
-        if answer.computed
+        (turn.tokens, np.array(answer.cost.computed)) for turn, answer in section.results.answers(rows) if answer.cost
     ]
 
 
@@ -258,7 +256,21 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def verdicts(results: Results) -> Table:
+@as_table(
+    30,
+    title="The paper's claims",
+    caption=(
+        "A number agrees if the whole 95 % interval lies within the tolerance around the paper's, and differs if none "
+        "of it does. A direction holds if every interval obeys it, and does not hold if one of them disobeys as a "
+        "whole."
+    ),
+    notes=(
+        "All else cannot be seen; -: the paper has no number. not run: `python run.py -m experiment=table1 "
+        "model=llama2,xgen` and the other experiments of the paper; `lazyllm-bench plan` estimates their hours."
+    ),
+    command="python run.py -m experiment=table1 model=llama2,xgen",
+)
+def verdicts(results: Results) -> Rows:
     """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict.
 
     frame: model, suite, section, claim, paper (its number for the model), expected, parts (the number of values
@@ -286,7 +298,7 @@ def verdicts(results: Results) -> Table:
     columns = [*SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "shown"]
     frame = pd.DataFrame(rows, columns=[*columns, "ours"])
     shown = cells(frame, _COLUMNS, results)
-    return worded("verdicts", frame.drop(columns="ours"), shown, keys=3)
+    return Rows(frame.drop(columns="ours"), shown, keys=3)
 
 
 def _sections(results: Results) -> list[_Section]:
@@ -309,14 +321,28 @@ _COSTS = (
 )
 
 
-def step_cost(results: Results) -> Table:
+@as_table(
+    40,
+    title="What a decoding step of LazyLLM costs",
+    caption=(
+        "All costs in decoding steps of the baseline; a token in prefill is the baseline's. LazyLLM is slower if steps "
+        "and revivals cost more than the prefill saves."
+    ),
+    notes=(
+        "An answer's decoding time is fitted (least squares, on the examples of all other tasks) as steps times a "
+        "step's cost plus revived tokens (mean over layers) times a revived token's cost. Predicted: the speedup that "
+        "this gives with the measured TTFT."
+    ),
+    command="python run.py -m experiment=table2 model=llama2,xgen",
+)
+def step_cost(results: Results) -> Rows:
     """Why LazyLLM's whole answers are faster or slower: what its prefill saves, and what steps and revivals cost."""
     rows = [row for section in _sections(results) for row in _costs(section)]
     frame = pd.DataFrame(
         rows, columns=[*SECTION, *(column.name for column in _COSTS[1:-1]), *forms("generation_speedup")]
     )
     shown = cells(frame, _COSTS, results)
-    return worded("step_cost", frame, shown, keys=2)
+    return Rows(frame, shown, keys=2)
 
 
 def _costs(section: _Section) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def write_paper(
 ) -> list[Path]:
     """Write everything into `out`, created if missing. Returns the paths, README.md first.
 
-    tables, figures: as in `eval.analysis.registry`. formats: suffixes of the files; pictures in README.md are PNG.
+    tables, figures: as in `eval.analysis.table`. formats: suffixes of the files; pictures in README.md are PNG.
     Raises UserError if a file cannot be written.
     """
     from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
@@ -148,10 +148,10 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("fontTools").setLevel(logging.WARNING)
     results = Results.read(options.runs, options.where, options.newest)
     from eval.analysis.ranking import effective_keep  # not at the top: importing matplotlib is slow
-    from eval.analysis.registry import FIGURES, TABLES
+    from eval.analysis.table import figures, tables
 
-    tables = TABLES | {"effective_keep": partial(effective_keep, within=options.within)}
+    made = tables() | {"effective_keep": partial(effective_keep, within=options.within)}
     out = options.out or options.runs[0] / "paper"
-    paths = write_paper(results, out, tables, FIGURES, options.formats)
+    paths = write_paper(results, out, made, figures(), options.formats)
     print(f"{counted(len(paths), 'file')} from {counted(len(results.runs), 'run')}: {paths[0]}")
     return 0

@@ -183,6 +183,33 @@ def official_file(
     return content
 
 
+def cached_file(repository: str, name: str, revision: str | None) -> Path | None:
+    """A file of a dataset in the hub's cache; None if it is not there. revision: None for the newest."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository, name, revision=revision, repo_type="dataset")
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def hub_file(repository: str, name: str, revision: str | None, give: str) -> Path:
+    """A file of a dataset of the hub, from its cache, else downloaded. give: as of `official_file`.
+
+    Raises UserError if it can be had from neither.
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    if (cached := cached_file(repository, name, revision)) is not None:
+        return cached
+    what = f"{repository}/{name}"
+    ways_out = ways_out_of(give, "the hub's cache (a machine without a network can be given a copy of it)")
+    require_network(constants.ENDPOINT, what, ways_out)
+    try:
+        return Path(hf_hub_download(repository, name, revision=revision, repo_type="dataset"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"{what} could not be downloaded ({reason_of(error)}). {ways_out}") from error
+
+
 def official_cache(owner: str) -> Path:
     """The folder of a suite's downloaded files."""
     return cache_folder() / owner.lower().replace(" ", "_")

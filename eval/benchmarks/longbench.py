@@ -12,19 +12,25 @@ LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many
 Lengths are the rows' `length`, in words; the bounds are those of `eval.py`. Ours: scores are added one by one, as in
 LongBench. `scorer_e` takes NumPy's mean, which may differ in its last bit: a score halfway between two is then rounded
 to the other one, 0.01 away.
+
+`subset=mini` takes the 187 rows that MiniLongBench (ACL 2025, arXiv 2505.19959) chose to stand for LongBench.
+`minilongbench.json` holds hashes of these rows' content, never the rows. They are found in `data.dir`, else in the
+archive if it is in the cache, else in `linggm/MiniLongBench`, which is 1/10 of its size.
 """
 
 import hashlib
+import json
 import zipfile
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks.downloads import given_file, official_cache, official_file, require_network, ways_out_of
-from eval.benchmarks.rows import Check, check_fields, is_text, load_lines, parsed_json
+from eval.benchmarks.downloads import cached_file, given_file, hub_file, official_cache, official_file
+from eval.benchmarks.rows import Check, check_fields, is_text, load_lines, parsed_json, sha256_of
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Published, Suite
-from lazyllm.errors import UserError, reason_of
+from lazyllm.errors import UserError
 
 HUB_REPOSITORY, HUB_FILE = "THUDM/LongBench", "data.zip"
 HUB_REVISION = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
@@ -37,6 +43,8 @@ CONFIG_SHA256 = {
     PROMPTS: "56d22ad4f382169c2b8a11ff4c982a4a1bea096c8152b0f0b85b64686b157c30",
     MAX_LENGTHS: "72966b3c0933e214591637fb085798c5e687ebff4ddaab5d99bbc31120532022",
 }
+
+MINI, MINI_REPOSITORY = "mini", "linggm/MiniLongBench"  # its rows are checked one by one: no revision is pinned
 
 _TEMPLATE: Check = (lambda value: is_text(value) and value.count("{context}") == 1, "a prompt with {context}, once")
 _TOKENS: Check = (lambda value: type(value) is int and value > 0, "a number of tokens of at least 1")
@@ -92,17 +100,52 @@ PUBLISHED = {
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
-    """One dataset, from a folder or the archive. Raises UserError for an unusable row (unless skipped) or file."""
+    """One dataset, from a folder or the hub. Raises UserError for an unusable row (unless skipped) or file, and for a
+    row of the subset that is not there."""
     folder, name = settings.dir, dataset.prompt_of or dataset.name
-    if folder is not None:
-        file = given_file(folder, f"{dataset.name}.jsonl", _GIVE)
-        data, source = file.read_bytes(), str(file)
-    else:
-        archive, member = _archive(), f"data/{dataset.name}.jsonl"
-        with zipfile.ZipFile(archive) as opened:
-            data, source = opened.read(member), f"{archive}:{member}"
+    data, source = _rows(dataset, settings)
     template, max_new_tokens = _entry(PROMPTS, name, _TEMPLATE, folder), _entry(MAX_LENGTHS, name, _TOKENS, folder)
-    return load_lines(dataset, data, source, template, max_new_tokens, settings.on_error)
+    loaded = load_lines(dataset, data, source, template, max_new_tokens, settings.on_error)
+    return _in_mini(loaded) if settings.subset == MINI else loaded
+
+
+def _rows(dataset: Dataset, settings: DataSettings) -> tuple[bytes, str]:
+    """The lines of a dataset, and where they come from."""
+    member = f"data/{dataset.name}.jsonl"
+    if settings.dir is not None:
+        file = given_file(settings.dir, f"{dataset.name}.jsonl", _GIVE)
+    elif settings.subset == MINI and cached_file(HUB_REPOSITORY, HUB_FILE, HUB_REVISION) is None:
+        file = hub_file(MINI_REPOSITORY, member, None, _GIVE)
+    else:
+        archive = _archive()
+        with zipfile.ZipFile(archive) as opened:
+            return opened.read(member), f"{archive}:{member}"
+    return file.read_bytes(), str(file)
+
+
+@cache
+def _mini() -> dict[str, Any]:
+    """{dataset: {"words": mean of a row, "rows": hashes of content}} of MiniLongBench."""
+    return json.loads(Path(__file__).with_name("minilongbench.json").read_bytes())
+
+
+def content_sha256(row: Mapping[str, Any]) -> str:
+    """16 hex digits of the hash that identifies a row: its `_id` and order differ from copy to copy."""
+    return sha256_of([row["context"], row["input"], row["answers"]])[:16]
+
+
+def _in_mini(loaded: LoadedDataset) -> LoadedDataset:
+    """The rows of MiniLongBench, in its order. Raises UserError if one is not there."""
+    name, asked = loaded.dataset.name, _mini()[loaded.dataset.name]["rows"]
+    found = {content_sha256(example.official): example for example in reversed(loaded.examples)}
+    if absent := [each for each in asked if each not in found]:
+        raise UserError(
+            f"{loaded.source}: {len(absent)} of the {len(asked)} rows of {name} in subset={MINI} are missing: give "
+            f"LongBench's own rows or those of {MINI_REPOSITORY}"
+        )
+    examples = tuple(found[each] for each in asked)
+    data_sha256 = sha256_of([example.official for example in examples])
+    return replace(loaded, examples=examples, data_sha256=data_sha256, total=PUBLISHED[name].examples)
 
 
 def load_e(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -114,13 +157,23 @@ def load_e(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     return replace(loaded, examples=tuple(examples))
 
 
-def is_cached() -> bool:
-    """Whether the archive and the config files are in the caches."""
-    from huggingface_hub import try_to_load_from_cache
+def published(settings: DataSettings) -> Mapping[str, Published]:
+    """Sizes of the datasets, of the subset if the settings name one."""
+    if settings.subset != MINI:
+        return PUBLISHED
+    return {
+        name: replace(size, examples=len(_mini()[name]["rows"]), words=_mini()[name]["words"])
+        for name, size in PUBLISHED.items()
+    }
 
-    archive = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
+
+def is_cached(settings: DataSettings) -> bool:
+    """Whether the rows and the config files are in the caches."""
+    rows = [cached_file(HUB_REPOSITORY, HUB_FILE, HUB_REVISION) is not None]
+    if settings.subset == MINI:
+        rows.append(all(cached_file(MINI_REPOSITORY, f"data/{name}.jsonl", None) is not None for name in PUBLISHED))
     config = official_cache("LongBench") / "config"
-    return isinstance(archive, str) and all((config / name).is_file() for name in CONFIG_SHA256)
+    return any(rows) and all((config / name).is_file() for name in CONFIG_SHA256)
 
 
 SUITE = Suite(
@@ -130,7 +183,8 @@ SUITE = Suite(
     called="all",
     tasks=TASKS,
     cached=is_cached,
-    published=PUBLISHED,
+    published=published,
+    subsets=(MINI,),
     in_paper=True,
 )
 
@@ -159,19 +213,7 @@ def _entry(name: str, dataset: str, check: Check, folder: Path | None) -> Any:
 
 def _archive() -> Path:
     """The hub's archive, in the hub's cache; downloaded if necessary."""
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    what, caches = f"{HUB_REPOSITORY}/{HUB_FILE}", f"the hub's cache and {official_cache('LongBench')}"
-    ways_out = ways_out_of(_GIVE, f"{caches} (a machine without a network can be given copies of both)")
-    cached = try_to_load_from_cache(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
-    if not isinstance(cached, str):
-        require_network(constants.ENDPOINT, what, ways_out)
-        try:
-            cached = hf_hub_download(HUB_REPOSITORY, HUB_FILE, revision=HUB_REVISION, repo_type="dataset")
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise UserError(f"{what} could not be downloaded ({reason_of(error)}). {ways_out}") from error
-    archive = Path(cached)
+    archive = hub_file(HUB_REPOSITORY, HUB_FILE, HUB_REVISION, _GIVE)
     if _archive_sha256(archive, archive.stat().st_mtime_ns) != HUB_SHA256:
         raise UserError(f"{archive}: not LongBench's own (its sha256 differs): delete it, and it is downloaded again")
     return archive

@@ -3,7 +3,8 @@ shards, for jobs.
 
 A subset of N examples of a dataset: the first; at random, those with the smallest hashes of seed and id, so that a
 larger N only adds to them; or by length: sorted by length, then by the id's hash, they are cut into N parts of equal
-size, and the middle one of each part is in. So it has the lengths of the whole, and is the same for everyone.
+size, and the middle one of each part is in. So it has the lengths of the whole, and is the same for everyone. Of a
+suite's own subset (`Suite.subsets`), which its `load` chooses, the first N are taken.
 
 Splits: of each two neighbours in a dataset's order, the hash of the first one's id decides which is in `dev`; the other
 is in `test`. So the two have equal size (up to one example) and the same mix of lengths and sources, and an example's
@@ -26,7 +27,7 @@ SPLITS = ("dev", "test")
 
 def in_subset(examples: Sequence[Example], count: int | None, subset: str, seed: int) -> list[Example]:
     """`count` examples of a dataset in their order, chosen as `subset` says; all if there are no more, or for None."""
-    if count is None or count >= len(examples) or subset == "first":
+    if count is None or count >= len(examples) or subset not in ("random", "by_length"):
         return list(examples[:count])
 
     def coin(number: int, *with_it: int) -> bytes:

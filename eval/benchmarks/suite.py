@@ -143,6 +143,7 @@ class DataSettings:
     model: names the tokenizer, for suites whose rows depend on it.
     chat: the format of prompts.
     turns: the number of questions asked of a row, for a suite that makes rows; None for all that a row has.
+    subset: the suite's own subset of rows (`Suite.subsets`); None for all rows.
     """
 
     dir: Path | None = None
@@ -152,6 +153,7 @@ class DataSettings:
     model: ModelSpec | None = None
     chat: ChatFormat = CHAT_FORMATS["none"]
     turns: int | None = None
+    subset: str | None = None
 
 
 def check_lengths(allowed: Sequence[Any], dataset: Dataset, settings: DataSettings) -> None:
@@ -180,7 +182,8 @@ class Suite:
     check: refuses bad settings of a dataset before torch is imported. Raises UserError.
     missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
     cached: whether all its files are in the caches, for a suite of models or of published sizes; None if it needs none.
-    published: sizes by the name of the dataset, if they are published.
+    published: sizes by the name of the dataset; none if they are not published.
+    subsets: values of `subset` in configs that name rows of this suite, for its `load` to choose.
     length: the tokens of prompt and answer by the settings; None if they depend on the rows only, which are then read
         from a given `data.dir` before torch is imported.
     shorter: advice if a prompt is longer than the model's positions.
@@ -200,8 +203,9 @@ class Suite:
     rows_here: bool = False
     check: Callable[[Dataset, DataSettings], None] = lambda dataset, settings: None
     missing: Callable[[Dataset, DataSettings], str | None] | None = None
-    cached: Callable[[], bool] | None = None
-    published: Mapping[str, Published] = field(default_factory=dict)
+    cached: Callable[[DataSettings], bool] | None = None
+    published: Callable[[DataSettings], Mapping[str, Published]] = lambda settings: {}
+    subsets: tuple[str, ...] = ()
     length: Callable[[DataSettings], int | None] = lambda settings: None
     shorter: str = "set a lower model.max_prompt_tokens"
 

@@ -17,10 +17,10 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     require(options.examples is None or options.examples > 0, "--examples", options.examples, "1 or more")
     results = Results.read(options.runs, options.where, options.newest)
-    from eval.analysis.registry import FIGURES, TABLES  # not at the top: slow to import
+    from eval.analysis.table import figures, tables  # not at the top: slow to import
     from eval.report.page import render
 
-    page = render(results, TABLES.values(), FIGURES, options.examples)
+    page = render(results, tables().values(), figures(), options.examples)
     out = options.out or options.runs[0] / "report.html"
     write_whole(out, page)
     size = len(page.encode()) / 1e6

@@ -10,7 +10,7 @@ from eval.analysis.columns import BASELINE, in_order, is_diagnostic
 from eval.analysis.run_table import SHOWN
 from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import FEWEST
+from eval.store.aggregate import NO_INTERVAL
 from eval.store.results import Results, as_text
 from eval.store.runs import StoredRun, counted
 
@@ -137,7 +137,7 @@ def results_table(results: Results) -> Table:
         names = names.where(table["level"] == "dataset", names + ", " + table["suite"])
     table = table.assign(row=names, setting=table["label"])
     caption = "Scores 0 to 100, and speedups over the baseline of the same visits."
-    notes = f"Intervals need {FEWEST} examples of each dataset; the seeds of a setting count as one example."
+    notes = f"{NO_INTERVAL.capitalize()} have no interval; the seeds of a setting count as one example."
     keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting")]
     columns = [*keys, *SHOWN, Column("seeds", "seeds"), EXAMPLES]
     return Table("results", "Results", caption, table, cells(table, columns), keys=len(keys), notes=notes)

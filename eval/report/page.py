@@ -1,7 +1,7 @@
 """The page: one HTML text without references to other files.
 
-It holds the runs and their provenance (`overview`), tables and figures, every example's answers and the drawings of
-traced examples (`record_browser`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
+It holds the runs and their provenance (`overview`), tables and figures, and every example's answers
+(`record_browser`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
 """
 
 import base64
@@ -19,11 +19,11 @@ from markupsafe import Markup
 
 from eval.analysis.table import Cell, Figure, Table, legend
 from eval.report import overview
-from eval.report.record_browser import embed_answers, embed_traces
+from eval.report.record_browser import embed_answers
 from eval.store.results import Results
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("tables.js", "records.js", "traces.js")
+_SCRIPTS = ("tables.js", "records.js")
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 # What a reader compares: these columns are shown before a reader asks for more, or the first `MOST` of a table without
@@ -39,8 +39,8 @@ def render(
 ) -> str:
     """The page of some runs.
 
-    make_tables, figures: such as those of `eval.analysis.registry`. most: number of examples shown for each run and
-    dataset, None for all. Raises UserError if a trace cannot be read.
+    make_tables, figures: such as those of `eval.analysis.table`. most: number of examples shown for each run and
+    dataset, None for all.
     """
     runs = results.runs
     common, differing = overview.provenance(runs)
@@ -71,7 +71,6 @@ def render(
         first=first,
         pictures=[picture for picture in pictures if picture is not first],
         records=embed_answers(runs, most),
-        traces=embed_traces(runs),
         style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),
         # for the content security policy: no other script may run

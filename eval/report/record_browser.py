@@ -2,14 +2,10 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from eval.analysis.mechanism import step_sets
 from eval.store.runs import StoredArm, StoredRun
-from eval.store.visit import Measurement, Trace, Visit, read_trace
+from eval.store.visit import Answer, Visit
 
 
 def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
@@ -44,7 +40,7 @@ def embed_arm(run: StoredRun, arm: StoredArm) -> dict[str, Any]:
 
 
 def _embed(
-    arm: int, visit: Visit, own: Sequence[Measurement], beside: Sequence[Measurement] | None, strings: dict[str, int]
+    arm: int, visit: Visit, own: Sequence[Answer], beside: Sequence[Answer] | None, strings: dict[str, int]
 ) -> list[dict[str, Any]]:
     """An entry for each turn of an arm's answers."""
     theirs = beside or [None] * len(own)
@@ -64,70 +60,19 @@ def _embed(
     ]
 
 
-def _measured(measured: Measurement, strings: dict[str, int]) -> dict[str, Any]:
+def _measured(measured: Answer, strings: dict[str, int]) -> dict[str, Any]:
     ids = measured.token_ids  # None of a server's answer, which may tell their number
     return {
         "text": strings[measured.text],
         "tokens": measured.request and measured.request.completion_tokens if ids is None else len(ids),
         "score": _short(100 * measured.score),
-        "ttft": _short(measured.ttft_s),
-        "total": _short(measured.total_s),
-        "pct": _short(measured.pct_prompt_tokens_computed),
-        "kl": _short(measured.kl),
+        "ttft": _short(measured.times.ttft_s),
+        "total": _short(measured.times.total_s),
+        "pct": _short(measured.cost and measured.cost.pct_prompt_tokens_computed),
+        "kl": _short(measured.fidelity and measured.fidelity.kl),
     }
 
 
 def _short(value: float | None) -> float | None:
     """Six digits: more than are shown, and fewer than a float has, for a smaller page."""
     return None if value is None else float(f"{value:.6g}")
-
-
-def embed_traces(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """All traces of the runs. Raises UserError if a file is not a trace."""
-    traces = [(run, read_trace(file)) for run in runs for file in run.traces]
-    return [{**embed_arm(run, run.arms[trace.arm]), **embed_trace(trace)} for run, trace in traces]
-
-
-def embed_trace(trace: Trace) -> dict[str, Any]:
-    """One trace. levels: the last layers that occur, ascending. steps: per step one character for each prompt and
-    generated token, whose code after "0" is an index into levels. revived: per step, positions. anew: whether the step
-    has its own selection.
-    """
-    depths = last_layers(trace)
-    levels = sorted({int(layer) for depth in depths for layer in np.unique(depth)})
-    return {
-        "dataset": trace.dataset,
-        "id": trace.id,
-        "tokens": trace.tokens,
-        "generated": trace.generated,
-        "importance": trace.importance,
-        "layers": len(trace.importance),
-        "levels": levels,
-        "steps": ["".join(chr(ord("0") + levels.index(layer)) for layer in depth) for depth in depths],
-        "revived": revived(depths),
-        "anew": [bool(selected) for selected in trace.selected],
-    }
-
-
-def last_layers(trace: Trace) -> list[np.ndarray]:
-    """Per step, [n + step] the last layer (from 1; 0 for none) in which each token is in the step's set.
-
-    Tokens are the prompt's and the generated ones run so far. A step without its own selection has the prefill's, with
-    all generated tokens.
-    """
-    n, layers = len(trace.tokens), len(trace.importance)
-    depths = [in_set[:, : n + step].sum(axis=0) for step, in_set in enumerate(step_sets(trace))]  # the sets are nested
-    for step, selected in enumerate(trace.selected):
-        if step and not selected:
-            depths[step] = np.append(depths[0], np.full(step, layers))
-    return depths
-
-
-def revived(depths: Sequence[np.ndarray]) -> list[list[int]]:
-    """Per step, the tokens that it computed in layers in which no earlier step had computed them."""
-    deepest, found = depths[0], [[]]
-    for before, now in pairwise(depths):
-        deeper = now[: len(before)] > deepest
-        found.append(np.flatnonzero(deeper).tolist())
-        deepest = np.append(np.maximum(deepest, now[: len(before)]), now[len(before) :])
-    return found

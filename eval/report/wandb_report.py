@@ -20,14 +20,21 @@ from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 
 _TABLES = ("table1_paper", "table2_paper", "verdicts", "field")
-_COLUMNS = ("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
+_COLUMNS = (
+    "score",
+    "ttft_speedup",
+    "equal_length_speedup",
+    "generation_speedup",
+    "pct_prompt_tokens_computed",
+    "kv_bytes",
+    "aux_bytes",
+)
 Block = dict[str, Any]  # "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
 
 
 def specification(results: Results, title: str, project: str, entity: str = "") -> Block:
     """The report. The same runs give the same one."""
-    from eval.analysis.registry import FIGURES, TABLES  # not at the top: matplotlib is slow to import
-    from eval.analysis.table import legend
+    from eval.analysis.table import figures, legend, tables  # not at the top: matplotlib is slow to import
 
     wide = dict(kind="Layout", w=24, h=16)  # a line of W&B's grid; other panels take the next free place
     own = {"entity": entity, "project": project} if entity else {}
@@ -43,11 +50,11 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
     about = "; ".join(f"{name}: {', '.join(sorted(set(own)))}" for name, own in values.items())
     text = f"Runs: {len(prints)}; examples: {examples}; {about}. Speedups are over the baseline of the same visits."
     blocks = [dict(kind="P", text=text), dict(kind="TableOfContents")]
-    tables = [TABLES[name](results) for name in _TABLES]
-    blocks.append(dict(kind="P", text=legend(tables)))
-    blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in tables]
+    shown = [tables()[name](results) for name in _TABLES]
+    blocks.append(dict(kind="P", text=legend(shown)))
+    blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in shown]
     blocks.append(dict(kind="H1", text="Figures"))
-    for name, figure in FIGURES.items():
+    for name, figure in figures().items():
         if not figure.data(results).empty:
             picture = dict(kind="MediaBrowser", title=figure.title, media_keys=[f"figures/{name}"], layout=wide)
             blocks.append(panels([picture], only=f"Config('report') = '{report_id(results)}'"))
@@ -83,7 +90,7 @@ def publish(results: Results, report: Block) -> str:
     """Save the images as a W&B run, then the report; returns its address. Raises UserError if W&B refuses it."""
     import wandb  # not at the top: slow to import
 
-    from eval.analysis.registry import draw_all
+    from eval.analysis.style import draw_all
 
     report_made = made(report)
     try:

@@ -18,6 +18,7 @@ from omegaconf import MISSING as MISSING_VALUE
 from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import CHOICES, register_configs
 from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
@@ -278,7 +279,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     assert isinstance(plain, RunConfig)
     choices = {
         "data.on_error": ("raise", "skip"),
-        "subset": SUBSETS,
+        "subset": (*SUBSETS, *(name for suite in SUITES.values() for name in suite.subsets)),
         "split": (None, *SPLITS),
         "fidelity": (None, "answer"),
         "tracker.name": ("none", "wandb"),

@@ -12,14 +12,14 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 from eval.benchmarks.datasets import default_suite
-from eval.benchmarks.suite import Suite
-from eval.run.device_lock import nvidia_smi
+from eval.benchmarks.suite import DataSettings, Suite
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import parser_of, require
 from lazyllm.machine import machine_warnings, torch_build
@@ -28,6 +28,7 @@ from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import source_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NVIDIA_SMI_TIMEOUT_S = 20.0
 OK, MISSING, NOT_NEEDED = "ok", "missing", "not needed"
 # Major version of CUDA -> (its oldest driver by NVIDIA's release notes, the torch for it and its index), ascending
 CUDA = {11: (450, "torch==2.7.1", "cu118"), 12: (525, "torch", "cu126"), 13: (580, "torch", "cu130")}
@@ -129,7 +130,7 @@ def _preset(model: str) -> Preset:
 
 
 def check_rows(suites: Sequence[Suite]) -> State:
-    fetched = {suite.name: suite.cached() for suite in suites if suite.cached is not None}
+    fetched = {suite.name: suite.cached(DataSettings()) for suite in suites if suite.cached is not None}
     for suite in suites:
         if not fetched.get(suite.name, True):
             return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
@@ -157,6 +158,16 @@ def first_gpu() -> list[str] | None:
     if first.isdecimal():
         return gpus[int(first)] if int(first) < len(gpus) else None
     return next((gpu for gpu in gpus if first and gpu[-1].startswith(first)), None)
+
+
+def nvidia_smi(*query: str) -> list[str] | None:
+    """The lines that nvidia-smi answers; None if it is absent (ROCm, a bare container), fails or hangs."""
+    command = ["nvidia-smi", *query, "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.splitlines()
 
 
 def examine(models: Sequence[str]) -> dict[str, State]:

@@ -1,22 +1,26 @@
 """Which tokens of the evidence each layer computed."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from eval.benchmarks.prompts import BuiltPrompt
+from eval.store.visit import Evidence
 from lazyllm import Generation
 
 
-def of_evidence(prompt: BuiltPrompt, turn: int, out: Generation, earlier: Sequence[Generation]) -> dict[str, Any]:
-    """The evidence's fields of `Measurement` for a turn; none if it is unknown. earlier: as of `evidence_computed`."""
+def of_evidence(prompt: BuiltPrompt, turn: int, out: Generation, earlier: Sequence[Generation]) -> Evidence | None:
+    """What a turn computed of its evidence; None if that is unknown. earlier: as of `evidence_computed`."""
     positions = evidence_positions(prompt.spans, (prompt, *prompt.turns)[turn].evidence)
     if not len(positions):
-        return {}
+        return None
     prefill, revived = (shares.tolist() for shares in evidence_computed(out, positions, earlier))
-    found = {"evidence_tokens": len(positions), "evidence_recall": prefill[-1]}
-    return {**found, "evidence_prefill": prefill, "evidence_revived": revived}
+    return Evidence(
+        evidence_tokens=len(positions),
+        evidence_recall=prefill[-1],
+        evidence_prefill=prefill,
+        evidence_revived=revived,
+    )
 
 
 def evidence_positions(spans: np.ndarray | None, evidence: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -2,28 +2,28 @@
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eval.store.visit import Fidelity
 from lazyllm import Generation, Prompt, start
 from lazyllm.engine.generation import Forced
 from lazyllm.methods import Method
 
 
-def of_generations(baseline: Generation, own: Generation) -> dict[str, Any]:
-    """The fields of `Measurement` that compare an arm's answer with the baseline's."""
+def of_generations(baseline: Generation, own: Generation) -> Fidelity:
+    """An arm's answer compared with the baseline's."""
     ours, theirs = own.token_ids, baseline.token_ids
     p, q = _log_probabilities(baseline.first_logits), _log_probabilities(own.first_logits)
-    return {
-        "kl": mean_kl(p, q),
-        "top1_agrees": int(p.argmax() == q.argmax()),
-        "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
-        "edit_similarity": edit_similarity(ours, theirs),
-        "same_answer": int(ours == theirs),
-    }
+    return Fidelity(
+        kl=mean_kl(p, q),
+        top1_agrees=int(p.argmax() == q.argmax()),
+        leading_tokens=sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))),
+        edit_similarity=edit_similarity(ours, theirs),
+        same_answer=int(ours == theirs),
+    )
 
 
 def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:

@@ -19,8 +19,9 @@ from transformers.utils import logging as transformers_logging
 from eval.analysis.run_table import run_json, run_table
 from eval.analysis.table import console
 from eval.benchmarks.subsets import parse_shard
-from eval.run import device_lock, identity
+from eval.run import identity
 from eval.run.cases import Case
+from eval.run.device_lock import held
 from eval.run.measure import Bench, in_turn, released
 from eval.run.run import Run
 from eval.run.tracing import traces
@@ -87,7 +88,7 @@ def _summarise(run: Run, results: Results, trackers: list[Tracker], show: bool) 
         (folder / "figures").mkdir(exist_ok=True)
         pictures += save(plot_comparison(results, table), folder / "figures" / "comparison")
     if run.config.tracker.name != "none":
-        from eval.analysis.registry import draw_all
+        from eval.analysis.style import draw_all
 
         pictures += draw_all(results, folder / "figures")
     for tracker in trackers:
@@ -127,14 +128,14 @@ def _check_prompts(cases: list[Case], store: RunStore) -> None:
 
 
 @contextmanager
-def _noted(store: RunStore, devices: tuple[torch.device, ...], examples: int) -> Iterator[None]:
-    """Store when a job begins and ends to measure, why it ended early, and the machine's load at both times."""
+def _noted(store: RunStore, examples: int) -> Iterator[None]:
+    """Store when a job begins and ends to measure, why it ended early, and the machine's load average at both times."""
 
     def end(error: str | None) -> None:
-        store.note({"event": "end", "time": identity.now(), "error": error, "load": device_lock.load(*devices)})
+        store.note({"event": "end", "time": identity.now(), "error": error, "load": os.getloadavg()})
 
     begin = {"event": "begin", "time": identity.now(), "host": socket.gethostname(), "process": os.getpid()}
-    store.note({**begin, "examples": examples, "load": device_lock.load(*devices)})
+    store.note({**begin, "examples": examples, "load": os.getloadavg()})
     try:
         yield
     except BaseException as caught:
@@ -166,7 +167,7 @@ def loaded_once(run: Run) -> Iterator[Callable[[], PreTrainedModel]]:
         @cache
         def load() -> PreTrainedModel:
             devices = devices_in_use(run.spec)
-            stack.enter_context(device_lock.held(devices, f"process {os.getpid()} for {run.name}"))
+            stack.enter_context(held(devices))
             stack.enter_context(released(devices))
             stack.callback(load.cache_clear)
             return load_model(run)
@@ -190,8 +191,7 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: C
     if not todo and not untraced:
         return
     devices = () if run.is_served else devices_in_use(run.spec)
-    holder = f"process {os.getpid()} for {run.folder}"
-    with device_lock.held(devices, holder), _noted(store, devices, len(todo)), released(devices):
+    with held(devices), _noted(store, len(todo)), released(devices):
         subject = Servers(run) if run.is_served else Bench(run, load())
         if todo:
             _measure(subject, todo, run.config.warmup, store, trackers)

@@ -23,7 +23,7 @@ from eval.run.cases import Case
 from eval.run.evidence import of_evidence
 from eval.run.fidelity import forced_logits, of_forced, of_generations
 from eval.run.run import Run
-from eval.store.visit import PROMPT_END, Failure, Measurement, Turn, Visit, compact_counts
+from eval.store.visit import PROMPT_END, Answer, Cost, Failure, Times, Turn, Visit, compact_counts
 from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch
 from lazyllm.engine.devices import devices_of, read_clock
@@ -252,21 +252,20 @@ class Bench:
 
     def _visit(self, case: Case, outcomes: Mapping[str, _Answers | Failure]) -> Visit:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
-        baseline, measured = outcomes.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
+        baseline, measured = outcomes.get(self.run.baseline or ""), dict[str, list[Answer] | Failure]()
         logits = partial(forced_logits, self.model, case.prompt.as_input())
         of_baseline = cache(partial(logits, Baseline()))
 
-        def measurements(own: _Answers) -> list[Measurement]:
+        def measurements(own: _Answers) -> list[Answer]:
             turns = [self._measurement(case, turn, own) for turn in range(len(own.outs))]
             if own is baseline or not isinstance(baseline, _Answers):
                 return turns
-            for turn, (theirs, ours) in enumerate(zip(baseline.outs, own.outs, strict=True)):
-                turns[turn] = replace(turns[turn], **of_generations(theirs, ours))
+            compared = [of_generations(*pair) for pair in zip(baseline.outs, own.outs, strict=True)]
             # forced in the first turn only: in later turns, the two have different texts before them
             for name, ids in self._answers_to_force(case, baseline).items():
                 kl, log_likelihood = of_forced(of_baseline(ids), logits(own.method, ids), ids)
-                turns[0] = replace(turns[0], **{f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood})
-            return turns
+                compared[0] = replace(compared[0], **{f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood})
+            return [replace(turn, fidelity=fidelity) for turn, fidelity in zip(turns, compared, strict=True)]
 
         for label, own in outcomes.items():
             is_failure = isinstance(own, Failure)
@@ -280,20 +279,21 @@ class Bench:
         gold = gold_token_ids(self.run.tokenizer, case.prompt.text, case.example.answers[0])[: case.max_new_tokens]
         return {"answer": tuple(baseline.outs[0].token_ids), "gold": tuple(gold)}
 
-    def _measurement(self, case: Case, turn: int, answers: _Answers) -> Measurement:
+    def _measurement(self, case: Case, turn: int, answers: _Answers) -> Answer:
         out = answers.outs[turn]
         decoded = self.run.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         group_starts, computed = compact_counts(out.computed)
         flops = answers.prefill_flops(self.model.config, turn)
-        return Measurement(
-            **scored(case, decoded, self.run.chat, turn),
-            token_ids=out.token_ids,
+        times = Times(
             ttft_s=out.ttft_s,
             scoring_s=out.scoring_s,
-            scoring_tokens=out.scoring_tokens,
             total_s=None if answers.packed else out.total_s,
             decode_step_s=None if answers.packed else out.decode_step_s,
+            total_s_so_far=None if answers.packed else sum(done.total_s for done in answers.outs[: turn + 1]),
+        )
+        cost = Cost(
+            scoring_tokens=out.scoring_tokens,
             pct_prompt_tokens_computed=out.pct_prompt_tokens_computed,
             group_starts=group_starts,
             computed=computed,
@@ -305,8 +305,13 @@ class Bench:
             tokens_computed=answers.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(answers.tokens_computed, range(turn + 1))),
-            total_s_so_far=None if answers.packed else sum(done.total_s for done in answers.outs[: turn + 1]),
-            **(of_evidence(case.prompt, turn, out, answers.earlier(turn)) if self.run.config.evidence else {}),
+        )
+        return Answer(
+            **scored(case, decoded, self.run.chat, turn),
+            token_ids=out.token_ids,
+            times=times,
+            cost=cost,
+            evidence=of_evidence(case.prompt, turn, out, answers.earlier(turn)) if self.run.config.evidence else None,
         )
 
 
@@ -317,7 +322,7 @@ def _arms_to_begin(waiting: deque[tuple[Case, Arm]], inside: Mapping[Request, tu
 
 
 def visit_of(
-    case: Case, arms: Sequence[Arm], outcomes: Mapping[str, list[Measurement] | Failure], kernel: str | None = None
+    case: Case, arms: Sequence[Arm], outcomes: Mapping[str, list[Answer] | Failure], kernel: str | None = None
 ) -> Visit:
     """The visit of a case. arms: the run's, in order. outcomes: by arm. kernel: of attention."""
     turns = [
@@ -343,7 +348,7 @@ def visit_of(
 
 
 def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[str, Any]:
-    """The fields of `Measurement` that an answer's text determines."""
+    """The fields of `Answer` that an answer's text determines."""
     text = post_process(decoded, chat, case.dataset.chat_wrap)
     answers = list((case.example, *case.example.turns)[turn].answers)
     return {

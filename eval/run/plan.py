@@ -88,9 +88,9 @@ def groups_of(run: Run) -> list[Group]:
 def is_estimated(run: Run) -> bool:
     """Whether data or tokenizer are in no cache and the suite publishes sizes. Rows in `data.dir` are counted."""
     suite, spec = run.suite, run.spec
-    if not suite.published or run.data.dir is not None:
+    if not suite.published(run.data) or run.data.dir is not None:
         return False
-    if suite.cached is not None and not suite.cached():
+    if suite.cached is not None and not suite.cached(run.data):
         return True
     try:
         read_config(spec)
@@ -103,9 +103,9 @@ def is_estimated(run: Run) -> bool:
 def estimated_groups(run: Run) -> list[Group]:
     """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
     config, limit = run.config, limit_of_prompts(run, run.shape.max_position_embeddings)
-    groups = list[Group]()
+    groups, sizes = list[Group](), run.suite.published(run.data)
     for dataset in run.datasets:
-        size = run.suite.published[dataset.name]
+        size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
         new_tokens = run.answer_limit(dataset, size.max_new_tokens)
         whole = size.examples if config.split is None else -(-size.examples // 2)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, chat_format
 from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
-from eval.benchmarks.subsets import in_split, in_subset, parse_shard, shard_numbers
+from eval.benchmarks.subsets import SUBSETS, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run import targets
 from eval.run.arms import Arm, arms_asked, build_method, canonical_settings, check_distinct, method_asked
@@ -117,7 +117,11 @@ class Run:
     def data(self) -> DataSettings:
         """The settings that determine the rows."""
         config, suite = self.config, self.suite
-        require(config.subset == "first" or self.limit is not None, "subset", config.subset, "limit=50 or so with it")
+        is_own = config.subset in suite.subsets
+        expected = f"{' or '.join(SUBSETS)}, as {suite.name} has no such rows"
+        require(is_own or config.subset in SUBSETS, "subset", config.subset, expected)
+        is_counted = is_own or config.subset == "first" or self.limit is not None
+        require(is_counted, "subset", config.subset, "limit=50 or so with it")
         rows = None if self.limit is None else self.limit if config.split is None else 2 * self.limit
         data = DataSettings(
             dir=None if config.data.dir is None else Path(config.data.dir),
@@ -127,6 +131,7 @@ class Run:
             model=self.spec,
             chat=self.chat,
             turns=config.turns,
+            subset=config.subset if is_own else None,
         )
         expected = f"dataset=NAME with it, as {suite.name} has rows of its own"
         require(data.dir is None or not suite.rows_here, "data.dir", data.dir, expected)
@@ -326,7 +331,11 @@ class Run:
 
     @property
     def data_name(self) -> str:
-        """The data, for people: a dataset, a task or a suite, or the number of datasets."""
+        """The data, for people: a dataset, a task or a suite, or the number of datasets, and a suite's own subset."""
+        return self._name_of_datasets + (f"_{self.data.subset}" if self.data.subset else "")
+
+    @property
+    def _name_of_datasets(self) -> str:
         tasks = {dataset.task for dataset in self.datasets}
         if len(self.datasets) == 1:
             return self.datasets[0].name

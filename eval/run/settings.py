@@ -121,7 +121,9 @@ class RunConfig(SuiteSettings):
     data: DataConfig = field(default_factory=DataConfig)
     limit: int | None = setting(None, "N examples of each dataset; `null`: all (embedded: 12; `ruler`: 500)")
     subset: str = setting(
-        "first", "which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths"
+        "first",
+        "which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; `mini`: of the 187 "
+        "rows of LongBench that MiniLongBench chose",
     )
     split: str | None = setting(
         None, "`dev` or `test`: half of each dataset, for searching settings, or the other; `limit` counts in it"

@@ -32,7 +32,7 @@ from eval.run.settings import TrackerConfig
 from eval.store.aggregate import beside
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun
-from eval.store.visit import Measurement, Visit
+from eval.store.visit import SCALES, Answer, Visit, numbers_of
 from lazyllm.errors import reason_of
 
 log = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ class Tracker:
 
     def _per_example(self, results: Results) -> Any:
         frame: Any = results.frame
-        rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]]
-        turns = list(results.measurements(rows))
+        rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]].drop(columns="token_s")
+        turns = list(results.answers(rows))
         gold = [" | ".join(turn.answers) for turn, _ in turns]
         rows = rows.assign(gold=gold, answer=[answer.text for _, answer in turns])
         rows.insert(5, "ttft_speedup", beside(rows, frame)["ttft_s"] / rows["ttft_s"])
@@ -149,9 +149,10 @@ class Tracker:
             log.info("W&B was offline; send it with  wandb sync %s", os.path.relpath(Path(self._run.dir).parent))
 
 
-def _mean(name: str, turns: Sequence[Measurement]) -> float:
-    """The mean of a field; NaN if a turn lacks it."""
-    return float(np.mean([getattr(turn, name) for turn in turns], dtype=float))
+def _mean(name: str, turns: Sequence[Answer]) -> float:
+    """The mean of a column of the frames, as stored; NaN if a turn lacks it."""
+    place = [*SCALES].index(name)
+    return float(np.mean([numbers_of(turn)[place] for turn in turns], dtype=float))
 
 
 @contextmanager

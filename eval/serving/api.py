@@ -50,6 +50,10 @@ def _as_text(content: object) -> object:
 
 _Text = Annotated[str, Field(min_length=1)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
+_One = Annotated[float, Field(ge=1, le=1)]
+_Empty = Annotated[str, Field(max_length=0)]
+_EmptyList = Annotated[list[Any], Field(max_length=0)]
+_EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
 
 
 class _Fields(BaseModel):
@@ -67,10 +71,15 @@ class _Fields(BaseModel):
 
 class StreamOptions(_Fields):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class ResponseFormat(_Fields):
+    type: Literal["text"]
 
 
 class Asked(_Fields):
-    """The fields that both kinds of request have. Those of one value are known, and refused with another."""
+    """The fields that both kinds of request have. Those of one value ask for nothing, and are refused with another."""
 
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=2)
@@ -79,11 +88,16 @@ class Asked(_Fields):
     stop: Annotated[list[_Text], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str = ""
+    user: str = ""  # of no effect on an answer, as are the next two
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
     n: Literal[1] = 1
     presence_penalty: _Zero = 0
     frequency_penalty: _Zero = 0
-    logit_bias: dict[str, float] = Field({}, max_length=0)
+    logit_bias: _EmptyObject = {}
+    top_k: Annotated[int, Field(ge=-1, le=0)] = 0  # this and the next two are other servers'
+    min_p: _Zero = 0
+    repetition_penalty: _One = 1
 
     @field_validator("stream_options")
     @classmethod
@@ -99,20 +113,33 @@ class CompletionRequest(Asked):
     echo: Literal[False] = False
     best_of: Literal[1] = 1
     logprobs: None = None
-    suffix: None = None
+    suffix: _Empty = ""
 
 
-class Message(_Fields):
+class ChatMessage(_Fields):
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_as_text)]
+    tool_calls: _EmptyList = []
+    annotations: _EmptyList = []
 
 
 class ChatRequest(Asked):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: Literal[False] = False
     top_logprobs: _Zero = 0
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    metadata: _EmptyObject = {}
+    store: Literal[False] = False
+    service_tier: Literal["auto", "default"] = "auto"
+    modalities: list[Literal["text"]] = ["text"]
+    verbosity: Literal["medium"] = "medium"
+    tools: _EmptyList = []
+    functions: _EmptyList = []
+    tool_choice: Literal["none", "auto"] = "auto"  # without tools, this and the next two choose nothing
+    function_call: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -243,7 +270,7 @@ class Endpoint:
 
     def _chat_text(self, asked: ChatRequest) -> str:
         """The messages in the chat template; without one, a line each, before the answer's line."""
-        messages = [message.model_dump() for message in asked.messages]
+        messages = [{"role": message.role, "content": message.content} for message in asked.messages]
         if not self.tokenizer.chat_template:
             return "\n".join(message["content"] for message in messages)
         try:

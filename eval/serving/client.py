@@ -35,7 +35,7 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """One answer. ttft_s, last_token_s: seconds from just before the POST to the first and to the last event with a
     token; an end token is one."""
 
@@ -135,7 +135,7 @@ class Server:
             raise self._refusal(response)
         return _json(response.text) if response.is_success else {}
 
-    def answer(self, body: bytes) -> Answer:
+    def answer(self, body: bytes) -> Completion:
         """The answer to a request for a stream. Retries only before the first byte of an answer.
 
         Raises RequestError; UserError if all other requests would fail too.
@@ -162,7 +162,7 @@ class Server:
             time.sleep(max(pause_s, min(60, float(after)) if after.isdigit() else 0))
         raise AssertionError
 
-    def _read(self, response: httpx2.Response, start: float, **reported: Any) -> Answer:
+    def _read(self, response: httpx2.Response, start: float, **reported: Any) -> Completion:
         """The answer of a stream, in which each event is one line of data. reported: fields of `Request`."""
         text, reasoning, other, usage, ended = "", "", "", {}, False
         tokens: list[float] = []  # stamps of the events with a token
@@ -209,7 +209,7 @@ class Server:
         except (httpx2.RequestError, AttributeError, TypeError) as error:  # of the connection, or no such events
             broken = f"the answer broke off after {time.perf_counter() - start:.1f} s"
             raise RequestError(f"{broken}: {str(error) or repr(error)}") from error
-        return Answer(text, reasoning, tokens[0], tokens[-1], request)
+        return Completion(text, reasoning, tokens[0], tokens[-1], request)
 
     def _refusal(self, response: httpx2.Response, retries: int = 0) -> Exception:
         """The error for a response without an answer: UserError if every other request would get the same response."""

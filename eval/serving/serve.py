@@ -63,7 +63,7 @@ def serve(endpoint: Endpoint, listening: socket.socket) -> None:
     host, port = listening.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    class Server(uvicorn.Server):
+    class EndingServer(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             endpoint.is_ending.set()
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # tracebacks of those that are cut
@@ -71,7 +71,7 @@ def serve(endpoint: Endpoint, listening: socket.socket) -> None:
 
     print(f"http://{address}/v1: {', '.join(endpoint.methods)}", flush=True)
     options: Any = {"log_level": "warning", "timeout_graceful_shutdown": GRACE_S}
-    Server(uvicorn.Config(make_app(endpoint), **options)).run([listening])
+    EndingServer(uvicorn.Config(make_app(endpoint), **options)).run([listening])
 
 
 def endpoint_of(run: Run) -> Endpoint:

@@ -18,8 +18,8 @@ from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.measure import WARMUP_TOKENS, in_turn, scored, visit_of
 from eval.run.run import Run
-from eval.serving.client import Answer, RequestError, Server
-from eval.store.visit import Failure, Measurement, Visit
+from eval.serving.client import Completion, RequestError, Server
+from eval.store.visit import Answer, Failure, Fidelity, Times, Visit
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Servers:
             if not (block := list(islice(waiting, most))):
                 return
             order = [arm.label for arm in (in_turn(self.run.arms, number) if load.is_shared else block[0].arms)]
-            answers: list[dict[str, list[Answer] | Failure]] = [{} for _ in block]
+            answers: list[dict[str, list[Completion] | Failure]] = [{} for _ in block]
             for label in order:
                 asked = [(place, arm) for place, case in enumerate(block) for arm in case.arms if arm.label == label]
                 futures, is_over = [], threading.Event()
@@ -74,13 +74,13 @@ class Servers:
                     answers[place][label] = future.result()
             for case, given in zip(block, answers, strict=True):
                 arms = tuple(sorted(case.arms, key=lambda arm: order.index(arm.label)))
-                baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Measurement] | Failure]()
+                baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Answer] | Failure]()
                 for label, own in given.items():
                     is_failure = isinstance(own, Failure)
                     measured[label] = own if is_failure else self._measurements(case, own, baseline)
                 yield visit_of(replace(case, arms=arms), self.run.arms, measured)
 
-    def _converse_until(self, is_over: threading.Event, arm: Arm, case: Case) -> list[Answer] | Failure:
+    def _converse_until(self, is_over: threading.Event, arm: Arm, case: Case) -> list[Completion] | Failure:
         """`_converse`. An error that ends the run sets `is_over`; no conversation begins after it, so that a server
         that is gone costs one series of retries."""
         if is_over.is_set():
@@ -91,12 +91,12 @@ class Servers:
             is_over.set()
             raise
 
-    def _converse(self, arm: Arm, case: Case) -> list[Answer] | Failure:
+    def _converse(self, arm: Arm, case: Case) -> list[Completion] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""
         # arms that share a server must not share its prefix cache
         roots = [server.root for server in self.run.servers.values()]
         has_own_cache = len({*roots}) == len(roots)
-        answers: list[Answer] = []
+        answers: list[Completion] = []
         try:
             for turn in range(1 + len(case.prompt.turns)):
                 seed = f"{self._secret}{case.key}{turn}{'' if has_own_cache else arm.label}"
@@ -106,7 +106,7 @@ class Servers:
             return Failure(reason=f"{self.run.servers[arm.label].url}: {error}", traceback=repr(error))
         return answers
 
-    def _timed(self, arm: Arm, case: Case, earlier: Sequence[Answer], most: int, mark: str) -> Answer:
+    def _timed(self, arm: Arm, case: Case, earlier: Sequence[Completion], most: int, mark: str) -> Completion:
         """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has."""
         config, server = self.run.config, self.run.servers[arm.label]
         is_warm = config.server.cache == "warm"
@@ -138,7 +138,7 @@ class Servers:
         return replace(answer, request=replace(answer.request, noise=noise or None))
 
     def _prompt(
-        self, case: Case, server: Server, noise: str, earlier: Sequence[Answer]
+        self, case: Case, server: Server, noise: str, earlier: Sequence[Completion]
     ) -> tuple[dict[str, Any], int | None]:
         """The request's fields with the conversation, and its tokens by our tokenizer; None if unknown."""
         model, prompt, tokenizer = self.run.config.model, case.prompt, self.run.tokenizer
@@ -167,15 +167,16 @@ class Servers:
         return {"prompt": text}, len(ids)
 
     def _measurements(
-        self, case: Case, answers: list[Answer], baseline: list[Answer] | Failure | None
-    ) -> list[Measurement]:
-        chat, measured, so_far = self.run.chat, list[Measurement](), 0.0
+        self, case: Case, answers: list[Completion], baseline: list[Completion] | Failure | None
+    ) -> list[Answer]:
+        chat, measured, so_far = self.run.chat, list[Answer](), 0.0
         for turn, answer in enumerate(answers):
             thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
             text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
-            fields = scored(case, text, chat, turn)
-            fields |= {"ttft_s": answer.ttft_s, "total_s": answer.last_token_s, "total_s_so_far": so_far}
+            times = Times(ttft_s=answer.ttft_s, total_s=answer.last_token_s, total_s_so_far=so_far)
+            fidelity = None
             if isinstance(baseline, list) and answers is not baseline:
-                fields["same_answer"] = int(answer.text == baseline[turn].text)
-            measured.append(Measurement(**fields, scoring_tokens=None, request=answer.request))
+                fidelity = Fidelity(same_answer=int(answer.text == baseline[turn].text))
+            own = scored(case, text, chat, turn)
+            measured.append(Answer(**own, times=times, fidelity=fidelity, request=answer.request))
         return measured

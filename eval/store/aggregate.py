@@ -2,13 +2,16 @@
 
 A dataset's scores, lengths, seconds and bytes are means over its examples; its speedups are the baseline's summed time
 (or FLOPs) divided by the arm's, over answers of the same visits. A task's value is the mean over its datasets in every
-column, as LongBench computes scores; the overall value is the mean over tasks. The bootstrap draws examples within each
-dataset, the same ones for every column, so that an example stays paired with its own baseline. Of n examples it draws
-n - 1, with which the variance of a dataset's mean is unbiased (Rao and Wu 1988); fewer than `FEWEST` examples of a
-dataset have no interval.
+column, as LongBench computes scores; the overall value is the mean over tasks.
+
+The bootstrap draws examples within each dataset, the same ones for every column, so that an example stays paired with
+its own baseline. Of n examples it draws n - 1, with which the variance of a dataset's mean is unbiased (Rao and Wu
+1988). A dataset with a single example has no spread of its own: it draws one from all examples of its task. A value
+has an interval if it is of at least `FEWEST` examples, and of `FEWEST_OF_TASK` of each of its tasks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -20,12 +23,13 @@ from eval.benchmarks.metrics import dataset_score
 from eval.store.visit import MEASURED
 
 RESAMPLES = 2000
-FEWEST = 5  # least number of examples of each dataset for an interval: fewer may well agree by chance
+FEWEST, FEWEST_OF_TASK = 5, 2  # examples of a value that has an interval: fewer may well agree by chance
+NO_INTERVAL = f"fewer than {FEWEST} examples or {FEWEST_OF_TASK} of a task"
 
 # {speedup: the cost of which it is the ratio}
 _SPEEDUPS = {
-    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
-    "ideal_ttft_speedup": "prefill_flops",
+    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "equal_length_speedup": "equal_length_s",
+    "step_speedup": "step_s", "ideal_ttft_speedup": "prefill_flops",
 }  # fmt: skip
 VALUES = (
     *MEASURED, "cache_bytes", *_SPEEDUPS,
@@ -69,7 +73,8 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     `VALUES`: the measured columns of the frame, and
 
     cache_bytes: KV and Aux Cache together.
-    ttft_speedup, generation_speedup: of whole answers, whose lengths may differ. step_speedup: of mean decoding steps.
+    ttft_speedup, step_speedup: of the first token, of the mean decoding step. generation_speedup: of whole answers,
+    whose lengths may differ. equal_length_speedup: of the time to the k-th token, k being the shorter answer's length.
     ideal_ttft_speedup: the ratio of the prefills' FLOPs.
     cache_ratio, peak_ratio: of the row's cache_bytes and peak_memory_bytes to the baseline's.
     reference_score: the baseline's, in the visits that hold both. score_difference: the row's score there minus it.
@@ -79,7 +84,7 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     What compares with the baseline is made from the answers that have one in the same visit (`beside`). A dataset's
     score is rounded as LongBench rounds it. Several seeds and turns of an example count as one example: values are
     means over them, and speedups compare summed times. A value is NaN if an answer lacks it, or if a baseline's score
-    is 0; both ends of an interval are NaN if a dataset has fewer than `FEWEST` examples. The baseline's speedups are 1.
+    is 0; both ends of an interval are NaN with too few examples (see above). The baseline's speedups are 1.
     """
     rows: list[dict[str, Any]] = []
     counting: Any = frame[frame["counts"]]
@@ -102,19 +107,20 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
     for name in dict.fromkeys(of_each):
         there = of_each == name
         sizes[name] = int(there.sum()), int(turns[there].sum())
-        drawn[name] = _dataset(name, {column: values[there] for column, values in examples.items()})
+        drawn[name] = _dataset(name, of_each, examples)
     seeds = _seed_scores(rows, codes, {name: size for name, (size, _) in sizes.items()})
     found, task_draws, task_seeds = [], [], []
     for task in TASKS:
         names = [name for name in DATASETS if name in sizes and DATASETS[name].task == task]
         for name in names:
-            found.append(_row("dataset", name, task, [sizes[name]], drawn[name], seeds[name]))
+            found.append(_row("dataset", name, task, {name: sizes[name]}, drawn[name], seeds[name]))
         if names:
             task_draws.append(_with_ratios(np.mean([drawn[name] for name in names], axis=0)))
             task_seeds.append(seeds[names].mean(axis=1, skipna=False))
-            found.append(_row("task", task, task, [sizes[name] for name in names], task_draws[-1], task_seeds[-1]))
+            of_task = {name: sizes[name] for name in names}
+            found.append(_row("task", task, task, of_task, task_draws[-1], task_seeds[-1]))
     drawn_all, seeds_all = _with_ratios(np.mean(task_draws, axis=0)), pd.concat(task_seeds, axis=1)
-    return [*found, _row("all", "all", "all", list(sizes.values()), drawn_all, seeds_all.mean(axis=1, skipna=False))]
+    return [*found, _row("all", "all", "all", sizes, drawn_all, seeds_all.mean(axis=1, skipna=False))]
 
 
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.ndarray]:
@@ -130,6 +136,11 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.
     times, seeds = np.bincount(codes), rows.groupby(codes)["seed"].nunique().to_numpy()
     first = np.unique(codes, return_index=True)[1]
     examples = {"dataset": rows["dataset"].to_numpy()[first], "turns": times // seeds}
+
+    equal_lengths = _equal_lengths(rows["token_s"], references["token_s"])
+    rows, references = (
+        frame.assign(equal_length_s=times) for frame, times in zip((rows, references), equal_lengths, strict=True)
+    )
 
     def values_of(frame: Any, name: str) -> np.ndarray:
         names = ("kv_bytes", "aux_bytes") if name == "cache_bytes" else (name,)
@@ -150,41 +161,75 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.
     return examples | means | sums
 
 
+def _equal_lengths(own: Any, theirs: Any) -> tuple[list[float], list[float]]:
+    """Of each pair of answers, the seconds of both to their k-th token, where k is the shorter one's length.
+
+    own, theirs: `token_s` of `Results.frame`. NaN if the steps of one were not timed, as those of batches.
+    """
+    both = [(np.nan, np.nan)] * len(own)
+    for place, (one, other) in enumerate(zip(own, theirs, strict=True)):
+        if isinstance(one, tuple) and isinstance(other, tuple):
+            k = min(len(one), len(other))
+            both[place] = one[k - 1], other[k - 1]
+    return [one for one, _ in both], [other for _, other in both]
+
+
 # Arrays are [1 + RESAMPLES, columns]: the first row holds the values, the others those of the resamples.
 
 
 @lru_cache(maxsize=32)
 def _weights(dataset: str, n: int) -> np.ndarray:
-    """[1 + RESAMPLES, n] how often each example is drawn: once in the first row, then n - 1 draws with replacement.
-
-    Each dataset has its own seed, so that a row does not depend on the other rows. NaN below `FEWEST` examples.
+    """[1 + RESAMPLES, n] how often each of several examples is drawn: once in the first row, then n - 1 draws with
+    replacement. Each dataset has its own seed, so that a row does not depend on the other rows.
     """
-    if n < FEWEST:
-        return np.vstack([np.ones((1, n)), np.full((RESAMPLES, n), np.nan)])
     picks = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n - 1))
     offsets = n * np.arange(RESAMPLES)[:, None]
     counts = np.bincount((picks + offsets).ravel(), minlength=RESAMPLES * n).reshape(RESAMPLES, n)
     return np.vstack([np.ones((1, n)), counts])
 
 
-def _dataset(name: str, examples: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The columns of `_COLUMN` of one dataset. examples: those of `_per_example`."""
-    weights = _weights(name, len(examples["score"]))
-    products = weights @ np.stack([*examples.values()], axis=1)  # a single one, as it dominates the cost
+def _sums(name: str, datasets: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[1 + RESAMPLES, columns] sums over the examples of a dataset that each resample draws, and their number
+    [1 + RESAMPLES, 1].
+
+    datasets: [examples] the dataset of each. values: [examples, columns].
+    """
+    own = np.flatnonzero(datasets == name)
+    if len(own) > 1:
+        weights = _weights(name, len(own))
+        return weights @ values[own], weights.sum(axis=1, keepdims=True)
+    of_task = np.flatnonzero([DATASETS[one].task == DATASETS[name].task for one in datasets])
+    picks = np.random.default_rng(list(name.encode())).integers(0, len(of_task), size=RESAMPLES)
+    return values[[*own, *of_task[picks]]], np.ones((1 + RESAMPLES, 1))
+
+
+def has_interval(sizes: Mapping[str, int]) -> bool:
+    """Whether a value over so many examples of these datasets has an interval."""
+    tasks = Counter[str]()
+    for name, examples in sizes.items():
+        tasks[DATASETS[name].task] += examples
+    return tasks.total() >= FEWEST and min(tasks.values()) >= FEWEST_OF_TASK
+
+
+def _dataset(name: str, datasets: np.ndarray, examples: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The columns of `_COLUMN` of one dataset. examples: those of `_per_example`; datasets: the dataset of each."""
+    # a single product, as it dominates the cost
+    products, counts = _sums(name, datasets, np.stack([*examples.values()], axis=1))
     sums = dict(zip(examples, products.T, strict=True))
     drawn = np.full((len(products), len(_COLUMN)), np.nan)
     for column in (*MEASURED, "cache_bytes"):
-        drawn[:, _COLUMN[column]] = sums[column] / weights.sum(axis=1)
+        drawn[:, _COLUMN[column]] = sums[column] / counts[:, 0]
     with np.errstate(invalid="ignore", divide="ignore"):  # no pair: NaN
         for speedup, cost in _SPEEDUPS.items():
             drawn[:, _COLUMN[speedup]] = sums[f"reference_{cost}"] / sums[f"own_{cost}"]
         for column in (*_OF_BOTH, *_OF_PAIRS):  # an example without a pair adds 0
             drawn[:, _COLUMN[column]] = sums[column] / sums["has_pair"]
     # the official score is rounded before it is averaged over datasets
-    drawn[0, _COLUMN["score"]] = dataset_score((examples["score"] / 100).tolist())
-    paired = examples["has_pair"] > 0
-    for column in ("own_score", "reference_score") if paired.any() else ():
-        drawn[0, _COLUMN[column]] = dataset_score((examples[column][paired] / 100).tolist())
+    is_own = datasets == name
+    drawn[0, _COLUMN["score"]] = dataset_score((examples["score"][is_own] / 100).tolist())
+    is_paired = is_own & (examples["has_pair"] > 0)
+    for column in ("own_score", "reference_score") if is_paired.any() else ():
+        drawn[0, _COLUMN[column]] = dataset_score((examples[column][is_paired] / 100).tolist())
     return _with_ratios(drawn)
 
 
@@ -203,17 +248,19 @@ def _with_ratios(drawn: np.ndarray) -> np.ndarray:
 
 
 def _row(
-    level: str, name: str, task: str, sizes: Sequence[tuple[int, int]], drawn: np.ndarray, seed_scores: Any
+    level: str, name: str, task: str, sizes: Mapping[str, tuple[int, int]], drawn: np.ndarray, seed_scores: Any
 ) -> dict[str, Any]:
     """sizes: (examples, turns) of each dataset. seed_scores: a series; missing where a seed lacks an example."""
     drawn = drawn[:, : len(VALUES)]
     low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
+    if not has_interval({dataset: examples for dataset, (examples, _) in sizes.items()}):
+        low, high = np.full((2, len(VALUES)), np.nan)
     return {
         "level": level,
         "name": name,
         "task": task,
-        "examples": sum(size for size, _ in sizes),
-        "turns": sum(turns for _, turns in sizes),
+        "examples": sum(size for size, _ in sizes.values()),
+        "turns": sum(turns for _, turns in sizes.values()),
         "datasets": len(sizes),
         "score_seed_std": seed_scores.std(),
         **dict(zip(_FORMS, np.stack([drawn[0], low, high], axis=1).ravel(), strict=True)),
@@ -233,14 +280,18 @@ def drawn_means(values: pd.DataFrame) -> np.ndarray:
     """[1 + RESAMPLES, settings] means over tasks of the means over datasets: the value, then those of the resamples.
 
     values: from `on_common_examples`. All settings, and all columns of the same examples, are resampled together, so
-    that differences are paired.
+    that differences are paired. The resamples are NaN with too few examples.
     """
     tasks: dict[str, list[np.ndarray]] = {}
-    for name, rows in values.groupby(level="dataset", sort=False):
-        weights = _weights(str(name), len(rows))
-        drawn = weights @ rows.to_numpy() / weights.sum(axis=1, keepdims=True)
-        tasks.setdefault(DATASETS[str(name)].task, []).append(drawn)
-    return np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
+    datasets = values.index.get_level_values("dataset").to_numpy()
+    sizes = Counter(datasets.tolist())
+    for name in sizes:
+        sums, counts = _sums(name, datasets, values.to_numpy())
+        tasks.setdefault(DATASETS[name].task, []).append(sums / counts)
+    drawn = np.mean([np.mean(drawn, axis=0) for drawn in tasks.values()], axis=0)
+    if not has_interval(sizes):
+        drawn[1:] = np.nan
+    return drawn
 
 
 def drawn_mean(values: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 run.json        the run's identity and fingerprint, its config, and where it ran (`eval.run.identity`)
 examples.json   {dataset: ids of the examples that the run's last job planned}
 visits.jsonl    one `Visit` per line, flushed to disk when all arms have answered its example
-jobs.jsonl      when each job began and ended, how it ended, and the machine's load (`eval.run.device_lock`)
+jobs.jsonl      when each job began and ended, how it ended, and the machine's load average
 traces          one `Trace` per file, of an example under an arm
 summary.*       made from the visits at the end (`eval.analysis.run_table`)
 
@@ -36,7 +36,7 @@ from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # of run.json's layout, stored there as `schema`
+VERSION = 4  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import fingerprint
 from eval.store.runs import COLUMNS, StoredRun, stored_runs
-from eval.store.visit import Measurement, Turn, Visit
+from eval.store.visit import Answer, Turn, Visit
 from lazyllm.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class Results:
         model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
         run), method, settings (canonical JSON of the hyperparameters), label (the same for people), seed, is_baseline,
         dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens (of the turn's message), turn (from 1),
-        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`. Scores are 0 to 100.
+        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`, and token_s, the seconds to each token
+        (None if steps were not timed). Scores are 0 to 100.
 
         counts: whether tables count the row: the first answer of its arm in its run, and of several runs of a setting
         and seed that with most examples of the dataset, then the newest (`choices`). The others serve `beside` only.
@@ -113,7 +114,7 @@ class Results:
 
         return by_task(self.frame)
 
-    def measurements(self, rows: Any) -> Iterator[tuple[Turn, Measurement]]:
+    def answers(self, rows: Any) -> Iterator[tuple[Turn, Answer]]:
         """What was asked and answered in each of these rows of the frame, with the lists that are in no column."""
         visits = defaultdict[tuple[str, str, str], list[Visit]](list)
         for run in self.runs:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.folder import read_about, read_planned, read_visits
-from eval.store.visit import MEASURED, SCALES, Measurement, Visit
+from eval.store.visit import MEASURED, SCALES, Answer, Visit, numbers_of
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, machine_warnings
 from lazyllm.methods import Lazy, settings_of
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 # LazyLLM's switches, which labels leave out at their defaults
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
-_NUMBERS = attrgetter(*SCALES)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class StoredRun:
         import pandas as pd
 
         keys: list[tuple[Any, ...]] = []
-        measured: list[Measurement] = []
+        measured: list[Answer] = []
         times, answered = dict[tuple[str, str], int](), set[tuple[str, str, str]]()
         for visit in self.visits:
             number = times[visit.key] = times.get(visit.key, -1) + 1
@@ -95,10 +94,11 @@ class StoredRun:
                     measured.append(answer)
         names = ["arm", "dataset", "id", "groups", "prompt_tokens", "turn", "visit", "counts"]
         frame: Any = pd.DataFrame(keys, columns=names)
-        numbers = np.array([_NUMBERS(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
+        numbers = np.array([numbers_of(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
         frame[[*SCALES]] = numbers * [*SCALES.values()]
         derived = np.array([_derived(one) for one in measured], dtype=float).reshape(-1, 3)
         frame[["step_s", "generated_tokens", "pct_answered"]] = derived
+        frame["token_s"] = pd.Series(map(_token_s, measured), dtype=object)
         for column in ("method", "label", "seed", "is_baseline"):
             frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
         settings = {name: canonical_json(arm.settings) for name, arm in self.arms.items()}
@@ -225,16 +225,22 @@ class StoredRun:
 
 COLUMNS = [
     "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "seed", "is_baseline",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED,
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED, "token_s",
 ]  # fmt: skip
 
 
-def _derived(one: Measurement) -> tuple[float | None, int | None, int]:
+def _derived(one: Answer) -> tuple[float | None, int | None, int]:
     """step_s, generated_tokens and pct_answered; a server's answer has its mean step and its count of tokens."""
     step_s, tokens = (one.request.tpot_s, one.request.completion_tokens) if one.request else (None, None)
-    if one.decode_step_s:
-        step_s = float(np.mean(one.decode_step_s))
+    if one.times.decode_step_s:
+        step_s = float(np.mean(one.times.decode_step_s))
     return step_s, tokens if one.token_ids is None else len(one.token_ids), 100 if one.text else 0
+
+
+def _token_s(one: Answer) -> tuple[float, ...] | None:
+    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
+    steps = one.times.decode_step_s
+    return None if steps is None else tuple(accumulate([one.times.ttft_s, *steps]))
 
 
 def canonical_json(settings: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """A visit: one example, answered by all arms of a run one after the other. One line of the store, and its one schema.
 
-A new measured number is a field of `Measurement`, with a default for the visits that lack it, and a value in
-`eval.run.measure`. Every field that is a number is a column of the frames, under its own name (`MEASURED`).
+A new measured number is a field of a part of `Answer`, with a default for the visits that lack it, and a value in
+`eval.run.answers`. Every field that is a number is a column of the frames, under its own name (`MEASURED`).
 """
 
 from __future__ import annotations
@@ -57,13 +57,27 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """An arm's answer in one turn, scored. What a server does not report is None.
+class Times:
+    """When an answer came, in seconds. What a server does not report is None.
 
-    text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens.
-    score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
-    ttft_s, scoring_s, total_s, decode_step_s: seconds, as in `lazyllm.Generation`; the last two are None if other
-        answers decoded in the same steps (`batch_size`).
+    ttft_s, scoring_s, total_s, decode_step_s: as in `lazyllm.Generation`; the last two are None if other answers
+        decoded in the same steps (`batch_size`). Of a server: to the first and to the last event with a token.
+    total_s_so_far: the sum over the turns up to this one.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    ttft_s: float
+    scoring_s: float | None = None
+    total_s: float | None
+    decode_step_s: list[float] | None = None
+    total_s_so_far: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a model in this process computed and stored for an answer.
+
     scoring_tokens: prompt tokens that any model computed before the method's prefill.
     pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
     group_starts: first layer (from 1) of each run of layers that computed the same prompt tokens.
@@ -74,29 +88,82 @@ class Measurement:
     prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a known accelerator, or on
         a CPU over the rate of a matrix product that the run measured; None for other devices.
 
-    Compared with the visit's baseline; None in the baseline's own measurement, and without a baseline:
+    Of a turn; tokens are prompt tokens of all turns so far, mean over layers:
+    tokens_computed: run for this turn, `scoring_tokens` included.
+    revived_tokens: of these, tokens that earlier steps or turns had left out of a layer.
+    tokens_computed_so_far: the sum over the turns up to this one.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    scoring_tokens: int
+    pct_prompt_tokens_computed: float
+    group_starts: list[int]
+    computed: list[list[int]]
+    kv_bytes: int
+    aux_bytes: int
+    peak_memory_bytes: int | None = None
+    prefill_flops: int | None = None
+    prefill_mfu: float | None = field(default=None, metadata=_PERCENT)
+    tokens_computed: float | None = None
+    revived_tokens: float | None = None
+    tokens_computed_so_far: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """An answer beside the baseline's of the same visit. Probabilities are None for a server.
+
+    same_answer: 1 if the two are equal, else 0.
     kl: KL(baseline || arm) in nats of the first token's distribution.
     top1_agrees: 1 if both have the same most likely first token, else 0.
     leading_tokens: number of leading tokens that the two answers share.
-    same_answer: 1 if they are equal, else 0.
     edit_similarity: 0 to 1, of the two lists of tokens (1 - Levenshtein distance / length of the longer one).
     answer_kl, answer_log_likelihood: with `fidelity=answer`, of the baseline's answer fed to the arm: mean KL per
         token, and log-likelihood per token minus the baseline's.
     gold_kl, gold_log_likelihood: the same of the gold answer.
+    """
 
-    Evidence: the prompt's tokens that hold the answer; None if unknown:
+    __pydantic_config__ = _STRICT
+
+    kl: float | None = None
+    top1_agrees: int | None = field(default=None, metadata=_PERCENT)
+    leading_tokens: int | None = None
+    edit_similarity: float | None = field(default=None, metadata=_PERCENT)
+    same_answer: int = field(metadata=_PERCENT)
+    answer_kl: float | None = None
+    answer_log_likelihood: float | None = None
+    gold_kl: float | None = None
+    gold_log_likelihood: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The prompt's tokens that hold the answer.
+
     evidence_tokens: their number.
     evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them that are computed in prefill, and later.
     evidence_recall: the last layer's share in prefill. In a later turn, tokens computed by earlier turns count as
         prefill if the method continues from them.
+    """
 
-    Of a turn; tokens are prompt tokens of all turns so far, mean over layers:
-    tokens_computed: run for this turn, `scoring_tokens` included.
-    revived_tokens: of these, tokens that earlier steps or turns had left out of a layer.
-    tokens_computed_so_far, total_s_so_far: sums over the turns up to this one.
+    __pydantic_config__ = _STRICT
 
-    request: of a server's answer; None in process. Its ttft_s and total_s end at the first and the last event with a
-        token.
+    evidence_tokens: int
+    evidence_recall: float = field(metadata=_PERCENT)
+    evidence_prefill: list[float]
+    evidence_revived: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An arm's answer in one turn, scored, with what is known of it.
+
+    text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens; None of a server.
+    score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
+    cost: None of a server. request: None in this process.
+    fidelity: None of the baseline's own answer, and without a baseline.
+    evidence: None if it is unknown which tokens hold the answer.
     """
 
     __pydantic_config__ = _STRICT
@@ -104,49 +171,36 @@ class Measurement:
     text: str
     token_ids: list[int] | None = None
     score: float = field(metadata=_PERCENT)
-    rouge_l: float | None = field(metadata=_PERCENT)
-    ttft_s: float
-    scoring_s: float | None = None
-    scoring_tokens: int | None = 0
-    total_s: float | None
-    decode_step_s: list[float] | None = None
-    pct_prompt_tokens_computed: float | None = None
-    group_starts: list[int] | None = None
-    computed: list[list[int]] | None = None
-    kv_bytes: int | None = None
-    aux_bytes: int | None = None
-    peak_memory_bytes: int | None = None
-    prefill_flops: int | None = None
-    prefill_mfu: float | None = field(default=None, metadata=_PERCENT)
-    kl: float | None = None
-    top1_agrees: int | None = field(default=None, metadata=_PERCENT)
-    leading_tokens: int | None = None
-    edit_similarity: float | None = field(default=None, metadata=_PERCENT)
-    same_answer: int | None = field(default=None, metadata=_PERCENT)
-    answer_kl: float | None = None
-    answer_log_likelihood: float | None = None
-    gold_kl: float | None = None
-    gold_log_likelihood: float | None = None
-    evidence_tokens: int | None = None
-    evidence_recall: float | None = field(default=None, metadata=_PERCENT)
-    evidence_prefill: list[float] | None = None
-    evidence_revived: list[float] | None = None
-    tokens_computed: float | None = None
-    revived_tokens: float | None = None
-    tokens_computed_so_far: float | None = None
-    total_s_so_far: float | None = None
+    rouge_l: float | None = field(default=None, metadata=_PERCENT)
+    times: Times
+    cost: Cost | None = None
+    fidelity: Fidelity | None = None
+    evidence: Evidence | None = None
     request: Request | None = None
 
 
-# {column of the frames: its factor over the field of `Measurement`}
-SCALES: dict[str, float] = {
-    item.name: item.metadata.get("scale", 1)
-    for item in fields(Measurement)
-    if str(item.type).removesuffix(" | None") in ("int", "float")
-}
-# The frames' columns of a measurement: its numbers, the mean decoding step, the number of generated tokens, and 100 for
-# an answer that is not empty, else 0
+def _scales(kind: type) -> dict[str, float]:
+    """{field of a dataclass that is a number: its factor in the frames}."""
+    numbers = (item for item in fields(kind) if str(item.type).removesuffix(" | None") in ("int", "float"))
+    return {item.name: item.metadata.get("scale", 1) for item in numbers}
+
+
+# {part of an answer, "" for itself: {its number, a column of the frames of the same name: the column's factor}}
+_PARTS = {"": Answer, "times": Times, "cost": Cost, "fidelity": Fidelity, "evidence": Evidence}
+_NUMBERS = {part: _scales(kind) for part, kind in _PARTS.items()}
+SCALES: dict[str, float] = {name: scale for scales in _NUMBERS.values() for name, scale in scales.items()}
+# The frames' columns of an answer: its numbers, the mean decoding step, the number of generated tokens, and 100 for an
+# answer that is not empty, else 0
 MEASURED = (*SCALES, "step_s", "generated_tokens", "pct_answered")
+
+
+def numbers_of(answer: Answer) -> list[float | None]:
+    """An answer's numbers in the order of `SCALES`, as stored; None for those of a part that it lacks."""
+    numbers: list[float | None] = []
+    for part, names in _NUMBERS.items():
+        holder = getattr(answer, part) if part else answer
+        numbers += [None if holder is None else getattr(holder, name) for name in names]
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +253,7 @@ class Visit:
     groups: list[str] = field(default_factory=list)
     turns: list[Turn]
     order: list[str]
-    answers: dict[str, list[Measurement]]
+    answers: dict[str, list[Answer]]
     failures: dict[str, Failure] = field(default_factory=dict)
     attention_kernel: str | None = None
 
@@ -247,7 +301,7 @@ class Trace:
     importance: [layers][n] Eq. 1 in a prefill without pruning.
     selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter the next layer},
         prompt and generated tokens; empty in later steps if a method selects in prefill only.
-    group_starts, computed: as in `Measurement`.
+    group_starts, computed: as in `Cost`.
     """
 
     __pydantic_config__ = _STRICT

@@ -74,7 +74,7 @@ def checks() -> Iterator[tuple[str, Callable[..., object], PreTrainedModel, list
             "keeping every token gives the model's own output": (invariants.can_keep_everything, exact, prompts),
             "counts are those declared and run": (invariants.counts_what_it_computes, exact, prompts),
             "no state between prompts": (invariants.has_no_state, exact, prompts),
-            "a row of a batch gives what it gives alone": (invariants.runs_batches_row_by_row, exact, prompts[1:]),
+            "in a batch and in model.generate as alone": (invariants.runs_batches_row_by_row, exact, prompts[1:]),
             "finite logits in bfloat16": (invariants.gives_finite_logits, half, prompts),
         }
         for what, rule in rules.items():

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
+from lazyllm.engine.batch import generate_many
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.inputs import Boundary, Selection
@@ -80,33 +81,21 @@ def has_no_state(model: PreTrainedModel, method: Method, prompt: Sequence[int]) 
     _holds(torch.equal(first.first_logits, again.first_logits), "first logits change after another prompt")
 
 
-def runs_batches_row_by_row(model: PreTrainedModel, method: Method, prompt: Sequence[int], **options: Any) -> None:
-    """In `model.generate`, a row of a padded batch gives what it gives alone; if greedy, also in `lazyllm.generate`.
+def runs_batches_row_by_row(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
+    """A prompt that decodes beside a shorter one gives what it gives alone, and what `model.generate` gives."""
+    from lazyllm import using
 
-    options: of `model.generate`. Sampling starts from the same seed for the batch and for each row.
-    """
-    from lazyllm import generate_with
-
-    rows, n = [list(prompt[: len(prompt) // 2]), list(prompt)], len(prompt)
-    padding = [n - len(row) for row in rows]
-    batch = {
-        "input_ids": torch.tensor([[0] * pad + row for pad, row in zip(padding, rows, strict=True)]),
-        "attention_mask": torch.tensor([[0] * pad + [1] * (n - pad) for pad in padding]),
-    }
-
-    def run(**inputs: Any) -> Any:
-        return model.generate(**inputs, custom_generate=generate_with(method), **_GREEDY | options)  # type: ignore[operator]
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        both = run(**batch)
-        torch.manual_seed(0)
-        for number, row in enumerate(rows):
+    rows = [list(prompt[: len(prompt) // 2]), list(prompt)]
+    alone = [generate(model, row, method, _STEPS, ()) for row in rows]
+    if method.can_batch:
+        for number, found in generate_many(model, rows, method, _STEPS, ()):
+            _same(f"tokens of row {number + 1} in a batch", found.token_ids, alone[number].token_ids)
+            _same(f"selections of row {number + 1} in a batch", found.selected, alone[number].selected)
+    with using(model, method):
+        for row, own in zip(rows, alone, strict=True):
             ids = torch.tensor([row])
-            alone = run(input_ids=ids, attention_mask=torch.ones_like(ids))[0, len(row) :].tolist()
-            _same(f"tokens of row {number + 1} in a batch", both[number, n:].tolist(), alone)
-            if not options.get("do_sample"):
-                _same("tokens in model.generate", alone, generate(model, row, method, _STEPS, ()).token_ids)
+            whole: Any = model.generate(ids, attention_mask=torch.ones_like(ids), **_GREEDY)  # type: ignore[operator]
+            _same("tokens in model.generate", whole[0, len(row) :].tolist(), own.token_ids)
 
 
 def gives_finite_logits(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:

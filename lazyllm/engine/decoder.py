@@ -7,7 +7,7 @@ Notation:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.architecture import Surroundings, check_surroundings
 from lazyllm.engine.attention import AttentionContext, KeysReached, RecordingAttention, installed_attention
-from lazyllm.engine.cpu_linear import fast_linear
 from lazyllm.engine.devices import device_of, devices_of, is_spread, main_device, to_device
 from lazyllm.engine.flops import LayerShape, windows_of
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
@@ -83,8 +82,8 @@ class Decoder:
         self._surroundings = Surroundings(model)
         self._windows = windows_of(model.config)
         self._rope_of: list[int] = []  # per layer, which pair of `Tokens.rope` is its own; found by `embed`
-        self._is_spread = is_spread(model)
-        self._layer_devices = [device_of(layer) if self._is_spread else self.device for layer in self.layers]
+        spread = is_spread(model)
+        self._layer_devices = [device_of(layer) if spread else self.device for layer in self.layers]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tokens:
         """The tokens `token_ids` [m] as they enter layer 1. positions: [m], after those of all stored tokens."""
@@ -121,23 +120,22 @@ class Decoder:
         position_ids = concat([one.positions[None] for one in tokens])
         rope = tuple(map(concat, zip(*(one.rope for one in tokens), strict=True)))
         self.attention.running = [*zip(contexts, sizes, strict=True)]
-        device, several, decodes = self.device, len(tokens) > 1 and not self._is_spread, contexts[0].decodes
-        with fast_linear(hidden, self.shape.largest_matrix, several) if decodes else nullcontext():
-            for layer in layers:
-                for context in contexts:
-                    context.enter_layer(self._windows[layer])
-                if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
-                    device = self._layer_devices[layer]
-                    hidden, position_ids, rope = to_device((hidden, position_ids, rope), device)
-                kind, run_layer = self._rope_of[layer], self.layers[layer]
-                hidden = run_layer(
-                    hidden,
-                    attention_mask=None,
-                    position_ids=position_ids,
-                    past_key_values=_Unstored,  # stores nothing: the attention function stores K and V
-                    use_cache=True,
-                    position_embeddings=rope[2 * kind : 2 * kind + 2],
-                )
+        device = self.device
+        for layer in layers:
+            for context in contexts:
+                context.enter_layer(self._windows[layer])
+            if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
+                device = self._layer_devices[layer]
+                hidden, position_ids, rope = to_device((hidden, position_ids, rope), device)
+            kind, run_layer = self._rope_of[layer], self.layers[layer]
+            hidden = run_layer(
+                hidden,
+                attention_mask=None,
+                position_ids=position_ids,
+                past_key_values=_Unstored,  # stores nothing: the attention function stores K and V
+                use_cache=True,
+                position_embeddings=rope[2 * kind : 2 * kind + 2],
+            )
         hidden = to_device(hidden, self.device)
         parts = [hidden] if len(tokens) == 1 else hidden.split(sizes, dim=1)
         return [Tokens(part, one.positions, one.rope, one.is_newest) for one, part in zip(tokens, parts, strict=True)]
@@ -153,8 +151,7 @@ class Decoder:
     def last_logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """[r, v] logits of the last token of each of r sequences [1, m, w]."""
         last = concat([one[:, -1:] for one in hidden])
-        with fast_linear(last, self.shape.largest_matrix, not self._is_spread):
-            return to_device(self.head(self.norm(last)[0]), self.device)
+        return to_device(self.head(self.norm(last)[0]), self.device)
 
 
 @contextmanager

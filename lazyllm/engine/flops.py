@@ -43,11 +43,6 @@ class LayerShape:
         return 2 * (attention + mlp)
 
     @property
-    def largest_matrix(self) -> int:
-        """Elements of a layer's largest matrix."""
-        return self.width * max(self.mlp_width, self.heads * self.head_dim)
-
-    @property
     def projection_flops(self) -> int:
         """FLOPs of the linear maps before attention for one token: q, k and v."""
         return 2 * self.width * self.head_dim * (self.heads + 2 * self.kv_heads)

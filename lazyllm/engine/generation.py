@@ -385,7 +385,7 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
     if prompt.ndim != 1 or prompt.is_floating_point():
         raise ValueError(
             f"input_ids is one prompt of token ids, [n] or [1, n]; got shape {list(prompt.shape)}, {prompt.dtype}. "
-            "Batches are not supported here: use model.generate with lazyllm.generate_with(method)"
+            "Of several prompts, give a list to lazyllm.generate_many(model, prompts, method)"
         )
     vocabulary = model.config.vocab_size
     if prompt.min() < 0 or prompt.max() >= vocabulary:

@@ -8,22 +8,27 @@ accelerator is used if there is one. In Python, `import lazyllm.integrations.lm_
 `simple_evaluate(model="lazyllm", ...)`. Token ids, truncation, chat templates, stop strings and results are lm-eval's.
 """
 
+import inspect
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lazyllm.errors import UserError
 
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
+    from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
     from lm_eval.models import huggingface
+    from lm_eval.utils import simple_parse_args_string
 except ImportError as error:
     raise UserError(
         f"lm-evaluation-harness could not be imported ({error}): pip install 'lazyllm-bench[lm-eval]'"
@@ -32,7 +37,7 @@ except ImportError as error:
 from lazyllm.engine.batch import BATCH_SIZE, generate_requests
 from lazyllm.engine.generation import Forced, Request
 from lazyllm.engine.inputs import Prompt
-from lazyllm.integrations.transformers_generate import generate_with
+from lazyllm.integrations.transformers_generate import using
 from lazyllm.methods import about_the_method, code_of, make
 from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
 from lazyllm.spec import DTYPES, ModelSpec
@@ -51,14 +56,15 @@ class PrunedLM(_HFLM):
 
     pretrained, device, revision, tokenizer, attn_implementation: as in `lazyllm.load_model`. dtype: "auto" is the
         checkpoint's.
-    batch_size: requests that decode together (answers: at most 8), each pruned by its own length; "auto" is 8.
+    batch_size: likelihoods that are computed together, each pruned by its own length; "auto" is 8. Answers come one
+        after the other.
     max_batch_size: ignored; lm-eval passes it to every model.
     settings: the method's hyperparameters (a schedule as `2:0.7+5:0.7`), and arguments of lm-eval's `hf`.
 
     loglikelihood: the context is the prompt that the method prunes; the continuation's tokens are fed one by one.
     loglikelihood_rolling: in lm-eval the whole text is the continuation, after a prompt of one token. Nothing is left
         to prune, so methods that prune prompt tokens only give the baseline's perplexity.
-    generate_until: as in lm-eval's `hf`; beams are refused (`lazyllm.generate_with`).
+    generate_until: as in lm-eval's `hf`; beams are refused (`lazyllm.using`).
 
     Raises UserError, before the weights load if possible.
     """
@@ -164,9 +170,18 @@ class PrunedLM(_HFLM):
         return total, bool((logits.argmax(dim=-1) == wanted).all())
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
-        """context [1, n] -> [1, n + generated tokens], by lm-eval's own call of `model.generate`."""
-        settings["custom_generate"] = generate_with(self.method)
-        return super()._model_generate(context, max_length, stop, **settings)
+        """context [b, n], padded on the left -> [b, n + longest answer], by lm-eval's own call of `model.generate`."""
+        n, answers = context.shape[1], list[Tensor]()
+        with using(self.model, self.method):
+            for row, seen in zip(context, settings.pop("attention_mask").bool(), strict=True):
+                prompt = row[seen][None]
+                most = max_length - n + prompt.shape[1]
+                mask = torch.ones_like(prompt)
+                out = super()._model_generate(prompt, most, stop, attention_mask=mask, **settings)
+                answers.append(out[0, prompt.shape[1] :])
+        tokenizer: Any = self.tokenizer
+        padded = pad_sequence(answers, batch_first=True, padding_value=tokenizer.pad_token_id)
+        return torch.cat([context, padded], dim=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -178,7 +193,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--model" in options and not options & {"--device", "--config"}:
         arguments += ["--device", str(as_device("auto"))]  # lm-eval's own default is cuda:0
     sys.argv[1:] = arguments  # lm-eval reads sys.argv
-    cli_evaluate()
+    with patch.object(GeneralConfigTracker, "_get_model_name", staticmethod(_name_of)):
+        cli_evaluate()
+
+
+def _name_of(model_args: str | dict[str, Any] | None, own: Any = GeneralConfigTracker._get_model_name) -> str | None:
+    """The name by which lm-eval calls a model's folder of results, with the method and its settings."""
+    name, given = own(model_args), model_args or {}
+    given = simple_parse_args_string(given) if isinstance(given, str) else given
+    loading = inspect.signature(PrunedLM.__init__).parameters.keys() | _OF_HF
+    settings = [f"{key}={value}" for key, value in given.items() if key not in loading]
+    return name and "-".join([name, given.get("method", "lazy"), *settings])
 
 
 if __name__ == "__main__":

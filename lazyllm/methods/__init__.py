@@ -22,6 +22,7 @@ from lazyllm.methods.gemfilter import GemFilter
 from lazyllm.methods.lazy import Lazy
 from lazyllm.methods.oracle import Oracle
 from lazyllm.methods.prompt_compression import PromptCompression
+from lazyllm.methods.promptdistill import PromptDistill
 from lazyllm.methods.pyramidinfer import PyramidInfer
 from lazyllm.methods.random_drop import RandomDrop
 from lazyllm.methods.specprefill import SpecPrefill
@@ -34,8 +35,8 @@ from lazyllm.methods.uniprefill import UniPrefill
 METHODS: dict[str, type[Method]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
-        ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, Oracle, PromptCompression, PyramidInfer, RandomDrop, SpecPrefill,
-        StaticPruning, UniPrefill,
+        ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, Oracle, PromptCompression, PromptDistill, PyramidInfer,
+        RandomDrop, SpecPrefill, StaticPruning, UniPrefill,
     )
 }  # fmt: skip
 

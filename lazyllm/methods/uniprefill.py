@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
-from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked, share_of
+from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked, layers_of, share_of
 from lazyllm.methods.support.ranking import rank
 
 if TYPE_CHECKING:
@@ -62,10 +62,7 @@ class UniPrefill(Prune):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers is not None:
-            if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
-                raise ValueError(f"layers={self.layers!r}: give a list of layers such as [8, 12], or null")
-            object.__setattr__(self, "layers", tuple(sorted({check_int("layers", of) for of in self.layers})))
+        object.__setattr__(self, "layers", layers_of(self.layers))
 
     def pruning_layers(self, num_layers: int) -> list[int]:
         if self.layers is None:

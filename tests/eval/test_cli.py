@@ -63,7 +63,6 @@ REFUSED = {
     "run model.tokenizer=/nowhere dataset=lookup": "error: /nowhere: no such file or folder",
     "run threads=999999999": "error: threads=999999999: expected at most 1024",
     "run model=server server.url=http://127.0.0.1:9/v1": "on the command line, model.name=NAME",
-    "board nowhere": "error: nowhere: no submission; expected folders",
     "check static_pruning layer=5 keep=0.5": "error: method 'static_pruning': static pruning prunes after layer 5",
     "check lazy schedule": "error: schedule: expected KEY=VALUE",
     "rnu": "did you mean run?",

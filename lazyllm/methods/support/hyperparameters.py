@@ -63,6 +63,15 @@ def check_choice(what: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{what}={value!r}: give one of {', '.join(choices)}")
 
 
+def layers_of(layers: Any) -> tuple[int, ...] | None:
+    """Layers, from 1, in ascending order; None for None. Raises TypeError or ValueError unless it is a list of some."""
+    if layers is None:
+        return None
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
+        raise ValueError(f"layers={layers!r}: give a list of layers such as [8, 12], or null")
+    return tuple(sorted({check_int("layers", layer) for layer in layers}))
+
+
 def check_model_name(what: str, value: Any) -> None:
     """Refuse what cannot name a model. Raises TypeError."""
     if not isinstance(value, str):

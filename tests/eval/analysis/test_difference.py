@@ -88,7 +88,7 @@ def test_gate_needs_the_whole_interval_of_every_arm(gate: str, passed: bool) -> 
     few = compared([0.75] * 4)
     assert math.isnan(few.score[1])
     (why,) = gate_failures([few], parse_gate("score>=0"))
-    assert "without an interval: fewer than 5 examples of a dataset" in why
+    assert "without an interval: fewer than 5 examples" in why
     (why,) = gate_failures([compared([0.5] * 5)], parse_gate("score>=-1"))
     assert why == f"{ARM}: the interval of score begins at -52.18, below -1"
 

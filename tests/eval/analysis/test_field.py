@@ -27,12 +27,17 @@ def test_field_by_hand() -> None:
     table = field(Results(runs))
     cells = line(table.cells, method="GemFilter")
     assert list(cells.values())[2:] == [
-        "keep=2x", "3", "25.00", "50.0", "2.00", "1.50", "25.0", "2.00", "2.000", "75.0",
+        "keep=2x", "3", "25.00 ±0.00", "50.0 ±0.0", "2.00 ±0.00", "1.50 ±0.00", "25.0", "1.67 ±0.00", "2.00 ±0.00",
+        "2.000 ±0.000", "75.0 ±0.0",
     ]  # fmt: skip
     marked = line(table.cells, method="oracle (diagnostic)")
-    assert [marked[name] for name in ("TTFT speedup", "ideal", "% computed")] == ["(2.00)", "(1.50)", "(75.0)"]
+    assert [marked[name] for name in ("TTFT speedup", "ideal", "% computed")] == [
+        "(2.00 ±0.00)",
+        "(1.50 ±0.00)",
+        "(75.0 ±0.0)",
+    ]
     assert table.cells["method"].tolist() == ["baseline", "GemFilter", "oracle (diagnostic)"]
-    assert line(table.cells, method="baseline")["ideal"] == "1.00"
+    assert line(table.cells, method="baseline")["ideal"] == "1.00 ±0.00"
     visits = [example("trec", "a")]
     named = [stored(visits, "server", {"label": "server two"}), stored(visits, "fastkv", {})]
     assert set(field(Results(named)).cells["setting"]) == {"server two", "-"}

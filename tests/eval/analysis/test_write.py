@@ -10,9 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval.analysis.registry import FIGURES, TABLES
 from eval.analysis.style import new_figure
-from eval.analysis.table import Figure
+from eval.analysis.table import Figure, figures, tables
 from eval.analysis.write import main, write_paper
 from eval.store.results import Results
 from lazyllm.errors import UserError
@@ -29,6 +28,7 @@ def figure(name: str, data: pd.DataFrame) -> Figure:
     return Figure(f"Picture {name}", about, lambda results: data, draw, command=f"run {name}")
 
 
+TABLES = tables()
 SOME, NONE = {"some": figure("some", pd.DataFrame({"a": [1]}))}, {"some": figure("some", pd.DataFrame())}
 
 
@@ -42,10 +42,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results, tmp_path: Path) -> None:
-    figures = SOME | {"none": figure("none", pd.DataFrame())}
-    paths = write_paper(runs, tmp_path, TABLES, figures)
+    both = SOME | {"none": figure("none", pd.DataFrame())}
+    paths = write_paper(runs, tmp_path, TABLES, both)
     first = [path.read_bytes() for path in paths]
-    assert [path.read_bytes() for path in write_paper(runs, tmp_path, TABLES, figures)] == first
+    assert [path.read_bytes() for path in write_paper(runs, tmp_path, TABLES, both)] == first
     made = {name: make(runs) for name, make in TABLES.items()}
     with_runs = {name for name, table in made.items() if len(table.frame)}
     assert {"field", "table1", "verdicts"} <= with_runs < made.keys()
@@ -102,7 +102,7 @@ def test_command_writes_the_real_figures(runs: Results, tmp_path: Path, capsys: 
     folder = runs.runs[0].folder.parent
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
     assert "from 2 runs" in capsys.readouterr().out
-    for name, one in FIGURES.items():
+    for name, one in figures().items():
         there = (tmp_path / "out" / "figures" / f"{name}.png").exists()
         assert there == (not one.data(runs).empty)
     with pytest.raises(UserError, match="no such folder"):

@@ -10,6 +10,7 @@ from eval.store.folder import read_visits
 from lazyllm.methods import METHODS
 from tests.eval import official
 from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED
+from tests.eval.store.visits import flattened
 from tests.runs import run_of
 
 # With settings where they keep short prompts whole by default, and LazyLLM's other ways
@@ -38,7 +39,7 @@ def test_every_method_measures_every_row(tmp_path: Path, names: list[str], folde
     arms = ",".join(f"{label}:{settings}" for label, settings in ARMS.items())
     data = [f"dataset=[{','.join(names)}]", f"data.dir={SHARED / folder}", "limit=1", "max_new_tokens=3", "warmup=0"]
     measure(run_of("model=tiny", *data, length, f"compare={{{arms}}}", f"out={tmp_path / 'run'}"), show=False)
-    visits = read_visits(tmp_path / "run")
+    visits = [*map(flattened, read_visits(tmp_path / "run"))]
     assert [visit.dataset for visit in visits] == names
     for visit in visits:
         assert not visit.failures

@@ -12,18 +12,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eval import cli
-from eval.analysis.registry import TABLES
-from eval.benchmarks import downloads, longbench
+from eval.analysis.groups import groups
+from eval.benchmarks import SUITES, downloads, longbench
 from eval.benchmarks.datasets import DATASETS, datasets_asked_for, load_rows
 from eval.benchmarks.metrics import dataset_score
 from eval.benchmarks.rows import parse_example, read_lines
-from eval.benchmarks.suite import Example, LoadedDataset, Turn
+from eval.benchmarks.suite import DataSettings, Example, LoadedDataset, Turn
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.analysis import made
 from tests.eval.store.test_folder import JSON
 from tests.hub_server import HubServer, Repository
+from tests.runs import run_of
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
 QASPER = DATASETS["qasper"]
@@ -233,6 +234,75 @@ def test_missing_files_are_refused_offline_with_two_ways_out(server, tmp_path, m
         load_rows(QASPER)
 
 
+MINI = official.SHARED / "minilongbench"
+
+
+def mini_rows(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_bytes().split(b"\n") if line.strip()]
+
+
+def in_mini(name: str, folder: Path | None) -> LoadedDataset:
+    return SUITES["longbench"].load(DATASETS[name], DataSettings(folder, subset="mini"))
+
+
+@official.needs(MINI)
+@pytest.mark.parametrize("name", LONGBENCH_NAMES)
+def test_mini_is_minilongbench_wherever_its_rows_are(name, tmp_path):
+    rows, whole = mini_rows(MINI, name), load_rows(DATASETS[name], MINI)
+    loaded = in_mini(name, MINI)
+    assert loaded.examples == whole.examples
+    assert [example.official for example in loaded.examples] == rows
+    assert loaded.total == longbench.PUBLISHED[name].examples
+    # among other rows of LongBench, in another order, with other ids
+    others = [row | {"input": f"{row['input']} "} for row in rows]
+    copies = [row | {"_id": f"{number}", "length": 9} for number, row in enumerate([*rows[::-1], *others])]
+    (tmp_path / "config").symlink_to(MINI / "config")
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in copies))
+    found = in_mini(name, tmp_path).examples
+    assert [example.id for example in found] == [f"{number}" for number in range(len(rows))][::-1]
+    assert [(one.context, one.input, one.answers) for one in found] == [
+        (one.context, one.input, one.answers) for one in whole.examples
+    ]
+
+
+@official.needs(MINI)
+def test_mini_has_187_rows_and_their_number_is_planned():
+    sizes = longbench.published(DataSettings(subset="mini"))
+    counted = {name: len(mini_rows(MINI, name)) for name in LONGBENCH_NAMES}
+    assert {name: size.examples for name, size in sizes.items()} == counted
+    assert sum(counted.values()) == 187
+    for name, size in sizes.items():
+        assert size.words == round(sum(row["length"] for row in mini_rows(MINI, name)) / counted[name])
+
+
+@official.needs(MINI)
+def test_missing_rows_of_mini_are_counted_in_one_line():
+    lacking = {name: len(mini_rows(MINI, name)) - len(official.shared_rows()[name]) for name in LONGBENCH_NAMES}
+    assert any(lacking.values())
+    for name, count in lacking.items():
+        if count:
+            rows = len(mini_rows(MINI, name))
+            with pytest.raises(UserError, match=rf"{name}\.jsonl: {count} of the {rows} rows of {name}[^\n]*missing"):
+                in_mini(name, official.LONGBENCH)
+
+
+def test_mini_is_of_longbench_alone(tmp_path):
+    expected = "subset=mini: expected first or random or by_length, as longbench_e has no such rows"
+    with pytest.raises(UserError, match=expected):
+        run_of("model=tiny", "dataset=qasper_e", f"data.dir={tmp_path}", "subset=mini")
+
+
+@official.needs(MINI)
+def test_mini_is_fetched_from_its_own_repository_unless_longbench_is_here(server):
+    content = (MINI / "qasper.jsonl").read_bytes()
+    server.repositories["linggm/MiniLongBench"] = Repository({"data/qasper.jsonl": content}, "datasets")
+    assert [example.official for example in in_mini("qasper", None).examples] == mini_rows(MINI, "qasper")
+    assert not [path for _, path in server.asked if "THUDM" in path]
+    _ = load_rows(QASPER)  # whose archive has other rows
+    with pytest.raises(UserError, match=r"data\.zip:data/qasper\.jsonl: 9 of the 9 rows"):
+        in_mini("qasper", None)
+
+
 # LongBench's README: LongBench-E has these 13
 E_NAMES = """
     qasper multifieldqa_en hotpotqa 2wikimqa gov_report multi_news trec triviaqa samsum passage_count
@@ -268,7 +338,7 @@ def test_longbench_e_scores_by_length_are_official():
         for group, of_group in scores.items()
         for number, score in enumerate(of_group)
     ]
-    frame = TABLES["groups"](Results([made.stored(visits)])).frame
+    frame = groups(Results([made.stored(visits)])).frame
     rows = frame[(frame["method"] == "lazy") & (frame["level"] == "dataset")]
     expected = {f"length={group}": round(100 * sum(of_group) / len(of_group), 2) for group, of_group in scores.items()}
     everything = [score for of_group in scores.values() for score in of_group]

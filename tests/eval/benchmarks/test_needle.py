@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.registry import FIGURES
+from eval.analysis.table import figures
 from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
@@ -120,7 +120,7 @@ def test_tiny_finds_its_needles_and_the_map_shows_misses(tmp_path, monkeypatch):
     measure(run_of(*arguments, "method=random_drop", "method.keep=0.3", "out=run"))
     visits = read_visits(Path("run"))
     assert all(visit.answers["baseline"][0].score == 1 for visit in visits)
-    figure = FIGURES["needle"]
+    figure = figures()["needle"]
     frame: Any = figure.data(Results.read([Path("run")]))
     assert list(dict.fromkeys(frame["method"])) == ["baseline", "random_drop"]
     rows = frame[frame["method"] == "random_drop"].to_dict("records")

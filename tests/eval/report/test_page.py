@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -17,7 +16,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from eval.report.page import render
 from eval.store.results import Results
-from tests.eval.report.test_report import FIGURES, HOSTILE, LAST_LAYERS, REVIVED, TABLES, TRACE, make_runs
+from tests.eval.report.test_report import FIGURES, HOSTILE, TABLES, make_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -203,68 +202,6 @@ def test_records_are_shown_filtered_ordered_and_searched(page: webdriver.Chrome)
     one(page, "#record-search").send_keys("window.hacked")
     WebDriverWait(page, 10).until(lambda _: shown_ids(page) == ["row-1"])
     assert texts(page, ".record .columns pre") == [HOSTILE, HOSTILE, f"{HOSTILE} too", HOSTILE]
-
-
-def tokens(page: webdriver.Chrome, selector: str) -> list[int]:
-    """Positions of the tokens on show that match."""
-    found = page.find_elements(By.CSS_SELECTOR, f"#trace-text span{selector}:not([hidden])")
-    return [int(token.get_attribute("data-position") or "none") for token in found]
-
-
-def test_trace_shows_the_tokens_of_each_step(page: webdriver.Chrome) -> None:
-    shades = {1: "s0", 3: "s5", 4: "s9"}  # of the three depths that occur
-    spans = page.find_elements(By.CSS_SELECTOR, "#trace-text span")
-    said = [span.get_attribute("textContent") for span in spans]
-    assert said == [*TRACE.tokens, *TRACE.generated]
-    reads = ["Prefill reads the prompt", "Decoding step 1 of 2 reads “␣so”", "Decoding step 2 of 2 reads “␣it”"]
-    step = one(page, "#trace-step")
-    for number in (0, 1, 2):
-        assert step.get_attribute("value") == str(number)
-        present = range(6 + number)
-        assert tokens(page, "") == list(present)
-        for layer, shade in shades.items():
-            assert tokens(page, f".{shade}") == [at for at in present if LAST_LAYERS[number][at] == layer]
-        kept = TRACE.selected[number]
-        assert tokens(page, ".s9") == kept[3]  # what enters the last layer, from the trace itself
-        assert sorted(tokens(page, ".s5") + tokens(page, ".s9")) == kept[1]
-        assert tokens(page, ".revived") == REVIVED[number]
-        assert tokens(page, ".generated") == list(range(6, 6 + number))
-        assert tokens(page, ".newest") == [5 + number]
-        assert one(page, "#trace-status").text.startswith(reads[number])
-        step.send_keys(Keys.ARROW_RIGHT)
-    one(page, "#trace-back").click()
-    assert tokens(page, ".revived") == REVIVED[1]
-    assert texts(page, "#trace-legend li span:last-child") == [
-        "pruned after layer 1: 3 of the prompt's tokens (50.0 %)",
-        "pruned after layer 3: 1 of the prompt's tokens (16.7 %)",
-        "kept through all 4 layers: 2 of the prompt's tokens (33.3 %)",
-        "revived in this step, into layers that had not computed it: 1",
-        "generated: 1",
-        "the newest token, which the step's selection serves",
-    ]
-
-    def told() -> dict[str, str]:
-        return dict(zip(texts(page, "#trace-token dt"), texts(page, "#trace-token dd"), strict=True))
-
-    one(page, "#trace-back").click()
-    ActionChains(page).move_to_element(spans[2]).perform()
-    assert told() == {"text": "␣road", "position": "2 of 6", "in this step": "kept through all 4 layers"}
-    spans[1].click()
-    assert told() == {
-        "text": "␣quiet", "position": "1 of 6", "in this step": "pruned after layer 1", "revived in step": "1"
-    }  # fmt: skip
-    cells = page.find_elements(By.CSS_SELECTOR, "#trace-token td.number")
-    importance = [layer[1] for layer in TRACE.importance]
-    assert [float(cell.get_attribute("data-value") or "none") for cell in cells] == importance
-    assert [float(cell.text) for cell in cells] == importance
-    one(page, "#trace-text").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert told()["position"] == "3 of 6"
-
-    choose(page, "trace-shade", "importance in layer 1 (nothing pruned)")
-    largest = max(TRACE.importance[0])
-    shades = [int(9 * (value / largest) ** 0.5 + 0.5) for value in TRACE.importance[0]]
-    for shade in set(shades):
-        assert tokens(page, f".s{shade}") == [position for position, own in enumerate(shades) if own == shade]
 
 
 @pytest.mark.parametrize(("media", "width"), [("screen", 380), ("screen", 420), ("print", 720)])

@@ -7,26 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 
-import lazyllm
 from eval import cli
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
 from eval.report import __main__ as command
 from eval.report import overview
 from eval.report.page import grid, inline_svg, render
-from eval.report.record_browser import embed_answers, embed_trace, last_layers, revived
+from eval.report.record_browser import embed_answers
 from eval.store.results import Results
 from eval.store.runs import StoredRun
-from eval.store.visit import Trace, Visit
-from lazyllm.errors import UserError
-from lazyllm.methods import Lazy, Method, RandomDrop, StaticPruning
+from eval.store.visit import Visit
 from tests.eval.store.made import LAZY, alone, write_run
 from tests.eval.store.visits import measurement, turn, visit
-from tests.runs import case_of
 
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
@@ -63,26 +58,6 @@ def example(
     return Visit(dataset=dataset, id=f"row-{number}", turns=asked, order=[*answers], answers=answers)
 
 
-# Six prompt tokens, four layers, pruning after layers 1 and 3; generated tokens (from position 6) are pruned too.
-TRACE = Trace(
-    dataset="hotpotqa",
-    id="row-0",
-    arm="lazy",
-    tokens=["A", " quiet", " road", ".", "\n", HOSTILE],
-    generated=[" so", " it", " is"],
-    importance=[[0.125, 0.25, 0.0625, 0.03125, 0.5, 0.01], *([[0.5, 0.1, 0.1, 0.1, 0.1, 0.1]] * 3)],
-    selected=[
-        {1: [0, 2, 3, 5], 3: [2, 5]},
-        {1: [0, 1, 5, 6], 3: [1, 5, 6]},
-        {1: [1, 2, 4, 6, 7], 3: [2, 4, 7]},
-    ],
-    group_starts=[1, 2, 4],
-    computed=[[6, 4, 2], [6, 5, 3], [6, 6, 4]],
-)
-LAST_LAYERS = [[3, 1, 4, 3, 1, 4], [3, 4, 1, 1, 1, 4, 4], [1, 3, 4, 1, 4, 1, 3, 4]]  # by hand
-REVIVED = [[], [1], [4]]  # by hand: token 2 has passed all layers in prefill
-
-
 def test_cell_has_a_number_and_the_rest() -> None:
     cells = [Cell("58.95 ±2.45", 58.951), Cell("−0.5 %", -0.5), Cell("no run"), Cell("2 of 3")]
     assert [cell.parts for cell in cells] == [("58.95", " ±2.45"), ("−0.5", " %"), ("no run", ""), ("2 of 3", "")]
@@ -108,50 +83,6 @@ def test_what_a_reader_compares_is_shown_at_once_and_other_columns_on_demand() -
     assert more("key,a,b,c,d,e", 1) == ["e"]
     assert more("key,a,b,c,d,e", 1, filtered=5) == more("key,a,b,c,d,e", 1, whole=True) == []
     assert more("same,key,n,score,% of baseline,TTFT speedup", 2) == ["same", "n", "% of baseline"]
-
-
-def test_layers_of_a_trace_are_those_by_hand() -> None:
-    found = last_layers(TRACE)
-    assert [depth.tolist() for depth in found] == LAST_LAYERS
-    assert revived(found) == REVIVED
-    embedded = embed_trace(TRACE)
-    assert embedded["levels"] == [1, 3, 4]
-    assert embedded["steps"] == ["102102", "1200022", "01202012"]
-    assert (embedded["revived"], embedded["anew"], embedded["layers"]) == (REVIVED, [True] * 3, 4)
-
-
-def test_step_without_a_selection_has_the_prefills() -> None:
-    dropped = Trace(
-        "trec", "a", "lazy", ["a", "b", "c"], ["d", "e"], [[0.5, 0.2, 0.3]] * 2, [{0: [0, 2]}, {}], [1], [[2], [2]]
-    )
-    assert [depth.tolist() for depth in last_layers(dropped)] == [[2, 0, 2], [2, 0, 2, 2]]
-    assert embed_trace(dropped)["revived"] == [[], []]
-    assert embed_trace(dropped)["anew"] == [True, False]
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        Lazy({1: 0.5, 8: 0.5}), Lazy({2: 0.3, 5: 0.6}, prune_generated=True), Lazy({2: 0.3, 5: 0.6}, revive=False),
-        StaticPruning(2, 0.3), RandomDrop(0.5),
-    ],
-)  # fmt: skip
-def test_drawn_tokens_are_the_computed_ones(tiny: tuple[Any, Any], method: Method) -> None:
-    """Compared with the engine's counters, which count batches independently of selections; on a long answer."""
-    model, tokenizer = tiny
-    prompt = case_of("digest", tokenizer, 16).prompt.token_ids
-    out = lazyllm.generate(model, prompt, method, max_new_tokens=16)
-    steps, layers = out.computed.shape
-    unimportant = [[0.0] * len(prompt)] * layers
-    words = ["word"] * len(prompt)
-    traced = Trace("digest", "0", "lazy", words, ["word"] * steps, unimportant, out.selected, [], [])
-    depths = last_layers(traced)
-    assert steps > 1
-    reached = np.zeros(len(prompt))
-    for depth, computed in zip(depths, out.computed, strict=True):
-        reached = np.maximum(reached, depth[: len(prompt)])
-        assert [int((reached >= layer).sum()) for layer in range(1, layers + 1)] == computed.tolist()
-    assert any(revived(depths)) == (isinstance(method, Lazy) and method.revive)
 
 
 def test_shared_texts_are_embedded_once(tmp_path: Path) -> None:
@@ -348,7 +279,7 @@ FIGURES = {"hand": FULL, "bare": Figure("Not drawn", "", lambda results: pd.Data
 
 
 def make_runs(folder: Path) -> list[StoredRun]:
-    """A run of LazyLLM with 45 visits, one of them hostile, and a trace; and one of 2 visits without a baseline."""
+    """A run of LazyLLM with 45 visits, one of them hostile; and one of 2 visits without a baseline."""
     visits = [
         example(0, text="so it is", baseline="so it was then", gold=["it is", "so"], score=0.25, ttft_s=0.16),
         example(1, text=HOSTILE, baseline=f"{HOSTILE} too", end=HOSTILE, gold=[HOSTILE], score=1.0, ttft_s=0.05),
@@ -358,8 +289,6 @@ def make_runs(folder: Path) -> list[StoredRun]:
     store(folder / "lazy", {"name": "lazy", "schedule": {"2": 0.5}}, visits)
     unpaired = [example(number, baseline=None) for number in (0, 1)]
     store(folder / "static", {"name": "static_pruning", "keep": 0.5}, unpaired, baseline=None)
-    (folder / "lazy" / "traces").mkdir()
-    (folder / "lazy" / "traces" / "one.json").write_text(TRACE.to_json(), encoding="utf-8")
     return Results.read([folder]).runs
 
 
@@ -371,7 +300,7 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path
     escaped = {"x"}  # of the hostile text, which is text
     assert {reference for reference in references if not reference.startswith(("#", "data:"))} <= escaped
     assert "default-src 'none'" in page
-    assert page.count("</script>") == page.count("<script") == 3  # two with data and one with code
+    assert page.count("</script>") == page.count("<script") == 2  # one with data and one with code
     assert "<img" not in page
     assert "<!--<script" not in page
     data = re.search(r'(?s)<script type="application/json" id="record-data">(.*?)</script>', page)
@@ -381,8 +310,8 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path
 
 def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     make_runs(tmp_path / "runs")
-    monkeypatch.setattr("eval.analysis.registry.TABLES", TABLES)
-    monkeypatch.setattr("eval.analysis.registry.FIGURES", FIGURES)
+    monkeypatch.setattr("eval.analysis.table.tables", lambda: TABLES)
+    monkeypatch.setattr("eval.analysis.table.figures", lambda: FIGURES)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
     assert command.main(["runs"]) == 0
     assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -392,11 +321,7 @@ def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.M
     assert "only the first example is" in out.read_text(encoding="utf-8")
 
 
-def test_report_refuses_bad_arguments_and_traces(tmp_path: Path) -> None:
+def test_report_refuses_bad_arguments(tmp_path: Path) -> None:
     assert cli.main(["report", str(tmp_path / "none")]) == 2
     make_runs(tmp_path / "runs")
-    (tmp_path / "runs" / "lazy" / "traces" / "two.json").write_text("{}")
-    with pytest.raises(UserError, match=r"two\.json"):
-        command.main([str(tmp_path / "runs"), "--out", str(tmp_path / "page.html")])
-    assert not (tmp_path / "page.html").exists()
     assert cli.main(["report", str(tmp_path), "--examples", "0"]) == 2

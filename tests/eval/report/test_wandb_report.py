@@ -59,7 +59,8 @@ def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
     images = {key for block in of_kind(report, "MediaBrowser") for key in block["media_keys"]}
     assert {"figures/figure5", "figures/figure7"} <= images
     bars = {metric for block in of_kind(report, "BarPlot") for metric in block["metrics"]}
-    columns = ("score", "ttft_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
+    columns = ("score", "ttft_speedup", "equal_length_speedup", "generation_speedup")
+    columns += ("pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
     assert bars == {f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns}
     results = Results.read([Path("runs")])
     filters = {block["filters"] for block in of_kind(report, "Runset")}

@@ -35,6 +35,7 @@ from eval.benchmarks.datasets import load
 from eval.run.run import Run
 from eval.store.folder import read_visits
 from lazyllm.methods import StaticPruning
+from tests.eval.store.visits import flat
 from tests.runs import small_run
 
 EXAMPLES = 8  # of each of two datasets
@@ -141,7 +142,8 @@ def outcomes(folder: Path) -> dict[tuple[str, str, str], Any]:
     for visit in read_visits(folder):
         prompts = [(turn.sha256, turn.answers) for turn in visit.turns]
         for label, answers in visit.answers.items():
-            outcome = [(one.text, one.token_ids, one.score, one.computed, one.same_answer) for one in answers]
+            own = map(flat, answers)
+            outcome = [(one.text, one.token_ids, one.score, one.computed, one.same_answer) for one in own]
             found.setdefault((*visit.key, label), (prompts, outcome))
     return found
 

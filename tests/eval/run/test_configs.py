@@ -217,7 +217,7 @@ def test_published_experiments_have_their_arms() -> None:
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
         (["baseline=false", "fidelity=answer"], "fidelity=answer: expected baseline=true with it"),
         (["baseline=false", "aa_test=true"], "aa_test=true: expected baseline=true with it"),
-        (["subset=some"], "subset=some: expected first or random or by_length"),
+        (["subset=some"], "subset=some: expected first or random or by_length or mini"),
         (["split=held-out"], "split=held-out: expected null or dev or test"),
         (["model=llama2", "dataset=trec", "subset=random"], "subset=random: expected limit=50 or so with it"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),

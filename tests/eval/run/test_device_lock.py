@@ -1,5 +1,4 @@
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from eval.run import device_lock
-from eval.run.device_lock import held, load
+from eval.run.device_lock import held
 from tests.conftest import ROOT
 
 DEVICE = torch.device("mps")  # locked like any accelerator; torch accepts the name on every machine
@@ -22,7 +21,7 @@ HOLD = """
 import logging, sys, torch
 from eval.run.device_lock import held
 logging.basicConfig(level=logging.INFO)
-with held([torch.device("mps")], "the other run"):
+with held([torch.device("mps")]):
     print("has it", flush=True)
     sys.stdin.read()
 """
@@ -33,13 +32,13 @@ def _own_locks(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
 
 
-def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_run_waits_for_the_device_until_the_holder_is_killed(monkeypatch, caplog) -> None:
     monkeypatch.setattr(device_lock, "POLL_S", 0.01)
     caplog.set_level(logging.INFO)
     order = []
 
     def run() -> None:
-        with held([DEVICE], "this run"):
+        with held([DEVICE]):
             order.append("held")
 
     with subprocess.Popen(
@@ -49,7 +48,7 @@ def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, mon
             assert holder.stdout.readline() == "has it\n"
             waiting = threading.Thread(target=run)
             waiting.start()
-            while "mps is in use by the other run: waiting until it is free" not in caplog.text:
+            while "mps is in use by another run: waiting until it is free" not in caplog.text:
                 assert waiting.is_alive()
                 time.sleep(0.01)
             order.append("killed")
@@ -58,14 +57,13 @@ def test_run_waits_for_the_device_until_the_holder_is_killed(tmp_path: Path, mon
             holder.communicate()
     waiting.join()
     assert order == ["killed", "held"]
-    assert (tmp_path / "locks" / "mps-0.holder").read_text() == "this run"
 
 
 def test_device_held_twice_is_free_when_both_have_ended(tmp_path: Path) -> None:
     """As in a comparison, which holds the lock for its model and again for each run."""
     file = tmp_path / "locks" / "mps-0.lock"
-    with held([DEVICE], "a comparison"):
-        with held([DEVICE], "a run"):
+    with held([DEVICE]):
+        with held([DEVICE]):
             pass
         with pytest.raises(Timeout):
             FileLock(file).acquire(timeout=0)
@@ -78,10 +76,12 @@ def test_devices_are_taken_in_one_order(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
     taken: list[str] = []
     acquire = device_lock._acquire
-    monkeypatch.setattr(device_lock, "_acquire", lambda file, *of: (taken.append(file.stem), acquire(file, *of))[1])
+    monkeypatch.setattr(
+        device_lock, "_acquire", lambda lock, device: (taken.append(Path(lock.lock_file).stem), acquire(lock, device))
+    )
     devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 1)]
     for given in (devices, devices[::-1]):
-        with held(given, "this run"), held([torch.device("cpu")], "another"):
+        with held(given), held([torch.device("cpu")]):
             for uuid in uuids.values():
                 with pytest.raises(Timeout):
                     FileLock(tmp_path / "locks" / f"{uuid}.lock").acquire(timeout=0)
@@ -91,25 +91,6 @@ def test_devices_are_taken_in_one_order(tmp_path: Path, monkeypatch) -> None:
 def test_file_system_without_locks_is_a_warning(monkeypatch, caplog) -> None:
     no_locks = Mock(side_effect=OSError(37, "No locks available"))
     monkeypatch.setattr("eval.run.device_lock.FileLock.acquire", no_locks)
-    with held([DEVICE], "this run"):
+    with held([DEVICE]):
         pass
     assert "cannot be locked" in caplog.text
-
-
-def test_load_is_that_of_the_system_and_of_nvidia_smi(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (1.234, 0.5, 0.25))
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert load(torch.device("cpu")) == {"average": [1.23, 0.5, 0.25], "cpu_count": 8, "gpu_processes": None}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1234-ab"))
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    gpu = torch.device("cuda:0")
-    assert load(gpu)["gpu_processes"] is None
-    program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\ncase "$*" in *--id=GPU-1234-ab*) printf "4711\\n4712\\n" ;; *) exit 6 ;; esac\n')
-    program.chmod(0o755)
-    assert load(gpu)["gpu_processes"] == 2
-    program.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
-    assert load(gpu)["gpu_processes"] is None
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(device_lock, "NVIDIA_SMI_TIMEOUT_S", 0.2)
-    assert load(gpu)["gpu_processes"] is None

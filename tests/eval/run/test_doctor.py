@@ -116,3 +116,16 @@ def test_folder_of_the_hub_that_cannot_be_read_is_reported(tmp_path: Path, monke
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])
 def test_sizes_are_those_of_the_models(name: str) -> None:
     assert doctor.gigabytes_of(name) == pytest.approx(Model.of(ModelSpec(name, "dummy")).weights / 1e9, rel=1e-3)
+
+
+def test_nvidia_smi_that_is_absent_fails_or_hangs_answers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "NVIDIA_SMI_TIMEOUT_S", 0.2)
+    assert doctor.nvidia_smi("--query-gpu=name") is None
+    program = tmp_path / "nvidia-smi"
+    for script, lines in (("printf 'A100\\nT4\\n'", ["A100", "T4"]), ("exit 6", None), ("exec sleep 60", None)):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        assert doctor.nvidia_smi("--query-gpu=name") == lines

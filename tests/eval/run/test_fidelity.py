@@ -19,11 +19,11 @@ import lazyllm
 from eval.benchmarks.prompts import gold_token_ids
 from eval.run.cases import Case
 from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
-from eval.store.visit import Measurement
 from lazyllm import Prompt
 from lazyllm.methods import Baseline, Lazy, StaticPruning
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
+from tests.eval.store.visits import flat
 from tests.helpers import tiny
 from tests.reference import lazy_reference, random_model
 from tests.runs import arm, bench_of, case_of
@@ -41,13 +41,13 @@ def compared(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tupl
     return kl.item(), (q - p)[range(len(token_ids)), token_ids].mean().item()
 
 
-def measured(dataset: str, fidelity: str | None = None, **method: Any) -> tuple[Case, Measurement, Measurement]:
+def measured(dataset: str, fidelity: str | None = None, **method: Any) -> tuple[Case, Any, Any]:
     """A case, and the measurements of a method and of the baseline in a visit of it."""
     case = case_of(dataset, TOKENIZER, 8)
     arms = arm("baseline", name="baseline"), arm("method", **method)
     bench = bench_of(MODEL, TOKENIZER, arms, fidelity=fidelity)
     (visit,) = bench.measure([replace(case, arms=arms)])
-    return case, visit.answers["method"][0], visit.answers["baseline"][0]
+    return case, flat(visit.answers["method"][0]), flat(visit.answers["baseline"][0])
 
 
 def test_kl_of_a_run_is_that_of_the_models_own_logits() -> None:
@@ -135,11 +135,11 @@ def test_two_generations_by_hand(left: str, right: str, similarity: float, leadi
     for pair in ((left, right), (right, left)):
         ids = [[ord(letter) for letter in text] for text in pair]
         found = of_generations(_generation(ids[0], baseline), _generation(ids[1], method))
-        assert found["edit_similarity"] == pytest.approx(similarity)
-        assert found["leading_tokens"] == leading
-        assert found["same_answer"] == (left == right)
-        assert found["kl"] == pytest.approx(math.log(2) / 4, abs=1e-7)  # logits are free up to a constant
-        assert not found["top1_agrees"]
+        assert found.edit_similarity == pytest.approx(similarity)
+        assert found.leading_tokens == leading
+        assert found.same_answer == (left == right)
+        assert found.kl == pytest.approx(math.log(2) / 4, abs=1e-7)  # logits are free up to a constant
+        assert not found.top1_agrees
     assert edit_similarity([], [1, 2]) == 0
     assert edit_similarity([], []) == 1
 

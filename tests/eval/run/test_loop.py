@@ -81,7 +81,7 @@ def test_later_visit_holds_the_missing_arms_and_the_baseline_for_the_clock(tmp_p
     assert not measure(run, show=False).failed
     first, second = read_visits(tmp_path / "run")
     assert (list(first.answers), list(second.answers)) == (["baseline", "one"], ["baseline", "two"])
-    assert second.answers["two"][0].kl is not None  # compared with the baseline of its own visit
+    assert second.answers["two"][0].fidelity is not None  # compared with the baseline of its own visit
     frame = Results.read([tmp_path]).frame
     assert frame.query("counts")["arm"].tolist() == ["baseline", "one", "two"]  # the first baseline counts
 

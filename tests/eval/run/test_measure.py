@@ -20,10 +20,11 @@ from eval.run import measure
 from eval.run.arms import Arm
 from eval.run.cases import Case
 from eval.run.measure import WARMUP_TOKENS, Bench, in_turn
-from eval.store.visit import Measurement, Visit
+from eval.store.visit import Visit
 from lazyllm import Generation
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
+from tests.eval.store.visits import flat
 from tests.runs import arm, bench_of
 
 METHOD = Lazy({1: 0.5})
@@ -77,9 +78,9 @@ def visit(on: Bench, of: Case | None = None, number: int = 0) -> Visit:
     return made
 
 
-def own(visit: Visit, label: str = "lazy") -> Measurement:
+def own(visit: Visit, label: str = "lazy") -> Any:
     (first,) = visit.answers[label]
-    return first
+    return flat(first)
 
 
 @pytest.mark.parametrize("count", range(1, 8))

@@ -14,13 +14,13 @@ from eval.run.cases import Case
 from eval.run.loop import load_model
 from eval.run.run import Run
 from eval.run.settings import ModelConfig
-from eval.store.visit import Measurement, Visit
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.models.load import load_end_ids
 from lazyllm.spec import ModelSpec
+from tests.eval.store.visits import flattened
 from tests.runs import arm, bench_of, small_run
 
 TURNS, LAYERS = 3, 8
@@ -43,20 +43,20 @@ def case() -> Case:
     return plan().cases[0]
 
 
-def visit_of(*arms: Arm) -> Visit:
+def visit_of(*arms: Arm) -> Any:
     (visit,) = bench_of(model(), plan().tokenizer, arms, chat=plan().chat).measure([replace(case(), arms=arms)])
     assert not visit.failures
-    return visit
+    return flattened(visit)
 
 
 @cache
-def turns_of(turns: str = "continue") -> Visit:
+def turns_of(turns: str = "continue") -> Any:
     """A conversation with the baseline and static pruning."""
     pruned = arm("method", name="static_pruning", layer=2, keep=0.5, turns=turns)
     return visit_of(arm("baseline", name="baseline"), pruned)
 
 
-def token_ids(measured: list[Measurement]) -> list[list[int]]:
+def token_ids(measured: list[Any]) -> list[list[int]]:
     return [one.token_ids for one in measured]
 
 
@@ -112,14 +112,14 @@ def test_divergence_and_answers_of_a_turn_again_are_those_of_a_fresh_prompt() ->
         assert measured.kl == pytest.approx(float((p * (p.log() - q.log())).sum()), abs=1e-9)
 
 
-def new_tokens(measured: list[Measurement]) -> list[int]:
+def new_tokens(measured: list[Any]) -> list[int]:
     """Of each turn, the tokens that no earlier turn has read or written."""
     answers = token_ids(measured)
     texts = [read(number, answers) for number in range(TURNS)]
     return [len(text) - before for text, before in zip(texts, [0, *map(len, texts)], strict=False)]
 
 
-def asked_tokens(measured: list[Measurement]) -> list[int]:
+def asked_tokens(measured: list[Any]) -> list[int]:
     """`new_tokens` without the answers."""
     lengths = [0, *map(len, token_ids(measured))]
     return [new - answer for new, answer in zip(new_tokens(measured), lengths, strict=False)]

@@ -20,7 +20,7 @@ from eval.run.wandb_run import open_trackers
 from eval.store.folder import read_about, read_visits
 from eval.store.results import Results
 from eval.store.runs import StoredRun
-from eval.store.visit import Measurement, Turn, Visit
+from eval.store.visit import Answer, Turn, Visit
 from lazyllm.errors import UserError
 from tests.eval.store.visits import measurement
 from tests.runs import run_of
@@ -39,11 +39,11 @@ ABOUT = {
 }
 
 
-def timed(score: float, ttft_s: float, total_s: float, computed: float = 50.0, text: str = "yes") -> Measurement:
+def timed(score: float, ttft_s: float, total_s: float, computed: float = 50.0, text: str = "yes") -> Answer:
     return measurement(text, score, ttft_s=ttft_s, total_s=total_s, pct_prompt_tokens_computed=computed)
 
 
-def visited(dataset: str, row: str, tokens: int, gold: list[str], baseline: Measurement, mine: Measurement) -> Visit:
+def visited(dataset: str, row: str, tokens: int, gold: list[str], baseline: Answer, mine: Answer) -> Visit:
     turn = Turn(sha256=row, tokens=tokens, tokens_before_truncation=tokens, end="?", answers=gold)
     answers = {"baseline": [baseline], "mine": [mine]}
     return Visit(dataset=dataset, id=row, turns=[turn], order=["baseline", "mine"], answers=answers)

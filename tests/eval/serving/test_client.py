@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from eval.serving import client
-from eval.serving.client import Answer, RequestError, Server, describe
+from eval.serving.client import Completion, RequestError, Server, describe
 from lazyllm.errors import UserError
 from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
 
@@ -15,7 +15,7 @@ EMPTY = b': ping\n\ndata: {"choices": null}\n\n'
 HALF = event("Yés").find("é".encode("unicode-escape")[:1]) + 3
 
 
-def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) -> tuple[Answer, Seen]:
+def asked(*replies: Reply, api: str = "completions", timeout_s: float = 20.0) -> tuple[Completion, Seen]:
     """The answer of a server that gives these replies one after the other."""
     server = scripted(lambda number, _: replies[number], MODEL)
     with server as (url, seen):

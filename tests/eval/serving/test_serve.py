@@ -28,6 +28,7 @@ from tests.eval.serving.in_thread import tiny_server
 
 PROMPT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 ANSWER = " lantern copper."
+HELLO = [{"role": "user", "content": "lamp"}]
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +148,17 @@ def test_chat_without_a_template_has_a_line_for_each_message(client: Any, tiny: 
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "got 'tool'"),
         ({"messages": [{"role": "assistant", "content": None}]}, 400, "messages.0.content", "got None"),
         ({"messages": [{"role": "assistant"}]}, 400, "messages.0.content", "required"),
-        (
-            {"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
-            400,
-            "messages.0.tool_calls",
-            "unknown",
-        ),
+        ({"messages": [{"role": "assistant", "content": "x", "name": "y"}]}, 400, "messages.0.name", "unknown"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, 400, "messages.0.tool_calls", "at"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools", "at most 0"),
+        ({"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "got 'required'"),
+        ({"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format.type", "json_object"),
+        ({"messages": HELLO, "modalities": ["text", "audio"]}, 400, "modalities.1", "got 'audio'"),
+        ({"messages": HELLO, "reasoning_effort": "low"}, 400, "reasoning_effort", "unknown"),
+        ({"messages": HELLO, "store": True}, 400, "store", "got True"),
+        ({"messages": HELLO, "metadata": {"a": "b"}}, 400, "metadata", "at most 0"),
+        ({"top_k": 5}, 400, "top_k", "got 5"),
+        ({"repetition_penalty": 1.1}, 400, "repetition_penalty", "got 1.1"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content", "string"),
         ({"messages": [{"role": "user", "content": "lamp " * 5000}]}, 400, "messages", "4096 together"),
     ],
@@ -172,6 +178,20 @@ def test_what_is_not_honoured_is_refused_by_the_field_s_name(
     with pytest.raises(openai.APIStatusError) as raised:
         client.post(f"/{path}", body=body, cast_to=object)
     assert (raised.value.param, message in raised.value.message) == (param, True)
+
+
+def test_values_that_ask_for_nothing_change_nothing(client: Any) -> None:
+    both: Any = {"logit_bias": {}, "n": 1, "user": "me"}
+    both |= {"extra_body": {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "safety_identifier": "me"}}
+    assert complete(client, **both, suffix="", best_of=1, echo=False).choices[0].text == ANSWER
+    tools: Any = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "functions": []}
+    chat: Any = {"model": "tiny", "temperature": 0, "max_tokens": 4, "messages": list(HELLO)}
+    plain = client.chat.completions.create(**chat)
+    chat["messages"] += [plain.choices[0].message.model_dump(), {"role": "user", "content": "lamp"}]  # as an agent does
+    chat |= {"response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0, **tools, **both}
+    chat |= {"store": False, "metadata": {}, "service_tier": "auto", "verbosity": "medium"}
+    again = client.chat.completions.create(**chat)
+    assert again.usage.prompt_tokens > plain.usage.prompt_tokens
 
 
 def test_other_pages_and_bodies_have_the_same_errors(url: str) -> None:

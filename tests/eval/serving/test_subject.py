@@ -16,13 +16,14 @@ from eval.run.run import Run
 from eval.serving import client
 from eval.store.folder import read_visits
 from eval.store.results import Results
-from eval.store.visit import Measurement, Visit
+from eval.store.visit import Visit
 from lazyllm.engine.generation import Conversation
 from lazyllm.errors import UserError
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.presets import PRESETS
 from tests.eval.serving.in_thread import tiny_server
 from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
+from tests.eval.store.visits import flattened
 from tests.runs import run_of
 
 TINY = load_tokenizer(PRESETS["tiny"].source)
@@ -53,12 +54,12 @@ def served(url: str, out: Path | None, *overrides: str) -> Run:
     return run_of(*fixed, "warmup=0", *([f"out={out}"] if out is not None else []), *overrides)
 
 
-def run(url: str, out: Path, *overrides: str) -> list[Visit]:
+def run(url: str, out: Path, *overrides: str) -> list[Any]:
     loop.measure(served(url, out, *overrides), show=False)
-    return read_visits(out)
+    return [*map(flattened, read_visits(out))]
 
 
-def measured(visits: list[Visit], label: str = "baseline") -> list[Measurement]:
+def measured(visits: list[Visit], label: str = "baseline") -> list[Any]:
     """An arm's first answers."""
     return [visit.answers[label][0] for visit in visits if label in visit.answers]
 
@@ -306,7 +307,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
     names = ("model.name=tiny/baseline", "method=server", "method.model=tiny")
     monkeypatch.setattr(Conversation, "answer_with", answer_with)
     run(endpoint, tmp_path / "there", *names, *shared)
-    here, there = (read_visits(tmp_path / name) for name in ("here", "there"))
+    here, there = ([*map(flattened, read_visits(tmp_path / name))] for name in ("here", "there"))
     for ours, theirs in zip(here, there, strict=True):
         assert (ours.key, ours.turns) == (theirs.key, theirs.turns)
         pairs = [(ours.answers[a][0], theirs.answers[b][0]) for a, b in (("lazy", "server"), ("baseline", "baseline"))]

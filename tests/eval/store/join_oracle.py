@@ -15,7 +15,8 @@ import numpy as np
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
 from eval.store.runs import StoredRun
-from eval.store.visit import Measurement
+from eval.store.visit import Answer as StoredAnswer
+from tests.eval.store.visits import flat
 
 NAN = float("nan")
 RESAMPLES = 2000
@@ -23,8 +24,8 @@ PERCENT = {
     "score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer", "evidence_recall",
 }  # fmt: skip
 SPEEDUPS = {
-    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "step_speedup": "step_s",
-    "ideal_ttft_speedup": "prefill_flops",
+    "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "equal_length_speedup": "equal_length_s",
+    "step_speedup": "step_s", "ideal_ttft_speedup": "prefill_flops",
 }  # fmt: skip
 OF_PAIRS = (  # measured beside the baseline's answer
     "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl", "answer_log_likelihood",
@@ -41,8 +42,6 @@ PLAIN = (
 )  # fmt: skip
 VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE, "answered_score")
 
-Picks = Sequence[int]  # places of examples, those drawn twice two times
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -57,19 +56,19 @@ class Answer:
     dataset: str
     id: str
     turn: int
-    own: Measurement
-    baseline: Measurement | None
+    own: StoredAnswer
+    baseline: StoredAnswer | None
 
     @property
     def setting(self) -> tuple[str, str, str, str]:
         return self.model, self.method, self.settings, DATASETS[self.dataset].suite
 
 
-def number(one: Measurement, name: str) -> float:
+def number(one: StoredAnswer, name: str) -> float:
     """A value as tables show it; NaN if it was not measured."""
     value: Any
     if name == "step_s":
-        steps = one.decode_step_s
+        steps = one.times.decode_step_s
         value = sum(steps) / len(steps) if steps else None if one.request is None else one.request.tpot_s
     elif name == "generated_tokens":
         if one.token_ids is not None:
@@ -79,7 +78,7 @@ def number(one: Measurement, name: str) -> float:
     elif name == "pct_answered":
         value = 100 if one.text != "" else 0
     else:
-        value = getattr(one, name)
+        value = getattr(flat(one), name)
     return NAN if value is None else float(value) * (100 if name in PERCENT else 1)
 
 
@@ -135,6 +134,24 @@ def ratio(above: float, below: float) -> float:
     return NAN if below == 0 or math.isnan(below) else above / below
 
 
+def to_token(one: StoredAnswer, k: int) -> float:
+    """Seconds to the k-th token, from 1."""
+    assert one.times.decode_step_s is not None
+    time = one.times.ttft_s
+    for step in one.times.decode_step_s[: k - 1]:
+        time += step
+    return time
+
+
+def to_equal_length(own: StoredAnswer, theirs: StoredAnswer) -> tuple[float, float]:
+    """Seconds of both answers to their k-th token: k is the length of the shorter one."""
+    ours, others = own.times.decode_step_s, theirs.times.decode_step_s
+    if ours is None or others is None:
+        return NAN, NAN
+    k = 1 + min(len(ours), len(others))
+    return to_token(own, k), to_token(theirs, k)
+
+
 class Example:
     """The answers to one example: seeds and turns count as one."""
 
@@ -145,13 +162,15 @@ class Example:
         self.own = {name: mean(number(own, name) for own, _ in pairs) for name in COMPARED}
         self.theirs = {name: mean(number(theirs, name) for _, theirs in pairs) for name in COMPARED}
         self.of_pairs = {name: mean(number(own, name) for own, _ in pairs) for name in OF_PAIRS}
-        self.own_time = {name: sum(number(own, name) for own, _ in pairs) for name in SPEEDUPS.values()}
-        self.their_time = {name: sum(number(theirs, name) for _, theirs in pairs) for name in SPEEDUPS.values()}
+        clocks = [name for name in SPEEDUPS.values() if name != "equal_length_s"]
+        self.own_time = {name: sum(number(own, name) for own, _ in pairs) for name in clocks}
+        self.their_time = {name: sum(number(theirs, name) for _, theirs in pairs) for name in clocks}
+        self.own_time["equal_length_s"] = sum(to_equal_length(*pair)[0] for pair in pairs)
+        self.their_time["equal_length_s"] = sum(to_equal_length(*pair)[1] for pair in pairs)
 
 
-def of_dataset(examples: list[Example], picks: Picks, official: bool) -> dict[str, float]:
+def of_dataset(drawn: list[Example], official: bool) -> dict[str, float]:
     """The values of a dataset, and the score and memory of both sides of the answers beside a baseline."""
-    drawn = [examples[pick] for pick in picks]
     pairs = [example for example in drawn if example.is_paired]
     values = {name: mean(example.means[name] for example in drawn) for name in PLAIN}
     values |= {name: mean(example.of_pairs[name] for example in pairs) for name in OF_PAIRS}
@@ -189,10 +208,14 @@ def mean_of(parts: list[dict[str, float]]) -> dict[str, float]:
     return with_ratios({name: mean(part[name] for part in parts) for name in parts[0]})
 
 
-def picks_of(dataset: str, n: int) -> list[Picks]:
-    """All examples, then the documented draws of the bootstrap: n - 1 of n (Rao and Wu 1988)."""
-    draws = np.random.default_rng(list(dataset.encode())).integers(0, n, size=(RESAMPLES, n - 1))
-    return [range(n), *draws.tolist()]
+def resamples(dataset: str, own: list[Example], of_task: list[Example]) -> list[list[Example]]:
+    """A dataset's examples, then the documented draws of the bootstrap: n - 1 of n (Rao and Wu 1988); a dataset's only
+    example is replaced by any one of its task. of_task: in order of appearance."""
+    rng = np.random.default_rng(list(dataset.encode()))
+    if len(own) == 1:
+        return [own, *([of_task[pick]] for pick in rng.integers(0, len(of_task), size=RESAMPLES).tolist())]
+    draws = rng.integers(0, len(own), size=(RESAMPLES, len(own) - 1)).tolist()
+    return [own, *([own[pick] for pick in picks] for picks in draws)]
 
 
 def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict[str, Any]]:
@@ -200,14 +223,19 @@ def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict
 
     Each has examples, turns, datasets, seeds, score_seed_std, and `VALUES` as (value, low, high).
     """
+    by_key: dict[tuple[str, str], list[Answer]] = {}
     by_dataset: dict[str, dict[str, list[Answer]]] = {}
     for answer in answers:
+        by_key.setdefault((answer.dataset, answer.id), []).append(answer)
         by_dataset.setdefault(answer.dataset, {}).setdefault(answer.id, []).append(answer)
+    examples = {key: Example(found) for key, found in by_key.items()}
     drawn, seeds = {}, {}
     for name, by_example in by_dataset.items():
-        examples = [Example(found) for found in by_example.values()]
-        picks = picks_of(name, len(examples))[: None if intervals else 1]
-        drawn[name] = [of_dataset(examples, pick, place == 0) for place, pick in enumerate(picks)]
+        own = [example for (dataset, _), example in examples.items() if dataset == name]
+        task = DATASETS[name].task
+        of_task = [example for (dataset, _), example in examples.items() if DATASETS[dataset].task == task]
+        chosen = resamples(name, own, of_task)[: None if intervals else 1]
+        drawn[name] = [of_dataset(one, place == 0) for place, one in enumerate(chosen)]
         seeds[name] = seed_scores(by_example)
     levels: dict[str, tuple[list[str], list[dict[str, float]], dict[int, float]]] = {}
     for name in drawn:
@@ -229,14 +257,22 @@ def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict
             "datasets": len(names),
             "seeds": len({answer.seed for answer in answers}),
             "score_seed_std": deviation(list(by_seed.values())),
-            **{name: with_interval(name, values, min(len(by_dataset[one]) for one in names)) for name in VALUES},
+            **{name: with_interval(name, values, has_enough(by_dataset, names)) for name in VALUES},
         }
         for level, (names, values, by_seed) in levels.items()
     }
 
 
-def with_interval(name: str, values: list[dict[str, float]], fewest: int) -> tuple[float, float, float]:
-    if fewest < 5 or len(values) == 1:
+def has_enough(by_dataset: dict[str, dict[str, list[Answer]]], names: list[str]) -> bool:
+    """Five examples at least, and two of each task."""
+    by_task: dict[str, int] = {}
+    for name in names:
+        by_task[DATASETS[name].task] = by_task.get(DATASETS[name].task, 0) + len(by_dataset[name])
+    return sum(by_task.values()) >= 5 and all(count >= 2 for count in by_task.values())
+
+
+def with_interval(name: str, values: list[dict[str, float]], enough: bool) -> tuple[float, float, float]:
+    if not enough or len(values) == 1:
         return values[0][name], NAN, NAN
     low, high = np.percentile([one[name] for one in values[1:]], [2.5, 97.5])
     return values[0][name], float(low), float(high)

@@ -54,13 +54,13 @@ def folder(tmp_path: Path) -> Path:
     [  # content: None deletes the file, and a folder takes the place of "folder"
         ("run.json", None, "", ["run.json", "out="]),
         ("visits-2-of-2.jsonl", '{"dataset": "hotpotqa"}\n', "-1-of-2", ["visits-2-of-2.jsonl:1", "without shard="]),
-        ("run.json", '{"schema": 2, "identity": {"paired": true}}', "", ["run.json", "schema 2", "reads 3", "out="]),
+        ("run.json", '{"schema": 2, "identity": {"paired": true}}', "", ["run.json", "schema 2", "reads 4", "out="]),
         ("run.json", '{"schema": 99, "identity": {}}', "", ["run.json", "schema 99", "out="]),
         ("visits.jsonl", "folder", "", ["visits.jsonl", "out="]),
         ("run.json", "folder", "", ["run.json", "out="]),
         *(
             ("run.json", text, "", ["run.json", "Nothing was changed", "out="])
-            for text in ("{", "null", '{"schema": 3, "identity": []}', '{"identity": {}}')
+            for text in ("{", "null", '{"schema": 4, "identity": []}', '{"identity": {}}')
         ),
     ],
 )

@@ -12,7 +12,7 @@ from eval.store.aggregate import COLUMNS, beside, by_task
 from eval.store.aggregate import VALUES as TABLE_VALUES
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun
-from eval.store.visit import SCALES, Failure, Measurement, Request, Visit
+from eval.store.visit import SCALES, Answer, Failure, Request, Visit
 from tests.eval.store import join_oracle as oracle
 from tests.eval.store.visits import measurement, turn
 from tests.helpers import slow
@@ -46,7 +46,7 @@ def run_of(
     return StoredRun(Path(folder), about, visits)
 
 
-def visit(dataset: str, name: str, answers: dict[str, list[Measurement]], failed: list[str] | None = None) -> Visit:
+def visit(dataset: str, name: str, answers: dict[str, list[Answer]], failed: list[str] | None = None) -> Visit:
     turns = [turn(number) for number in range(max((len(found) for found in answers.values()), default=1))]
     failures = dict.fromkeys(failed or [], FAILED)
     return Visit(dataset=dataset, id=name, turns=turns, order=[*answers, *failures], answers=answers, failures=failures)
@@ -86,6 +86,45 @@ def test_by_hand_an_interval() -> None:
     found = values_of(*right)["dataset hotpotqa"]["score"]
     # 5 draws of six: none is the right one in 40 % of them, 3 or more in 3.6 %, 4 or more in 0.3 %
     assert found == (16.67, 0, 60)
+
+
+def test_by_hand_examples_of_several_datasets_share_an_interval() -> None:
+    """Two rows of each dataset, as `limit=2`: each task of three datasets has an interval, and so has their mean."""
+    names = ("hotpotqa", "2wikimqa", "musique", "trec", "triviaqa", "samsum")
+    rows = values_of(*(one(name, row, lazy=dict(score=float(row == "a"))) for name in names for row in "ab"))
+    assert all(math.isnan(end) for end in rows["dataset trec"]["score"][1:])  # two examples
+    # each dataset draws one of two: 0, 33.3, 66.7 or 100, both ends with a chance of 12.5 %
+    assert rows["task few_shot"]["score"] == (50, 0, pytest.approx(100))
+    assert 0 < rows["all"]["score"][1] < 50 < rows["all"]["score"][2] < 100
+    # without a second example of a task nothing shows how its examples differ
+    rows = values_of(*(one(name, "a", lazy={}) for name in names), *(one("qasper", "a", lazy={}) for _ in "a"))
+    assert not math.isnan(rows["task few_shot"]["score"][0])
+    assert all(math.isnan(end) for end in rows["all"]["score"][1:])
+
+
+def test_by_hand_a_dataset_with_one_example_draws_from_its_task() -> None:
+    right = [one("hotpotqa", str(row), lazy=dict(score=1.0)) for row in range(6)]
+    found = values_of(*right, one("musique", "a", lazy=dict(score=0.0)))["task multi_doc_qa"]["score"]
+    # hotpotqa is always 100, the other a draw of six right and one wrong: its chance of 1 in 7 is in the interval
+    assert found == (50, 50, 100)
+
+
+def test_by_hand_answers_are_compared_at_equal_length() -> None:
+    long = {"ttft_s": 1.0, "decode_step_s": [1.0] * 9, "total_s": 10.0}  # the baseline's ten tokens
+    short = {
+        "ttft_s": 0.5,
+        "decode_step_s": [1.0, 1.5],
+        "total_s": 3.0,
+    }  # three tokens, which take the baseline 3 s too
+    visits = [one("hotpotqa", "a", baseline=long, lazy=short)]
+    found = values_of(*visits)["dataset hotpotqa"]
+    assert found["generation_speedup"][0] == pytest.approx(10 / 3)
+    assert found["equal_length_speedup"][0] == 1
+    found = values_of(*visits, one("hotpotqa", "b", baseline=short, lazy=long))["dataset hotpotqa"]
+    assert found["equal_length_speedup"][0] == (3 + 3) / (3 + 3)
+    # answers that decode in a batch have no time of their own
+    batch = [one("hotpotqa", "a", baseline=long, lazy=short | {"decode_step_s": None, "total_s": None})]
+    assert math.isnan(values_of(*batch)["dataset hotpotqa"]["equal_length_speedup"][0])
 
 
 def test_by_hand_tasks_are_means_of_datasets_and_the_whole_is_the_mean_of_tasks() -> None:
@@ -160,7 +199,7 @@ def test_by_hand_an_answer_without_a_baseline_is_in_no_comparison() -> None:
 # ---- the tables against the oracle
 
 
-def drawn_measurement(rng: random.Random, is_bare: bool) -> Measurement:
+def drawn_measurement(rng: random.Random, is_bare: bool) -> Answer:
     """Every number at random. is_bare: without what some answers lack."""
     percent = {name for name, scale in SCALES.items() if scale == 100}
     values: dict[str, Any] = {name: rng.random() if name in percent else rng.uniform(0.1, 9) for name in SCALES}
@@ -169,7 +208,10 @@ def drawn_measurement(rng: random.Random, is_bare: bool) -> Measurement:
     values |= {name: rng.randrange(1, 1000) for name in whole}
     values |= {"score": rng.choice([0.0, rng.random()]), "text": rng.choice(["", "word", "word", "word"])}
     values |= {"same_answer": rng.randrange(2), "top1_agrees": rng.randrange(2)}
-    values |= {"decode_step_s": [rng.random() for _ in range(3)], "token_ids": list(range(rng.randrange(5)))}
+    values |= {
+        "decode_step_s": [rng.random() for _ in range(rng.randrange(5))],
+        "token_ids": list(range(rng.randrange(5))),
+    }
     if is_bare:
         values |= {"decode_step_s": None, "token_ids": None, "kl": None, "prefill_flops": None, "aux_bytes": None}
         values |= {"request": drawn_request(rng)}
@@ -206,7 +248,7 @@ def drawn_run(
                     if arm not in failed
                 }
                 for arm in answers if "baseline" not in answers else ("baseline",):
-                    answers[arm] = [replace(one, **dict.fromkeys(oracle.OF_PAIRS)) for one in answers[arm]]
+                    answers[arm] = [replace(one, fidelity=None) for one in answers[arm]]
                 visits.append(visit(dataset, str(number), answers, failed))
                 missing = [arm for arm in missing if arm not in answers]
                 if rng.random() < 0.3:
@@ -323,5 +365,5 @@ def test_comparisons_are_the_oracles(seed: int) -> None:
         assert found.examples == len(differences)
         assert found.better == sum(value > 1e-12 for value in differences)
         assert found.worse == sum(value < -1e-12 for value in differences)
-        changed = [answer.own.same_answer == 0 for answer in answers if answer.baseline is not None]
+        changed = [answer.own.fidelity.same_answer == 0 for answer in answers if answer.baseline is not None]
         assert (found.answers, found.changed) == (len(changed), sum(changed))

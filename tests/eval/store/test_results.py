@@ -136,8 +136,8 @@ def test_each_turn_is_a_row_and_measurements_are_behind_it(tmp_path: Path) -> No
     assert lazy[["id", "turn", "prompt_tokens"]].to_numpy().tolist() == [
         ["row-0", 1, 100], ["row-0", 2, 1], ["row-0", 3, 2], ["row-1", 1, 100],
     ]  # fmt: skip
-    assert [turn.tokens for turn, _ in results.measurements(lazy)] == [100, 1, 2, 100]
-    assert [answer.text for _, answer in results.measurements(results.counting)] == ["base"] * 4 + ["an answer"] * 4
+    assert [turn.tokens for turn, _ in results.answers(lazy)] == [100, 1, 2, 100]
+    assert [answer.text for _, answer in results.answers(results.counting)] == ["base"] * 4 + ["an answer"] * 4
 
 
 def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path: Path) -> None:

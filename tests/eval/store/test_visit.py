@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eval.store.folder import read_visits
-from eval.store.visit import Measurement, Trace, Turn, Visit, compact_counts, read_trace
+from eval.store.visit import Answer, Trace, Turn, Visit, compact_counts, read_trace
 from lazyllm.errors import UserError
 from tests.eval.store.visits import turn, visit
 
@@ -24,7 +24,7 @@ st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False
 def visits(draw: st.DrawFn) -> Visit:
     """Visits in which everything that may be empty, missing or of another length is."""
     turns = draw(st.lists(st.from_type(Turn), min_size=1, max_size=3))
-    own = st.lists(st.from_type(Measurement), min_size=len(turns), max_size=len(turns))
+    own = st.lists(st.from_type(Answer), min_size=len(turns), max_size=len(turns))
     answers = st.dictionaries(st.text(), own, max_size=2)
     known: dict[str, Any] = {"dataset": st.just("hops"), "turns": st.just(turns), "answers": answers}
     return draw(st.builds(Visit, **known, groups=..., failures=..., attention_kernel=...))

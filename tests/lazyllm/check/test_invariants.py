@@ -77,7 +77,7 @@ def test_each_rule_finds_the_method_that_breaks_it() -> None:
     with pytest.raises(AssertionError, match="declares 29 of 30 tokens: declare what keeps all"):
         invariants.can_keep_everything(MODEL, given(Halves, kept={2: 29}), PROMPT)
     with pytest.raises(AssertionError, match=r"in a batch|in model\.generate"):
-        invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT, max_new_tokens=8)
+        invariants.runs_batches_row_by_row(MODEL, Remembers(), PROMPT)
     with pytest.raises(AssertionError, match=r"changed `at\.positions`"):
         invariants.counts_what_it_computes(MODEL, Moves(), PROMPT)
 

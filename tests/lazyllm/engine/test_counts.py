@@ -187,7 +187,7 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
     model = small_llama(kv_heads, layers=6, dtype=torch.float32, window=window, attention=attention)
     whole = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
     monkeypatch.setattr(masks, "BLOCK_ON_CPU", block)
-    monkeypatch.setattr("lazyllm.engine.attention.SPLIT_ON_CPU", block // 4)  # cells
+    monkeypatch.setattr("lazyllm.engine.kernels.SPLIT_ON_CPU", block // 4)  # cells
     with Seen() as seen:
         in_blocks = lazyllm.generate(model, prompt_tensor(n), method, 4, ())
     assert in_blocks.computed.tolist() == whole.computed.tolist()
@@ -202,17 +202,17 @@ def test_many_tokens_of_a_step_are_sorted_and_few_run_by_masks(
     kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masked, ordered = list[int](), list[int]()
-    in_blocks, in_order = attention.RecordingAttention.in_blocks, attention.attend_in_order
+    in_blocks, in_order = attention.attend_in_blocks, attention.attend_in_order
 
-    def noted_blocks(self: Any, module: Any, query: Any, *others: Any) -> Any:
+    def noted_blocks(attend: Any, query: Any, *others: Any) -> Any:
         masked.append(query.shape[2])
-        return in_blocks(self, module, query, *others)
+        return in_blocks(attend, query, *others)
 
     def noted_order(query: Any, *others: Any) -> Any:
         ordered.append(query.shape[2])
         return in_order(query, *others)
 
-    monkeypatch.setattr(attention.RecordingAttention, "in_blocks", noted_blocks)
+    monkeypatch.setattr(attention, "attend_in_blocks", noted_blocks)
     monkeypatch.setattr(attention, "attend_in_order", noted_order)
     with lazyllm.start(small_llama(kv_heads, layers=6), prompt_tensor(600), Lazy({2: 0.4, 5: 0.5})) as session:
         session.answer(None, 12, ())
@@ -270,7 +270,7 @@ def bytes_of_a_layer(model: MistralForCausalLM, n: int) -> int:
 def test_two_turns_hold_their_caches_one_layer_and_one_block(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model, n, m, block = small_llama(dtype=torch.float32), 1000, 350, 2**17
     monkeypatch.setattr(masks, "BLOCK_ON_CPU", block // 2)
-    monkeypatch.setattr(attention, "SUMMED_ON_CPU", block // 8)  # cells
+    monkeypatch.setattr("lazyllm.engine.scores.SUMMED_ON_CPU", block // 8)  # cells
     whole = lazyllm.generate(model, prompt_tensor(n), Baseline(), 3, ()).kv_bytes
     with lazyllm.start(model, prompt_tensor(n), make(name, DROPPING.get(name, {}))) as session:
         for more in (None, prompt_tensor(m)):
@@ -295,7 +295,7 @@ def test_blocks_change_no_result(
     whole = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
     for block in (1, 4000, 30000):  # a query alone, some, many
         monkeypatch.setattr(masks, "BLOCK_ON_CPU", block)
-        monkeypatch.setattr("lazyllm.engine.attention.SPLIT_ON_CPU", block // 4)
+        monkeypatch.setattr("lazyllm.engine.kernels.SPLIT_ON_CPU", block // 4)
         found = lazyllm.generate(model, prompt_tensor(90), method, 4, ())
         assert (found.token_ids, found.selected) == (whole.token_ids, whole.selected)
         tolerance = 1e-9 if attention == "sdpa" else 1e-6  # eager's softmax is in float32

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine import attention, masks
+from lazyllm.engine import kernels, masks
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.methods.support import lazy_session
 from tests.helpers import VOCABULARY, slow
@@ -30,7 +30,7 @@ def test_random_shapes_and_schedules(
     monkeypatch.setattr(masks, "COPIES", copies)
     rng = random.Random(f"{architecture} {seed}")
     monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
-    monkeypatch.setattr(attention, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
+    monkeypatch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))

@@ -68,7 +68,7 @@ def test_prompts_in_every_form() -> None:
     ("prompt", "message"),
     [
         ([], "no tokens: give at least one"),
-        (torch.zeros(2, 3, dtype=torch.long), "Batches are not supported"),
+        (torch.zeros(2, 3, dtype=torch.long), "Of several prompts, give a list"),
         ([1, 97], "the model knows 0 to 96"),
         ([-1], "the model knows 0 to 96"),
         ([0.5], "one prompt"),
@@ -121,14 +121,13 @@ def test_second_generation_is_refused_while_one_runs() -> None:
 
 def test_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
     model = random_variant("llama", 3, max_position_embeddings=32)
-    inside: Any = lazyllm.generate_with(Baseline())
     assert len(lazyllm.generate(model, range(20), Baseline(), 13, ()).token_ids) == 13  # the last one has no position
     with pytest.raises(UserError, match="would have 34 tokens, but the model has 32 positions: give fewer tokens"):
         lazyllm.generate(model, range(20), Baseline(), 14, ())
     with pytest.raises(UserError, match="would have 38 tokens"):
         lazyllm.generate(model, range(36), Baseline(), 2, ())
-    with pytest.raises(UserError, match="would have 34 tokens"):
-        model.generate(torch.tensor([[*range(20)]]), custom_generate=inside, max_new_tokens=14)  # type: ignore[operator]
+    with pytest.raises(UserError, match="would have 34 tokens"), lazyllm.using(model, Baseline()):
+        model.generate(torch.tensor([[*range(20)]]), max_new_tokens=14)  # type: ignore[operator]
     session = lazyllm.start(model, range(20), Baseline())
     session.answer(None, 8, ())
     with pytest.raises(UserError, match="would have 34 tokens"):

@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lazyllm.engine.attention import attention_scores, installed_attention
+from lazyllm.engine.attention import installed_attention
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import tf32_products
+from lazyllm.engine.scores import attention_scores
 from lazyllm.measuring import allows_tf32
 from tests.reference import random_model
 

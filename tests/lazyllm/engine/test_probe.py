@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from lazyllm.engine import attention, masks
+from lazyllm.engine import kernels, masks
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import importance_of_layers, open_decoder, run_layers
 from lazyllm.engine.inputs import ScoreSpec
+from lazyllm.engine.scores import attention_scores
 from tests.lazyllm.engine.architecture_matrix import flash_stand_in, is_offered
 from tests.reference import HandModel, casts_in_float64, random_model, random_variant
 
@@ -101,14 +102,14 @@ def test_sums_over_queries_do_not_depend_on_the_blocks(window: int | None, size:
     """4 query heads on 2 key heads: each of the last 7 of 17 tokens by itself, weighted from 1 to 3."""
     draw = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 17, 8, dtype=torch.float64, generator=draw) for heads in (4, 2))
-    monkeypatch.setattr(attention, "SUMMED_ON_CPU", size)
+    monkeypatch.setattr("lazyllm.engine.scores.SUMMED_ON_CPU", size)
     look = ScoreSpec((0,), 7, per_head=True, summed=(1, 3))
 
     def seen(rows: slice, keys: slice) -> torch.Tensor:
         behind = torch.arange(17)[rows, None] - torch.arange(17)[None, keys]
         return (behind >= 0) & (behind < (window or 17))
 
-    found = attention.attention_scores(query, key, seen, 0.3, None, look)
+    found = attention_scores(query, key, seen, 0.3, None, look)
     expected = torch.zeros(4, 17, dtype=torch.float64)
     for number, position in enumerate(range(10, 17)):
         first = 0 if window is None else position - window + 1
@@ -147,7 +148,7 @@ def attention_in_order(
     mask = masks.PositionSortedMask(cache, torch.tensor(queries, device=query.device), of_set, window, ranks)
     assert mask.slots is not None
     sorted_key, sorted_value = cache.take(0, mask.slots, widths[0])
-    found = attention.attend_in_order(query, sorted_key, sorted_value, mask, 0.3, softcap, splits)
+    found = kernels.attend_in_order(query, sorted_key, sorted_value, mask, 0.3, softcap, splits)
     expected = np.zeros(found.shape[1:])
     queried, keys, values = (part[0].double().cpu().numpy() for part in (query, key, value))
     for row, position in enumerate(queries):
@@ -171,7 +172,7 @@ def attention_in_order(
 )
 @pytest.mark.parametrize("size", [1, 20, 2**22])  # pairs of a block
 def test_queries_attend_to_the_first_tokens_in_order(window, softcap, widths, splits, size, monkeypatch) -> None:
-    monkeypatch.setattr(attention, "SPLIT_ON_CPU", size)
+    monkeypatch.setattr(kernels, "SPLIT_ON_CPU", size)
     monkeypatch.setattr(masks, "BLOCK_ON_CPU", size * 64)  # bytes
     found, expected = attention_in_order(size, window, softcap, widths, splits, dtype=torch.float64)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine import attention
+from lazyllm.engine import kernels
 from lazyllm.engine.generation import Conversation
 from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
 from lazyllm.methods.support import lazy_session
@@ -67,7 +67,7 @@ def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, **set
 def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(f"{architecture} {seed}")
     monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
-    monkeypatch.setattr(attention, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
+    monkeypatch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
     pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))

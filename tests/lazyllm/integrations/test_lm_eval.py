@@ -234,7 +234,7 @@ def test_requests_in_a_batch_give_what_each_gives_alone(pruned: PrunedLM, monkey
             assert found == expected
         else:
             check(found, expected, 1e-4)
-    assert {6, 3} <= set(sizes)  # six longer continuations; three answers
+    assert max(sizes) == 6  # six longer continuations
 
 
 def test_sampled_answers_are_those_of_hf_after_the_same_seed(hf: HFLM) -> None:
@@ -257,6 +257,7 @@ def test_command_writes_results(tasks: Path, tmp_path: Path, monkeypatch: pytest
     model = ["--model", "lazyllm", "--batch_size", "4"]
     lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=lazy,schedule=2:0.6"])
     (file,) = tmp_path.rglob("results_*.json")
+    assert file.parent.name == "tiny-lazy-schedule=2__0.6"
     written = json.loads(file.read_text())
     assert written["config"]["method"] == repr(Lazy("2:0.6"))
     assert 0 <= written["results"]["own_choice"]["acc,none"] <= 1

@@ -23,7 +23,7 @@ import lazyllm
 from lazyllm.check.invariants import runs_batches_row_by_row
 from lazyllm.integrations.transformers_generate import REFUSED, LazyGenerateOutput, check_options
 from lazyllm.methods import Baseline, Lazy, Method
-from tests.helpers import Waits, slow
+from tests.helpers import Waits
 from tests.lazyllm.methods.method_matrix import PRUNING
 from tests.reference import random_model
 
@@ -31,30 +31,22 @@ MODEL = random_model("llama", 5, num_layers=4)
 MODEL.generation_config.pad_token_id = 0
 MODEL.generation_config.eos_token_id = None
 KEEP, PRUNE = Lazy({1: 1.0, 3: 1.0}), Lazy({1: 0.6, 3: 0.5})
-SHORT, LONG = [5, 17, 3, 80, 41, 9], [7, 7, 12, 60, 5, 17, 33, 2, 90, 11, 8]
+LONG = [7, 7, 12, 60, 5, 17, 33, 2, 90, 11, 8]
 WIDTH = len(LONG)
-BATCH = {
-    "input_ids": torch.tensor([[0] * (WIDTH - len(SHORT)) + SHORT, LONG]),
-    "attention_mask": torch.tensor([[0] * (WIDTH - len(SHORT)) + [1] * len(SHORT), [1] * WIDTH]),
-}
 
 
 def ids_of(prompt: list[int]) -> torch.Tensor:
     return torch.tensor([prompt])
 
 
-def ours(method: Method, inputs: Any = None, seed: int | None = 0, own_seed: int | None = None, **options: Any) -> Any:
-    inputs = {"input_ids": ids_of(LONG)} if inputs is None else inputs
-    if seed is not None:
-        torch.manual_seed(seed)
-    decode = lazyllm.generate_with(method, seed=own_seed)
-    return MODEL.generate(**inputs, custom_generate=decode, **{"max_new_tokens": 8, **options})
+def ours(method: Method, seed: int = 0, **options: Any) -> Any:
+    with lazyllm.using(MODEL, method):
+        return theirs(seed, **options)
 
 
-def theirs(inputs: Any = None, seed: int = 0, **options: Any) -> Any:
-    inputs = {"input_ids": ids_of(LONG)} if inputs is None else inputs
+def theirs(seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
-    return MODEL.generate(**inputs, **{"max_new_tokens": 8, **options})
+    return MODEL.generate(ids_of(LONG), **{"max_new_tokens": 8, **options})
 
 
 FREE = theirs()[0, WIDTH:].tolist()  # greedy decoding's answer to LONG
@@ -132,98 +124,15 @@ def test_option_is_transformers_own(name: str) -> None:
     assert changed != (name in CHANGE_NOTHING)
 
 
-# these get the row's number, or the number of its tokens: see below
-OF_THE_ROW = {
-    "prefix_allowed_tokens_fn",
-    "logits_processor",
-    "stopping_criteria",
-    "a criterion in place of max_new_tokens",
-}
-
-
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in OF_THE_ROW])
-def test_row_of_a_batch_is_the_row_alone(name: str) -> None:
-    """Pruned: the padding changes nothing, whatever looks at tokens or counts them; lengths count from the prompt."""
-    options = {**OPTIONS[name], **RETURNED}
-    short = dict(options)
-    if name in ("max_length", "min_length"):  # these count the padding
-        short[name] = options[name] - (WIDTH - len(SHORT))
-    both = ours(PRUNE, BATCH, own_seed=3, **options)
-    for row, prompt, own in ((0, SHORT, short), (1, LONG, options)):
-        alone = ours(PRUNE, {"input_ids": ids_of(prompt)}, own_seed=3 + row, **own)
-        steps = len(alone.scores)
-        assert both.generations[row].token_ids == alone.sequences[0, len(prompt) :].tolist()
-        assert both.generations[row].selected == alone.generations[0].selected
-        assert both.sequences[row, WIDTH : WIDTH + steps].tolist() == alone.sequences[0, len(prompt) :].tolist()
-        assert (both.sequences[row, WIDTH + steps :] == options.get("pad_token_id", 0)).all()
-        for found, expected in ((both.scores, alone.scores), (both.logits, alone.logits)):
-            assert all(torch.equal(a[row], b[0]) for a, b in zip(found, expected, strict=False))
-    assert torch.equal(both.sequences[:, :WIDTH], BATCH["input_ids"])
-
-
 @pytest.mark.parametrize("method", PRUNING.values(), ids=PRUNING.keys())
-@pytest.mark.parametrize("sampled", [True, *slow(False)])
-def test_batches_and_rows_for_every_method(method: Method, sampled: bool) -> None:
-    """Sampled with one seed: a batch equals its rows, one call after the other."""
-    runs_batches_row_by_row(MODEL, method, LONG, **(SAMPLED if sampled else {}))
+def test_every_method_generates_as_in_the_library(method: Method) -> None:
+    runs_batches_row_by_row(MODEL, method, LONG)
 
 
-@pytest.mark.parametrize("own_seed", [None, 4])
-def test_copies_of_a_prompt_are_sampled_differently(own_seed: int | None) -> None:
-    before = torch.get_rng_state()
-    several = ours(PRUNE, BATCH, None, own_seed, num_return_sequences=3, **SAMPLED)
-    assert torch.equal(before, torch.get_rng_state()) == (own_seed is not None)  # the global generator
-    torch.set_rng_state(before)
-    assert several.shape == (6, WIDTH + 8)
-    assert len({tuple(row.tolist()) for row in several}) == 6
-    repeated = {name: value.repeat_interleave(3, dim=0) for name, value in BATCH.items()}
-    assert torch.equal(several, ours(PRUNE, repeated, None, own_seed, **SAMPLED))
-    assert torch.equal(ours(KEEP, own_seed=5, **SAMPLED), theirs(seed=5, **SAMPLED))
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_batch_equals_transformers(sampled: bool) -> None:
-    """All tokens are kept and rows end at different lengths. Sampled: transformers on each row, with the same seed."""
-    options = {"eos_token_id": list(range(80, 97)), **SAMPLED} if sampled else {"eos_token_id": [FREE[2], 96]}
-    found = ours(KEEP, BATCH, **options, **RETURNED)
-    if not sampled:
-        assert torch.equal(found.sequences, theirs(BATCH, **options))
-    torch.manual_seed(0)
-    for row, prompt in enumerate((SHORT, LONG)):
-        alone = MODEL.generate(ids_of(prompt), max_new_tokens=8, **options, **RETURNED)
-        answer = alone.sequences[0, len(prompt) :].tolist()
-        assert found.generations[row].token_ids == answer
-        for step, (scores, logits) in enumerate(zip(found.scores, found.logits, strict=True)):
-            if step < len(answer):
-                torch.testing.assert_close(scores[row], alone.scores[step][0], rtol=1e-6, atol=1e-6)
-                torch.testing.assert_close(logits[row], alone.logits[step][0], rtol=1e-6, atol=1e-6)
-            else:
-                assert found.sequences[row, WIDTH + step] == 0
-                assert logits[row].isnan().all()
-    # padding does not change the answer's probability
-    per_token = MODEL.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
-    short, long = sorted(len(generation.token_ids) for generation in found.generations)
-    assert short < long
-    for row, generation in zip(per_token, found.generations, strict=True):
-        assert row.isfinite().all()
-        assert (row[: len(generation.token_ids)] < 0).all()
-        assert (row[len(generation.token_ids) :] == 0).all()
-
-
-def test_prefix_functions_get_the_rows_number_and_tokens_without_padding() -> None:
-    seen = []
-
-    def allowed(row: int, ids: torch.Tensor) -> list[int]:
-        seen.append((row, ids.tolist()))
-        return [10 + row, 20 + row]
-
-    out = ours(PRUNE, BATCH, max_new_tokens=2, prefix_allowed_tokens_fn=allowed)
-    asked = zip(sorted(seen), (SHORT, SHORT, LONG, LONG), strict=True)
-    assert [(row, ids[: len(prompt)]) for (row, ids), prompt in asked] == [
-        (0, SHORT), (0, SHORT), (1, LONG), (1, LONG)
-    ]  # fmt: skip
-    assert set(out[0, WIDTH:].tolist()) <= {10, 20}
-    assert set(out[1, WIDTH:].tolist()) <= {11, 21}
+def test_sample_is_transformers_own_after_the_same_seed() -> None:
+    for seed in range(5):
+        assert torch.equal(ours(KEEP, seed, **SAMPLED), theirs(seed, **SAMPLED))
+    assert len({tuple(ours(PRUNE, seed, **SAMPLED)[0].tolist()) for seed in range(5)}) == 5
 
 
 def test_processors_and_criteria_see_the_same_as_in_transformers() -> None:
@@ -274,16 +183,6 @@ class Put:
         self.got.append("end")
 
 
-def ways(method: Method) -> list[Callable[..., Any]]:
-    """Both ways to have a method in `generate`."""
-
-    def within(**kwargs: Any) -> Any:
-        with lazyllm.using(MODEL, method):
-            return MODEL.generate(**kwargs)
-
-    return [lambda **kwargs: MODEL.generate(**kwargs, custom_generate=lazyllm.generate_with(method)), within]
-
-
 def test_streamers_get_the_same_as_in_transformers() -> None:
     expected, found = Put(), Put()
     theirs(streamer=expected)
@@ -291,18 +190,6 @@ def test_streamers_get_the_same_as_in_transformers() -> None:
     with lazyllm.using(MODEL, KEEP):
         MODEL.generate(ids_of(LONG), max_new_tokens=8, streamer=found)
         assert found.got == expected.got
-        with pytest.raises(ValueError, match="a streamer takes one row"):
-            MODEL.generate(**BATCH, max_new_tokens=8, streamer=Put())
-
-
-def test_streamer_is_refused_where_it_would_get_the_prompt_only() -> None:
-    found, inside = Put(), lazyllm.generate_with(KEEP)
-    with pytest.raises(ValueError, match=r"streamer=\.\.\.\) within `with lazyllm\.using"):
-        MODEL.generate(ids_of(LONG), custom_generate=inside, max_new_tokens=2, streamer=found)
-    assert len(found.got) == 1  # the prompt, which transformers puts before it calls anything
-    found = Put()
-    MODEL.generate(ids_of(LONG), max_new_tokens=2, streamer=found, do_sample=False)  # as without lazyllm
-    assert len(found.got) == 4
 
 
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
@@ -321,13 +208,10 @@ def test_stop_strings(tiny: tuple[Any, Any]) -> None:
         with pytest.raises(ValueError, match="tokenizer"):
             model.generate(**inputs, stop_strings=word, max_new_tokens=6)
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, word)])
-    decode = lazyllm.generate_with(Baseline())
-    out = model.generate(**inputs, custom_generate=decode, stopping_criteria=criteria, max_new_tokens=6)
-    assert torch.equal(out, expected)
-    with pytest.raises(ValueError, match=r"stop_strings need generate_with\(method, tokenizer=tokenizer\)"):
-        model.generate(**inputs, **options, custom_generate=decode)
-    decode = lazyllm.generate_with(Baseline(), tokenizer=tokenizer)
-    assert torch.equal(model.generate(**inputs, **options, custom_generate=decode), expected)
+    with lazyllm.using(model, Baseline()):
+        assert torch.equal(model.generate(**inputs, stopping_criteria=criteria, max_new_tokens=6), expected)
+        with pytest.raises(ValueError, match="give them to generate itself"):
+            model.generate(**inputs, generation_config=GenerationConfig(stop_strings=word), tokenizer=tokenizer)
 
 
 def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
@@ -339,7 +223,6 @@ def test_pipeline_answers_with_the_method(tiny: tuple[Any, Any]) -> None:
     with lazyllm.using(model, method):
         found = pipe(TEXT, **options)
     assert found[0]["generated_text"] == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
-    assert pipe(TEXT, custom_generate=lazyllm.generate_with(method), **options) == found
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
@@ -354,12 +237,12 @@ def test_using_leaves_the_model_as_it_was() -> None:
         assert same is model
         inner = model.generate(ids_of(LONG), max_new_tokens=4, return_dict_in_generate=True)
         assert isinstance(inner, LazyGenerateOutput)
-        assert inner.generations[0].pct_prompt_tokens_computed < 100
+        assert inner.generation.pct_prompt_tokens_computed < 100
         with lazyllm.using(model, Baseline()):
             assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), plain)
         assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), inner.sequences)
-        explicit = lazyllm.generate_with(Baseline())
-        assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4, custom_generate=explicit), plain)
+        own = model.generate(ids_of(LONG), max_new_tokens=4, custom_generate=lambda *_, **__: "a call's own")
+        assert own == "a call's own"
         assert not torch.equal(inner.sequences, plain)
     assert state_of(model) == before
     assert torch.equal(model.generate(ids_of(LONG), max_new_tokens=4), plain)
@@ -384,9 +267,9 @@ def test_generate_returns_tokens_scores_and_generations() -> None:
     out = ours(PRUNE, **RETURNED)
     assert isinstance(out, LazyGenerateOutput)
     alone = lazyllm.generate(MODEL, LONG, PRUNE, 8, ())
-    assert (out.generations[0].token_ids, out.generations[0].selected) == (alone.token_ids, alone.selected)
-    assert (out.generations[0].computed == alone.computed).all()
-    assert torch.equal(out.generations[0].first_logits, alone.first_logits)
+    assert (out.generation.token_ids, out.generation.selected) == (alone.token_ids, alone.selected)
+    assert (out.generation.computed == alone.computed).all()
+    assert torch.equal(out.generation.first_logits, alone.first_logits)
     assert (out.past_key_values, out.attentions, out.hidden_states) == (None, None, None)
     for tensor in (out.sequences, *out.scores, *out.logits):
         assert not tensor.is_inference()  # so that a loss may be computed on them
@@ -457,44 +340,30 @@ def filled_cache() -> DynamicCache:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size, dtype=torch.float64)}, "give input_ids"),
-        ({"past_key_values": filled_cache()}, "past_key_values are not supported"),
+        ({"inputs": None, "inputs_embeds": torch.zeros(1, 3, MODEL.config.hidden_size)}, "give input_ids"),
+        ({"past_key_values": filled_cache()}, "past_key_values is not supported"),
+        ({"past_key_values": DynamicCache()}, "past_key_values is not supported"),
         ({"position_ids": torch.arange(WIDTH)[None] + 2}, "position_ids"),
         ({"labels": ids_of(LONG)}, "labels: not passed"),
-        ({"input_ids": ids_of([1, 97])}, "the model knows 0 to 96"),
-        ({"input_ids": BATCH["input_ids"], "attention_mask": BATCH["attention_mask"].flip(1)}, "padded on the right"),
-        ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])}, "padded between its tokens"),
-        ({"input_ids": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 0, 0])}, "row 0 has no token"),
-        ({**BATCH, "pad_token_id": None, "max_time": 9.0}, "give pad_token_id"),
+        ({"inputs": ids_of([1, 97])}, "the model knows 0 to 96"),
+        ({"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([0, 1, 1])}, "leave out the padding"),
+        ({"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 0, 1])}, "leave out the padding"),
+        ({"inputs": ids_of([1, 2, 3]), "attention_mask": ids_of([1, 1, 0])}, "leave out the padding"),
+        ({"inputs": ids_of([1, 2, 0])}, "or give a mask if the padding token is part of the prompt"),
+        ({"inputs": torch.tensor([[5, 6], [5, 7]])}, "one prompt at a time, got 2 rows: .* lazyllm.generate_many"),
+        ({"num_return_sequences": 2, "do_sample": True}, "got 2 rows: call generate for each prompt and each sample"),
         ({"num_beams": 2}, "pruning method"),
         ({"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}, "pruning method"),
         ({"prompt_lookup_num_tokens": 3}, "pruning method"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "pruning method"),
-    ],
-)
-def test_generate_refuses_inputs_and_options(
-    given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "pad_token_id" in given:
-        monkeypatch.setattr(MODEL.generation_config, "pad_token_id", None)
-    for way in ways(PRUNE):
-        with pytest.raises(ValueError, match=message):
-            way(**{**given} if "inputs_embeds" in given else {"input_ids": ids_of(LONG), **given}, max_new_tokens=3)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"past_key_values": DynamicCache()}, "past_key_values are not supported"),
-        ({"cache_implementation": "paged"}, "continuous batching"),
-        ({"assistant_model": MODEL}, "generation mode assisted_generation is not supported"),
+        ({"cache_implementation": "paged"}, "cache_implementation='paged' is not supported"),
+        ({"assistant_model": MODEL}, "assistant_model is not supported"),
         ({"synced_gpus": True}, "synced_gpus"),
-        ({"inputs": torch.tensor([[5, 6, 0], [5, 6, 7]]), "eos_token_id": 0}, "pad on the left"),
     ],
 )
-def test_using_refuses_arguments_that_transformers_passes_on(given: dict[str, Any], message: str) -> None:
+def test_generate_refuses_inputs_and_options(given: dict[str, Any], message: str) -> None:
     with lazyllm.using(MODEL, PRUNE), pytest.raises(ValueError, match=message):
-        MODEL.generate(**{"inputs": ids_of(LONG), **given}, max_new_tokens=3)
+        MODEL.generate(**{"inputs": ids_of(LONG), "max_new_tokens": 3, **given})
 
 
 def test_using_refuses_a_wrapper_whose_own_model_would_generate() -> None:
@@ -503,11 +372,9 @@ def test_using_refuses_a_wrapper_whose_own_model_would_generate() -> None:
         pass
 
 
-def test_generate_with_refuses_bad_methods_and_seeds() -> None:
-    with pytest.raises(TypeError, match="expected a method such as"):
-        lazyllm.generate_with(Lazy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="seed is a whole number of 0 or more, got -1"):
-        lazyllm.generate_with(PRUNE, seed=-1)
+def test_using_refuses_bad_methods() -> None:
+    with pytest.raises(TypeError, match="expected a method such as"), lazyllm.using(MODEL, Lazy):  # type: ignore[arg-type]
+        pass
     with pytest.raises(ValueError, match="only 4 layers"):
         ours(Lazy({5: 0.5}))
     with pytest.raises(FloatingPointError, match="every token is forbidden"):

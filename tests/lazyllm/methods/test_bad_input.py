@@ -27,6 +27,7 @@ LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
     "fastkv": {"window": 99},
     "gemfilter": {"window": 99, "sound": True},
     "oracle": {"pool": 99},
+    "promptdistill": {"pool": 99},
     "prompt_compression": {"window": 99},
     "pyramidinfer": {"first": 99},
     "specprefill": {"chunk": 99, "sound": True},
@@ -67,6 +68,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("uniprefill", {"layers": [0]}, "layers.*1 or more"),
     ("uniprefill", {"layers": [2, 5]}, "layers=5.*only 4 layers"),
     *(("uniprefill", {key: 0}, f"{key}.*1 or more") for key in ("window", "block", "last")),
+    ("promptdistill", {"pool": 4}, "pool=4.*odd"),
+    ("promptdistill", {"layers": [2, 5]}, "layers=5.*only 4 layers"),
+    *(
+        ("promptdistill", {"layers": layers, "keep": [0.5, 4]}, "ascending layers, and a keep for each")
+        for layers in ([3, 2], [2, 2], [1, 2, 3], None)
+    ),
     ("oracle", {"answer": 0}, "answer.*1 or more"),
     *((name, {key: 5}, f"{key}=5.*only 4 layers") for name, key in CUTS.items()),
     ("lazy", {"schedule": {5: 0.5}}, "layer 5.*only 4 layers"),
@@ -119,6 +126,5 @@ def test_draft_that_does_not_fit_is_refused(sizes: dict[str, int], message: str,
     method = SpecPrefill(str(tmp_path), keep=0.5, chunk=4)
     with pytest.raises(ValueError, match=message):
         lazyllm.generate(MODEL, PROMPT, method, 2, ())
-    inside: Any = lazyllm.generate_with(method)
-    with pytest.raises(ValueError, match=message):
-        MODEL.generate(torch.tensor([PROMPT]), custom_generate=inside, max_new_tokens=2)
+    with pytest.raises(ValueError, match=message), lazyllm.using(MODEL, method):
+        MODEL.generate(torch.tensor([PROMPT]), max_new_tokens=2)

@@ -68,6 +68,11 @@ CASES: dict[str, dict[str, Sequence[Any]]] = {
         "layers": [cuts for count in (1, 2, 3) for cuts in combinations(LAYER, count)], "p": [0.1, 0.5, 0.8, 0.99, 1.0],
         "window": [1, 3, 8, 40], "block": [1, 2, 5], "first": [0, 1, 4], "last": [1, 2, 6],
     },
+    "promptdistill": {
+        "layers": [*([cut, LAYERS] for cut in LAYER[:-1]), [1, 3]],
+        "keep": [[0.35, 0.1], [0.7, 4], [9, 3], [1.0, 0.5], [1, 1]],
+        "pool": [1, 3, 5, 13], "forget": [True, False],
+    },
     "static_pruning": {"layer": LAYER, "keep": SHARES},
     "specprefill": {
         "keep": [0.1, 0.3, 0.6, 1.0], "lookahead": [1, 2, 5], "chunk": [1, 2, 5, 32], "pool": [1, 3, 13],

@@ -1,0 +1,78 @@
+"""PromptDistill: an early layer's query selects the tokens that go on (Jin et al. 2025, arXiv 2503.23274)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from lazyllm.engine.inputs import Boundary, ScoreSpec
+from lazyllm.methods.support.bases import Prune, at_depth
+from lazyllm.methods.support.hyperparameters import check_count_or_ratio, check_odd, checked, count_of, layers_of
+from lazyllm.methods.support.ranking import best_of_prompt, sum_over_first
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PromptDistill(Prune):
+    """After an early layer, keep the tokens that the last query attends to most; in several stages if asked.
+
+    layers: 1-based layers after which tokens are dropped; None for one, at 14/32 of the depth (the authors' index 13).
+    keep: for each of `layers`, the tokens of the prompt that go on, as a number (int) or a share, rounded up (float);
+        the last token among them. A single value serves all layers.
+    pool: odd width of the average pooling of scores.
+    forget: dropped tokens also leave the KV caches of the layers up to the cut (the authors' cache truncation).
+
+    Scores: attention logits of the last token's query, summed over all heads; without softmax. A token outside the
+    layer's sliding window comes last. Tokens keep their positions.
+
+    Source: the paper (the code, declare-lab/PromptDistill, commit 472bfef, has no licence). Written from scratch.
+    Ours: the last token always stays, as its hidden state gives the first logits; `keep` as a share; ties go to the
+    lower position.
+    """
+
+    label = "PromptDistill"
+    order = 13
+    colour = "#7878F0"
+    marker = "p"
+    target_parameter = "keep"
+    shown_parameters = ("layers",)
+
+    layers: Sequence[int] | None = None
+    keep: float | Sequence[float] = 1024
+    pool: int = checked(check_odd, 5)
+    forget: bool = True  # type: ignore[misc]  # a base's class attribute
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given, layers = self.layers, layers_of(self.layers)
+        for keep in self.keep if isinstance(self.keep, Sequence) else [self.keep]:
+            check_count_or_ratio("keep", keep)
+        if isinstance(self.keep, Sequence):
+            if len(self.keep) != len(layers or [None]) or [*(given or ())] != [*(layers or ())]:
+                raise ValueError(
+                    f"layers={given}, keep={self.keep}: give ascending layers, and a keep for each of them"
+                )
+            object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "layers", layers)
+
+    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+        layers = [at_depth(layer, num_layers, Fraction(14, 32), "layers") for layer in self.layers or [None]]
+        keeps = self.keep if isinstance(self.keep, Sequence) else [self.keep] * len(layers)
+        counts = [count_of(keep, n) for keep in keeps]
+        return {layer: min(counts[: stage + 1]) for stage, layer in enumerate(layers)}
+
+    def score_spec(self, layers: range) -> ScoreSpec:
+        return ScoreSpec(layers[-1:], raw=True, per_head=True)
+
+    def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
+        import torch.nn.functional as F
+
+        summed = sum_over_first(recorded[0])  # [m]
+        return F.avg_pool1d(summed[None], self.pool, stride=1, padding=self.pool // 2)[0]
+
+    def select(self, at: Boundary, scores: Tensor) -> Tensor:
+        return best_of_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])

@@ -1,0 +1,104 @@
+"""Every run in results/ scores as its answers do, answers all that was planned, and names its origin."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.metrics import needs_classes, score_example
+from eval.store.folder import PLANNED, fingerprint
+from eval.store.runs import StoredRun, stored_runs
+from eval.store.visit import Visit
+from lazyllm.errors import UserError
+from lazyllm.machine import accelerator
+from tests.conftest import ROOT
+from tests.eval.store.made import write_run
+from tests.eval.store.visits import measurement, turn
+
+COMMITTED = sorted(file.parent for file in (ROOT / "results").rglob("run.json"))
+
+
+def problems(folder: Path) -> list[str]:
+    """A line for each score that differs from the stored answer's, missing answer and missing fact of a run."""
+    [run] = stored_runs([folder])
+    return [*faults_of_origin(run), *missing(run), *wrong_scores(run)]
+
+
+def faults_of_origin(run: StoredRun) -> Iterator[str]:
+    known = run.about.get("provenance") or {}
+    for name in ("git_commit", "versions", "machine"):
+        if not known.get(name):
+            yield f"run.json lacks {name}"
+    if (known.get("git_commit") or "").endswith("+changes"):
+        yield "the code had uncommitted changes"
+    if run.about.get("fingerprint") != fingerprint(run.identity):
+        yield "the fingerprint is not the identity's"
+    for dataset in run.datasets:
+        if not run.identity["data"].get(dataset):
+            yield f"run.json lacks the data hash of {dataset}"
+    kind = accelerator(run.device)
+    try:
+        if kind is not None:
+            kind.share(float((run.rows["prefill_flops"] / run.rows["ttft_s"]).max()))
+    except UserError as error:
+        yield str(error)
+
+
+def missing(run: StoredRun) -> Iterator[str]:
+    if run.planned is None:
+        yield f"lacks {PLANNED}"
+    for key in run.planned or ():
+        if run.answered.get(key, set()) < run.arms.keys():
+            yield f"{key[0]}, row {key[1]}: an arm has no answer"
+
+
+def wrong_scores(run: StoredRun) -> Iterator[str]:
+    for one in run.visits:
+        dataset = DATASETS[one.dataset]
+        classes = classes_of(one.dataset)[one.id] if needs_classes(dataset) else None  # visits lack the class names
+        for arm, answers in one.answers.items():
+            for asked, stored in zip(one.turns, answers, strict=True):
+                score = score_example(dataset, stored.text, asked.answers, classes)
+                if abs(score - stored.score) > 1e-9:  # versions of Python may add floats in another order
+                    yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score:g}, computed {score:g}"
+
+
+@cache
+def classes_of(dataset: str) -> dict[str, Sequence[str]]:
+    """{row: its class names}."""
+    return {example.id: example.all_classes for example in load_rows(DATASETS[dataset]).examples}
+
+
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+def test_committed_run_scores_as_its_answers_do(folder: Path) -> None:
+    assert problems(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "fault"),
+    [
+        ("run.json", '"git_commit": "abc"', '"git_commit": null', "run.json lacks git_commit"),
+        ("run.json", '"git_commit": "abc"', '"git_commit": "abc+changes"', "the code had uncommitted changes"),
+        ("run.json", '"hotpotqa": "aa bb v1"', '"trec": "aa bb v1"', "lacks the data hash of hotpotqa"),
+        ("run.json", '"revive": true', '"revive": false', "the fingerprint is not the identity's"),
+        ("run.json", '"a device"', '"NVIDIA H100 80GB HBM3"', "impossible clock"),
+        (PLANNED, '"row-2"', '"row-2", "row-3"', "hotpotqa, row row-3: an arm has no answer"),
+        ("visits.jsonl", '"score":0.5', '"score":0.6', "hotpotqa, row row-1, lazy: stored score 0.6, computed 0.5"),
+    ],
+)
+def test_fault_is_seen(tmp_path: Path, file: str, old: str, new: str, fault: str) -> None:
+    # by hand: one of three words is right, and the one gold word is found: 2 * (1/3 * 1) / (1/3 + 1)
+    half = measurement("because of it", 0.5, prefill_flops=10**15)
+    answers = {"baseline": [measurement("because", 1.0)], "lazy": [half]}
+    fields = {"turns": [replace(turn(), answers=["because"])], "order": ["baseline", "lazy"], "answers": answers}
+    visits = [Visit(dataset="hotpotqa", id=f"row-{number}", **fields) for number in (1, 2)]
+    run = write_run(tmp_path / "run", visits, data={"hotpotqa": "aa bb v1"})
+    (run / PLANNED).write_text('{"hotpotqa": ["row-1", "row-2"]}')
+    assert problems(run) == []
+    text = (run / file).read_text(encoding="utf-8")
+    assert old in text
+    (run / file).write_text(text.replace(old, new), encoding="utf-8")
+    assert fault in "\n".join(problems(run))
