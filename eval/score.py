@@ -15,7 +15,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.metrics import check_gold, dataset_score, score_example, second_score
 from eval.benchmarks.rows import CLASSES, TEXTS, check_fields, read_lines
 from eval.benchmarks.suite import Dataset
-from lazyllm.errors import UserError, parser_of
+from lazyllm.errors import UserError, nearest, parser_of
 
 # LongBench's Chinese datasets: official folders hold them too; the paper leaves them out.
 CHINESE_DATASETS = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
@@ -40,7 +40,7 @@ def score_folder(path: str | Path) -> dict[str, Any]:
     ignored = [file.name for name, file in files.items() if name in CHINESE_DATASETS]
     unknown = [name for name in files if name not in (*_SCORED, *CHINESE_DATASETS)]
     if unknown:
-        raise UserError(f"{files[unknown[0]]}: unknown dataset {unknown[0]!r}; expected one of {', '.join(_SCORED)}")
+        raise UserError(f"{files[unknown[0]]}: unknown dataset {unknown[0]!r}: {nearest(unknown[0], _SCORED)}")
     predictions = {name: _read(files[name], dataset) for name, dataset in _SCORED.items() if name in files}
     if not predictions:
         beside = f", only {', '.join(ignored)}, which are not scored here" if ignored else ""

@@ -2,11 +2,10 @@
 
 lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3           the best score at an ideal TTFT speedup
 lazyllm-bench tune model=tiny dataset=embedded -m target_speedup=1.5,2,3    a study of each
-lazyllm-bench tune -m worker=1,2,3,4 hydra/launcher=joblib ...              four processes on one study
 
-A round of Optuna's schedules is the arms of an ordinary run in `trials/`. The best one and one like the paper's are
-compared in runs/. The same command resumes. The study's folder also holds `schedules.csv` (ideal speedups, scores on
-`dev`) and `tuned.yaml`, for `method.schedule=tuned/STUDY`.
+Each schedule that Optuna draws is measured by an ordinary run in `trials/`. The best one and one like the paper's are
+compared in runs/. The same command resumes. The study's folder also holds Optuna's `study.db`, `schedules.csv` (ideal
+speedups, scores on `dev`) and `tuned.yaml`, for `method.schedule=tuned/STUDY`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import json
 import logging
 import math
 import shlex
-import time
 import warnings
 from bisect import bisect_left
 from collections import Counter
@@ -26,7 +24,6 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from eval.benchmarks.datasets import DATASETS
@@ -37,7 +34,7 @@ from eval.run.job import job, start
 from eval.run.run import Run
 from eval.run.settings import RunConfig, TrackerConfig
 from eval.run.targets import FILE, as_yaml
-from eval.store.folder import InUseError, check_same, fingerprint
+from eval.store.folder import check_same, fingerprint
 from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Baseline, Method, by_name
@@ -50,9 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Cuts = tuple[tuple[int, int], ...]  # a schedule: (pruning layer, per cent kept), in the order of layers
-# Scores of schedules on `dev`; None if one could not be measured
-Score = Callable[[Sequence[Cuts]], Mapping[Cuts, float | None]]
-ROUND = 4  # schedules that are measured together
+Score = Callable[[Cuts], float]  # of a schedule, on `dev`; NaN if it could not be measured, which Optuna leaves out
 
 
 @dataclass
@@ -62,8 +57,7 @@ class TuneConfig(RunConfig):
     target_speedup: float | None = setting(None, "ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies")
     trials: int = setting(64, "schedules to measure")
     layers: int = setting(3, "maximum number of pruning layers of a schedule")
-    timeout_s: float | None = setting(None, "seconds after which this process begins no further trial")
-    worker: int | None = setting(None, "the number of this process; `-m worker=1,2,3,4` starts four on one study")
+    timeout_s: float | None = setting(None, "seconds after which no further trial begins")
 
 
 def to_tune_config(config: DictConfig) -> TuneConfig:
@@ -191,105 +185,88 @@ def tune(config: TuneConfig) -> Path:
     }
     name = f"{trials.folder.name.rpartition('-')[0]}-{space.target:g}x-{fingerprint(identity)[:8]}"
     folder = Path(config.out or f"studies/{name}")
-    study = open_study(folder, identity, config)
+    study = open_study(folder, identity, config.seed)
     log.info("%s: %d examples to tune on, %d schedules measured", folder, len(trials.cases), len(tried_in(study)))
     with loaded_once(trials) as load:
 
-        def score(cuts: Sequence[Cuts]) -> dict[Cuts, float | None]:
-            labels = {one: "-".join(f"{layer}_{percent}" for layer, percent in one) for one in cuts}
-            arms = {label: {**config.method, "schedule": schedule_of(one)} for one, label in labels.items()}
-            out = folder / "trials" / sha256_of(sorted(arms))[:12]
-            run = measure(trials.changed(compare=arms, out=str(out)), show=False, load=load)
-            frame, failed = run.rows, {arm for _, _, arm in run.failed}
-            return {
-                one: None if label in failed else rows_of(frame[frame["arm"] == label], frame)[-1]["score"]
-                for one, label in labels.items()
-            }
+        def score(cuts: Cuts) -> float:
+            label = "-".join(f"{layer}_{percent}" for layer, percent in cuts)
+            arms = {label: {**config.method, "schedule": schedule_of(cuts)}}
+            run = measure(trials.changed(compare=arms, out=str(folder / "trials" / label)), show=False, load=load)
+            return math.nan if run.failed else rows_of(run.rows, run.rows)[-1]["score"]
 
         search(study, space, score, config.trials, config.timeout_s)
     if tried_in(study):
-        with FileLock(folder / "report.lock"):  # other processes of the study report too, when they end
-            report(config, Run(replace(plain, split="test", out=None)), space, study, folder)
+        report(config, Run(replace(plain, split="test", out=None)), space, study, folder)
     else:
         log.warning("%s: no schedule has been measured; the same command resumes the search", folder)
     return folder
 
 
-def open_study(folder: Path, identity: dict[str, Any], config: TuneConfig) -> optuna.Study:
+def open_study(folder: Path, identity: dict[str, Any], seed: int) -> optuna.Study:
     """The study in a folder, made if there is none. Raises UserError for another identity, or a bad folder."""
     import optuna
-    from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    journal = folder / "journal.log"
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # the kernel frees this lock if its process is killed; Optuna's own lock expires after half a minute
-        lock: Any = FileLock(folder / "journal.lock")
-        with lock, journal.open("a+b") as opened:  # Optuna cannot read a line that a full disk left incomplete
-            opened.seek(0)
-            opened.truncate(opened.read().rfind(b"\n") + 1)
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(journal), lock))
-        study = optuna.create_study(storage=storage, study_name="schedules", direction="maximize", load_if_exists=True)
-        now = json.loads(json.dumps(identity, default=str))
-        check_same(folder, "study", study.user_attrs.get("identity", now), now)
-        study.set_user_attr("identity", now)
-    except OSError as error:
+        study = optuna.create_study(
+            storage=f"sqlite:///{folder / 'study.db'}",
+            study_name="schedules",
+            direction="maximize",
+            load_if_exists=True,
+        )
+    except (OSError, optuna.exceptions.StorageInternalError) as error:
         raise UserError(f"{folder}: the study cannot be written ({error}): give another folder with out=") from error
-    seed = config.seed + 1000 * (config.worker or 0) + len(study.trials)  # another one if the search is resumed
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
-    study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, group=True)  # groups: by `cuts`
+    now = json.loads(json.dumps(identity, default=str))
+    check_same(folder, "study", study.user_attrs.get("identity", now), now)
+    study.set_user_attr("identity", now)
+    # another seed if the search is resumed; groups: by `cuts`
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), multivariate=True, group=True)
     return study
 
 
-def tried_in(study: optuna.Study, *states: str) -> dict[Cuts, Any]:
-    """{schedule: its score (0 to 100, mean over tasks)} of all measured; or of trials in Optuna's states, without."""
-    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name in (states or ("COMPLETE",))]
-    return {tuple(map(tuple, trial.user_attrs["cuts"])): trial.value for trial in trials if "cuts" in trial.user_attrs}
+def tried_in(study: optuna.Study) -> dict[Cuts, Any]:
+    """{schedule: its score (0 to 100, mean over tasks)} of all measured."""
+    trials = [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+    return {tuple(map(tuple, trial.user_attrs["cuts"])): trial.value for trial in trials}
 
 
 def search(study: optuna.Study, space: Space, score: Score, trials: int, timeout_s: float | None = None) -> None:
-    """Measure schedules in rounds until the study has `trials` of them; no round begins after `timeout_s` seconds.
+    """Measure schedules until the study has `trials` of them; none begins after `timeout_s` seconds.
 
-    A schedule without a score counts until the search is resumed. The reference comes first, then trials that an
-    earlier process left unfinished. Several processes may measure a few schedules more.
+    The reference comes first. A schedule that misses the target, or was measured, counts as pruned. Optuna draws at
+    most 20 candidates for each schedule to measure, as a small space has few.
     """
     import optuna
 
-    states, known = optuna.trial.TrialState, tried_in(study)
-    if len(known) >= trials:
+    if len(tried_in(study)) >= trials:
         return
-    for cuts in [*space.references().values(), *tried_in(study, "FAIL", "RUNNING")]:
-        if len(cuts) <= space.max_cuts and cuts not in known:
-            parameters = {"cuts": len(cuts)}
-            for number, (layer, percent) in enumerate(cuts, start=1):
-                parameters |= {f"layer_{number}": layer, f"keep_{number}": percent}
-            study.enqueue_trial(parameters)
+    if not study.trials:
+        for cuts in space.references().values():
+            if len(cuts) <= space.max_cuts:
+                study.enqueue_trial(parameters_of(cuts))
 
-    failed, asked, end = 0, 0, math.inf if timeout_s is None else time.monotonic() + timeout_s
-    # at most 20 candidates for each schedule to measure: a small space has few that are not measured yet
-    while (left := trials - len(tried_in(study)) - failed) > 0 and asked < 20 * trials and time.monotonic() < end:
-        round_: dict[Cuts, optuna.Trial] = {}
-        while len(round_) < min(ROUND, left) and asked < 20 * trials:
-            trial, asked = study.ask(), asked + 1
-            cuts = space.draw(trial)
-            trial.set_user_attr("cuts", cuts)
-            trial.set_constraint("ideal speedup that is missing", space.target - space.speedup(cuts))
-            if space.reaches(cuts) and cuts not in round_ and cuts not in tried_in(study):
-                round_[cuts] = trial
-            else:  # a repeated score would attract the sampler
-                study.tell(trial, state=states.PRUNED)
-        try:
-            scores = score([*round_]) if round_ else {}
-        except InUseError:  # another process measures the same schedules
-            for trial in round_.values():
-                study.tell(trial, state=states.PRUNED)
-            continue
-        for cuts, trial in round_.items():
-            value = scores[cuts]
-            log.info("trial %d: schedule %s, score %s", trial.number, schedule_of(cuts), value)
-            failed += value is None
-            study.tell(trial, value, state=states.FAIL if value is None else states.COMPLETE)
+    def objective(trial: optuna.Trial) -> float:
+        cuts = space.draw(trial)
+        trial.set_user_attr("cuts", cuts)
+        if not space.reaches(cuts) or cuts in tried_in(study):
+            raise optuna.TrialPruned
+        value = score(cuts)
+        log.info("trial %d: schedule %s, score %s", trial.number, schedule_of(cuts), value)
+        return value
+
+    enough = optuna.study.MaxTrialsCallback(trials)  # of those that were measured
+    study.optimize(objective, n_trials=20 * trials, timeout=timeout_s, callbacks=[enough])
+
+
+def parameters_of(cuts: Cuts) -> dict[str, int]:
+    """The parameters of which `Space.draw` makes the schedule."""
+    chosen = {"cuts": len(cuts)}
+    for number, (layer, percent) in enumerate(cuts, start=1):
+        chosen |= {f"layer_{number}": layer, f"keep_{number}": percent}
+    return chosen
 
 
 def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:

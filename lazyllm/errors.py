@@ -1,6 +1,8 @@
 """What the commands of both packages share: errors that a user can fix, and the parser of arguments."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -38,6 +40,18 @@ def require(holds: bool, key: str, value: Any, expected: str) -> None:
     """Raise UserError unless a setting has an allowed value."""
     if not holds:
         raise UserError(f"{key}={value}: expected {expected}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What an error says of the known names: the nearest first; of more than eight, five and how to see the others."""
+
+    def distance(other: str) -> float:
+        return -SequenceMatcher(None, name.lower(), other.lower()).ratio()
+
+    names = sorted(known, key=distance)
+    if len(names) <= 8:
+        return f"expected one of {', '.join(names)}"
+    return f"the nearest names are {', '.join(names[:5])}; lazyllm-bench run --list shows all {len(names)}"
 
 
 def parser_of(command: str, description: str | None) -> ArgumentParser:

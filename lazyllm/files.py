@@ -31,5 +31,9 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder of files that are downloaded or made once: `$LAZYLLM_BENCH_CACHE` or `~/.cache/lazyllm-bench`."""
-    return Path(os.environ.get("LAZYLLM_BENCH_CACHE") or "~/.cache/lazyllm-bench").expanduser()
+    """The folder of files that are downloaded or made once.
+
+    `$LAZYLLM_BENCH_CACHE`, else `lazyllm-bench` in the user's cache folder: `$XDG_CACHE_HOME` or `~/.cache`.
+    """
+    own, users = os.environ.get("LAZYLLM_BENCH_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(own) if own else Path(users) / "lazyllm-bench").expanduser()

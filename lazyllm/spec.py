@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, nearest
 from lazyllm.presets import PRESETS
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -22,6 +21,8 @@ _CHOICES = {
     "quantise": (*QUANTISATIONS, None),
 }
 
+GGUF = ".gguf"  # how the name of a GGUF file ends
+
 DeviceMap = Literal["auto"] | Mapping[str, int | str]
 
 
@@ -29,7 +30,9 @@ DeviceMap = Literal["auto"] | Mapping[str, int | str]
 class ModelSpec:
     """Which model, and how it is loaded. Two equal specs load the same weights.
 
-    name: a preset (`lazyllm.presets`), a folder, or a hub id.
+    name: a preset (`lazyllm.presets`), a folder, a GGUF file, or a hub id.
+    gguf: the name of a GGUF file in the folder or the hub's repository, whose checkpoint it is then. A folder with one
+        GGUF file and no config.json needs no `gguf`.
     load_format: "auto" reads the checkpoint (tensors only, no remote code); "dummy" builds the architecture with
         random weights and downloads nothing, for timing: times depend on shapes, not on values.
     dtype: "bfloat16", "float16", "float32" or "float64".
@@ -57,11 +60,17 @@ class ModelSpec:
     quantise: str | None = None
     device_map: DeviceMap | None = field(default=None, hash=False)
     seed: int = 0
+    gguf: str | None = None
 
     @property
     def source(self) -> str:
-        """The folder or hub id of `name`. Raises UserError if there is none."""
-        return source_of(self.name)
+        """The folder, GGUF file or hub id of `name`. Raises UserError if there is none."""
+        return source_of(self.name, self.gguf)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model is a folder or a file, not a repository on the hub. Raises UserError as `source` does."""
+        return Path(self.source).exists()
 
     @property
     def is_dummy(self) -> bool:
@@ -93,17 +102,34 @@ class ModelSpec:
             raise UserError(f"device_map places every layer: leave out device={self.device}")
 
 
-def source_of(name: str) -> str:
-    """The folder or hub id of a model's name. Raises UserError if there is none."""
-    if name in PRESETS:
-        return PRESETS[name].source
+def source_of(name: str, gguf: str | None = None) -> str:
+    """The folder, GGUF file or hub id of a model's name. gguf: as in `ModelSpec`. Raises UserError if there is none."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    is_file = path.is_file() and path.suffix == GGUF
+    if gguf is not None and (name in PRESETS or is_file or not gguf.endswith(GGUF)):
+        raise UserError(f"gguf={gguf}: give the name of a file {GGUF} in the folder or hub id that the model's name is")
+    if name in PRESETS:
+        return PRESETS[name].find()
+    if is_file:
         return str(path)
+    if path.is_dir():
+        return _in_folder(path, gguf)
     if "/" not in name or name.startswith((".", "/", "~")) or len(path.parts) > 2:
-        close = "".join(f"; did you mean {preset}?" for preset in get_close_matches(name, PRESETS, 1))
         raise UserError(
-            f"{name!r} is not a model: no such folder, not a hub id (owner/name), not one of the presets "
-            f"{', '.join(PRESETS)}{close}"
+            f"{name!r} is not a model: no such folder or GGUF file, no hub id (owner/name), no preset: "
+            f"{nearest(name, PRESETS)}"
         )
     return name
+
+
+def _in_folder(folder: Path, gguf: str | None) -> str:
+    """A folder, or its GGUF file: the one that is named, or the only one where there is no config.json."""
+    if gguf is not None:
+        if not (folder / gguf).is_file():
+            raise UserError(f"{folder} holds no {gguf}")
+        return str(folder / gguf)
+    files = [] if (folder / "config.json").is_file() else sorted(folder.glob(f"*{GGUF}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise UserError(f"{folder} holds {len(files)} GGUF files, give one as gguf=NAME (in a run model.gguf): {names}")
+    return str(files[0] if files else folder)

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from lazyllm.engine import kernels
 from lazyllm.methods import Method
-from lazyllm.methods.support import lazy_session
 from tests.lazyllm.engine.test_probe import attention_in_order
 from tests.reference import attention_of, random_variant
 from tests.test_virtual_card import waits_and_most
@@ -95,7 +94,7 @@ def test_queries_attend_to_the_first_tokens_in_order(dtype: str, size: int, monk
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("lazy")])
 def test_answers_that_sort_tokens_are_those_of_the_cpu(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(lazy_session, "SORTED", 0)
+    monkeypatch.setattr(kernels, "SORTED", 0)
     test_answers_are_those_of_the_cpu(VARIANTS[0], name)
 
 

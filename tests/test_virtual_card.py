@@ -90,6 +90,17 @@ def test_attention_runs_on_fused_backends_and_cudnn_in_prefills_only() -> None:
             assert ("mask" in calls) == (label.startswith("step") and ": lazy" in name and "revival" not in name)
 
 
+def test_few_queries_over_many_keys_run_in_chunks_without_another_wait() -> None:
+    """At "lazyllm.engine.kernels.CHUNK_KEYS" = 4: the answers of the CPU, by the kernel for masks alone."""
+    for name, found in seen()["chunks"].items():
+        assert not isinstance(found, str), f"{name}: {found}"
+        for waits, most in waits_and_most(name.split(": ")[1], found):
+            assert waits <= most
+        calls = [call for label, part in found.items() if label.startswith("step") for call in part["attention"]]
+        assert {call.split()[1] for call in calls} <= {"flash", "efficient"}
+        assert ("efficient efficient mask, chunks" in calls) == ("revival" not in name)
+
+
 def test_scores_of_16_bits_use_tensor_cores_and_others_do_not() -> None:
     found = parts()
     for name in ("lazy", "pyramidinfer"):

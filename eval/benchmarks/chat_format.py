@@ -5,10 +5,9 @@ New templates take arguments and write the date into the prompt. Both are fixed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
@@ -68,25 +67,16 @@ class ChatFormat:
         other = replace(self, today="2001-02-03")
         return self.uses_template(tokenizer) and self.wrapped(tokenizer, "") != other.wrapped(tokenizer, "")
 
-    def wrapped(self, tokenizer: PreTrainedTokenizerBase, text: str, earlier: Sequence[str] = ()) -> str:
+    def wrapped(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         """The text as a message in the tokenizer's chat template, up to the beginning of the answer.
 
-        earlier: the messages before it, of user and assistant in turns. Raises UserError if there is no template, or if
-        it refuses the messages.
+        Raises UserError if there is no template, or if it refuses the message.
         """
-        roles = cycle(("user", "assistant"))
-        messages = [*self._before(), *({"role": next(roles), "content": message} for message in (*earlier, text))]
+        messages = [*self._before(), {"role": "user", "content": text}]
         try:
             return render(tokenizer, messages, self.template_args(tokenizer), self.today)
         except UserError as error:
             raise UserError(f"{error}: see model.system") from error
-
-    def opening(self, tokenizer: PreTrainedTokenizerBase, earlier: Sequence[str]) -> str:
-        """The text before a message without a template: `before`, and the earlier messages in the same format."""
-        text = self.before
-        for asked, answer in zip(earlier[::2], earlier[1::2], strict=True):
-            text += f"{asked}{self.after}{answer}{self._again(tokenizer)}"
-        return text
 
     def later(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
         """The text after an answer if `text` is the next message: the answer's end, and the formatted message.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import field, make_dataclass
 from functools import lru_cache
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks import SUITES
 from eval.benchmarks.own import TASK, OwnDataset, own_dataset, own_suite
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, nearest, require
 
 # All datasets by name; `add_own` adds a user's, and its suite to `SUITES`
 DATASETS: dict[str, Dataset] = {dataset.name: dataset for suite in SUITES.values() for dataset in suite.datasets}
@@ -86,9 +85,7 @@ def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset,
         names = [each for name in names if name not in others for each in of_task.get(name, [name])]
     for name in names:
         if name not in CHOICES:
-            close = difflib.get_close_matches(name, CHOICES)
-            meant = f"did you mean {' or '.join(close)}?" if close else f"expected one of {', '.join(CHOICES)}"
-            raise UserError(f"unknown dataset {name!r}: {meant}")
+            raise UserError(f"unknown dataset {name!r}: {nearest(name, CHOICES)}")
     named = dict.fromkeys(each for name in names for each in CHOICES[name])
     datasets = tuple(each for each in named if dataset.get(each.name, True))
     if not datasets:

@@ -13,10 +13,6 @@ SCBench (`compute_scores.py`, commit 9987de6): its scorers of many_shot and qa_c
 string as if it were a list of answers, so each of its characters counts as an answer. In many_shot, an answer that
 shares a letter with the gold one is right.
 
-BABILong (`babilong/metrics.py`, commit eeec607): whether the answer names the right label only.
-
-MRCR (the dataset's card): 0 unless the answer starts with the row's random string, else the ratio of `SequenceMatcher`.
-
 GraphWalks (the dataset's card): F1 of the nodes in the last line, `Final Answer: [a, b]`. Ours: blank lines at the end
 are passed over, and two faults of the card's code are not kept. It joins the words `Final Answer: [` to the first node,
 which then is never right, and gives 1 to an answer without any right node.
@@ -40,10 +36,6 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _GOLD_PARAGRAPH = re.compile(r"Paragraph (\d+)")
 _FINAL_ANSWER = re.compile(r"Final Answer: ?\[(.*)\]")
-
-# BABILong's labels: of tasks 1 to 4, and of task 5
-PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
-GIVERS_AND_GIFTS = ("bill", "fred", "jeff", "mary", "apple", "football", "milk")
 
 # The package `rouge` walks back through its LCS table by recursion, one call a step. In the official script, Python's
 # limit of 1000 nested calls allows N steps; a longer walk ends in an error that scores 0.
@@ -232,35 +224,14 @@ def _summary_or_number(answer: str, answers: Sequence[str]) -> float:
     return float(found is not None and found[0] == answers[0])
 
 
-def _label(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the first sentence names the gold label and no other one, but for those in the question, which follow."""
-    sentence = answer.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
-    gold, *asked = map(str.lower, answers)
-    labels = PLACES if gold in PLACES else GIVERS_AND_GIFTS
-    return [label for label in labels if label in sentence and label not in asked] == [gold]
-
-
 def _node_f1(answer: str, answers: Sequence[str]) -> float:
-    """F1 of the sets of nodes: 1 if both are empty, 0 without a final line. answers: the gold final line."""
-    nodes, gold = _final_nodes(answer), _final_nodes(answers[0]) or set()
-    if nodes is None:
-        return 0.0
-    return 2 * len(nodes & gold) / (len(nodes) + len(gold)) if nodes or gold else 1.0
-
-
-def _final_nodes(answer: str) -> set[str] | None:
-    """The nodes of the last line that is not blank; None if it has no final answer."""
+    """F1 of the nodes of the last line that is not blank, `Final Answer: [a, b]`, and the gold ones; 0 without it."""
     lines = [line for line in answer.split("\n") if line.strip()]
     match = _FINAL_ANSWER.search(lines[-1]) if lines else None
-    return None if match is None else {node.strip() for node in match[1].split(",") if node.strip()}
-
-
-def _copied(answer: str, answers: Sequence[str]) -> float:
-    """The ratio of the answer and the gold one, behind the text that both must start with: `answers[1]`, if given."""
-    gold, start = answers[0], "".join(answers[1:2])
-    if not answer.startswith(start):
+    if match is None:
         return 0.0
-    return SequenceMatcher(None, answer.removeprefix(start), gold.removeprefix(start)).ratio()
+    nodes = {node.strip() for node in match[1].split(",") if node.strip()}
+    return 2 * len(nodes & {*answers}) / (len(nodes) + len({*answers}))
 
 
 def _best(metric: Callable[[str, str], float]) -> Metric:
@@ -294,15 +265,11 @@ METRICS: dict[str, Metric] = {
     "number": _over_all(_number),
     "rouge_lsum": _over_all(_summary),
     "rouge_lsum_or_number": _over_all(_summary_or_number),
-    "label": _over_all(_label),
     "node_f1": _over_all(_node_f1),
-    "sequence_ratio": _over_all(_copied),
 }
 # {metric: (check of a gold answer, its form)}, if not every text is one
 _GOLD_FORMS: dict[str, tuple[Callable[[str], Any], str]] = {
     "retrieval": (_GOLD_PARAGRAPH.search, "Paragraph <number>"),
-    "label": (lambda gold: gold.lower() in PLACES + GIVERS_AND_GIFTS, "a label of BABILong"),
-    "node_f1": (lambda gold: _final_nodes(gold) is not None, "Final Answer: [<nodes>]"),
 }
 
 

@@ -4,22 +4,18 @@ The test is Greg Kamradt's (github.com/gkamradt/LLMTest_NeedleInAHaystack). Ours
 no model can guess, and an answer is right if it contains the number. A needle stands at the first end of a sentence at
 or behind its depth, his at the last one before it. A length counts all of the prompt and the answer, his the text and
 200 tokens for the rest. The haystack is RULER's noise or the user's text, repeated if necessary.
-
-`tiny` cannot read English. With its tokenizer, needle and haystack are those of the embedded suite's `lookup`:
-`entry KEY a b c.` in filler, without other entries.
 """
 
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
-from eval.benchmarks import embedded
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import made_here, sha256_of
@@ -29,6 +25,32 @@ from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset,
 from lazyllm.errors import UserError, require
 
 VERSION = 1
+
+MAX_NEW_TOKENS = 32
+_INSTRUCTION = "Somewhere in this text a special magic number is given. Find it and remember it.\n\n"
+_QUESTION = "\n\nWhich special magic number does the text give for {key}?"
+_ANSWER_PREFIX = " The special magic number for {key} that the text gives is"
+# Two of these are the key of a number
+_KEYS = """
+    amber anchor apple arrow autumn badge bamboo banner barrel basket beacon beaver bishop blanket blossom
+    bottle bridge bronze bucket button cabin cactus camel candle canoe canyon carbon carpet castle cedar cello
+    chalk chapel cherry chimney cinder circle clover cobalt coffee comet copper coral cotton cousin cradle
+    crater cricket crimson crystal curtain cypress dagger daisy desert diamond dolphin donkey dragon drawer
+    eagle ember emerald engine envelope falcon feather fennel ferry fiddle flannel flint flute forest fossil
+    fountain galaxy garlic garnet geyser ginger glacier goblet granite grape gravel guitar hammer harbor harvest
+    hazel helmet heron hollow honey horizon hornet icicle indigo insect island ivory jacket jaguar jasmine jelly
+    jewel jungle juniper kernel kettle kitten ladder lagoon lantern lattice laurel lemon lentil leopard library
+    lilac linen lizard lobster locket lotus lumber magnet mango maple marble mantle meadow medal melon mirror
+    monsoon mortar mosaic muffin mustard nectar needle nickel nutmeg oasis ocean olive onion opal orange orchard
+    orchid otter oyster paddle palace panther papaya parcel parrot pasture pebble pelican pepper piano pigeon
+    pillow pioneer planet plaza plum pocket pollen pony poplar poppy portal potato prairie prism pumpkin puppet
+    puzzle python quarry quartz quilt rabbit raccoon radish raven reef ribbon ridge rocket rooster rosemary ruby
+    saddle saffron salmon sapphire satin saturn scarlet shadow shelter signal silver socket sparrow spider
+    spinach spiral spruce stable statue summit sunset swallow syrup tablet tango teapot temple thicket thistle
+    thunder ticket timber tobacco tomato topaz torch tractor trumpet tulip tunnel turban turtle umber valley
+    vanilla velvet vessel violet violin volcano wagon walnut walrus whistle willow window winter wizard yarrow
+    yogurt zebra zenith zephyr zinc
+""".split()  # noqa: SIM905
 
 _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 _WORDS = 40  # longest part of a user's text, in words; needles stand between parts
@@ -47,46 +69,31 @@ class NeedleConfig:
     )
 
 
-class _English:
-    """Makes rows for one tokenizer. Placeholders in all texts: {key} and {value}."""
+class _Maker:
+    """Makes rows for one tokenizer and haystack."""
 
-    instruction = "Somewhere in this text a special magic number is given. Find it and remember it.\n\n"
-    needle = NEEDLE.replace("{kind}", "numbers")
-    question = "\n\nWhich special magic number does the text give for {key}?"
-    answer_prefix = " The special magic number for {key} that the text gives is"
-    max_new_tokens = 32
-
-    def __init__(self, tokenizer: Any, chat: ChatFormat, sentences: Sequence[str]) -> None:
-        self.tokenizer, self.chat, self.sentences = tokenizer, chat, sentences
+    def __init__(self, tokenizer: Any, chat: ChatFormat, haystack: Sequence[str]) -> None:
+        self.tokenizer, self.chat, self.haystack = tokenizer, chat, haystack
         # a sentence's tokens are counted once, as it follows other text
         self._size = cache(lambda sentence: len(continuation_ids(tokenizer, f" {sentence}")))
-
-    def draw(self, rng: random.Random) -> tuple[str, str]:
-        """A key and a value."""
-        return "-".join(rng.sample(embedded.VALUES, 2)), str(rng.randint(1_000_000, 9_999_999))
-
-    def filler(self, rng: random.Random) -> Iterator[str]:
-        """The haystack's sentences, endlessly."""
-        return cycle(self.sentences)
 
     def example(self, dataset: Dataset, seed: int, length: int, depth: int, repeat: int) -> Example:
         """The longest prompt of whole sentences that fits. Raises UserError if none fits."""
         identity = f"needle-{length}-{depth}-{seed}-{repeat:02d}"
         rng = random.Random(identity)
-        key, value = self.draw(rng)
-        filler = self.filler(rng)
-        question, answer_prefix = (text.format(key=key) for text in (self.question, self.answer_prefix))
+        key, value = "-".join(rng.sample(_KEYS, 2)), str(rng.randint(1_000_000, 9_999_999))
+        needle = NEEDLE.format(kind="numbers", key=key, value=value)
+        question, answer_prefix = (text.format(key=key) for text in (_QUESTION, _ANSWER_PREFIX))
 
         def made(sentences: Sequence[str], place: int) -> tuple[Example, int]:
             """A prompt with the needle after so many sentences, and its tokens."""
-            needle = self.needle.format(key=key, value=value)
             context = " ".join([*sentences[:place], needle, *sentences[place:]])
-            start, before = context.index(needle), len(self.instruction)
+            start, before = context.index(needle), len(_INSTRUCTION)
             end = start + len(needle)
             example = Example(
                 dataset=dataset.name,
                 id=identity,
-                instruction=self.instruction,
+                instruction=_INSTRUCTION,
                 context=context,
                 input=question,
                 answers=(value,),
@@ -96,7 +103,7 @@ class _English:
                 groups=(f"length={length}", f"depth={depth}"),
                 official={  # in RULER's format, with length, depth and evidence
                     "id": identity,
-                    "input": self.instruction + context + question,
+                    "input": _INSTRUCTION + context + question,
                     "outputs": [value],
                     "answer_prefix": answer_prefix,
                     "length": length,
@@ -106,14 +113,14 @@ class _English:
             )
             return example, len(build_prompt(example, dataset, self.tokenizer, chat=self.chat).token_ids)
 
-        limit = length - self.max_new_tokens
+        limit = length - MAX_NEW_TOKENS
         room = limit - made([], 0)[1]
         if room < 0:
             raise UserError(
                 f"needle.lengths: {length} is too short: needle, question and answer alone take {length - room} tokens"
             )
         sentences, ends = list[str](), [0]  # the tokens before each sentence, and those of all
-        for sentence in filler:
+        for sentence in cycle(self.haystack):
             end = ends[-1] + self._size(sentence)
             if end > room:
                 break
@@ -127,21 +134,6 @@ class _English:
             sentences, ends = sentences[:fitting], ends[: fitting + 1]
 
 
-class _Tiny(_English):
-    """An entry of `lookup`, in words that tiny knows."""
-
-    instruction, question = embedded.TEMPLATES["lookup"].replace("{input}", "{key}").split("{context}")
-    needle, answer_prefix = "entry {key} {value}.", ""
-    max_new_tokens = embedded.MAX_NEW_TOKENS["lookup"]
-
-    def draw(self, rng: random.Random) -> tuple[str, str]:
-        return rng.choice(embedded.keys()), " ".join(rng.sample(embedded.VALUES, 3))
-
-    def filler(self, rng: random.Random) -> Iterator[str]:
-        while True:
-            yield embedded.as_text(embedded.filler_sentence(rng, rng.randint(5, 10)))
-
-
 def check(dataset: Dataset, settings: DataSettings) -> None:
     """Refuse settings that allow no rows. Raises UserError."""
     options = settings.options
@@ -150,8 +142,6 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
         require(bool(fits), f"needle.{key}", values, f"a list of different numbers from {least} to {most}")
     require(options.repeats > 0, "needle.repeats", options.repeats, "a number of rows of at least 1")
     check_haystack("needle", options.haystack)
-    if options.haystack is not None and _reads_no_english(settings):
-        raise UserError("needle.haystack: tiny knows only the words of the embedded suite; omit needle.haystack")
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -161,14 +151,13 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     options = settings.options
     own = _sentences(Path(options.haystack).expanduser()) if options.haystack is not None else None
-    form = _Tiny if _reads_no_english(settings) else _English
-    maker = form(tokenizer_for_rows(settings.model, "needle"), settings.chat, own or _SENTENCE_END.split(NOISE))
+    maker = _Maker(tokenizer_for_rows(settings.model, "needle"), settings.chat, own or _SENTENCE_END.split(NOISE))
     places = islice(product(range(options.repeats), options.lengths, options.depths), settings.limit)
     examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
     text = sha256_of(own) if own is not None else None
     hashed = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
     total = options.repeats * len(options.lengths) * len(options.depths)
-    return made_here(dataset, examples, form.max_new_tokens, hashed, f"needles, seed {options.seed}", total)
+    return made_here(dataset, examples, MAX_NEW_TOKENS, hashed, f"needles, seed {options.seed}", total)
 
 
 SUITE = Suite(
@@ -181,10 +170,6 @@ SUITE = Suite(
     length=lambda settings: max(settings.options.lengths),
     shorter="give smaller needle.lengths",
 )
-
-
-def _reads_no_english(settings: DataSettings) -> bool:
-    return settings.model is not None and settings.model.name == "tiny" and settings.model.tokenizer is None
 
 
 @lru_cache(maxsize=1)

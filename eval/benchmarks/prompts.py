@@ -64,7 +64,7 @@ class BuiltPrompt(Message):
     truncated: whether the middle was cut out.
     context: ranges of `text` that a method may shorten: the row's context after truncation, without the answers of its
         examples.
-    template: ranges of `text` that the chat format wrote; of a conversation, only what follows its last message.
+    template: ranges of `text` that the chat format wrote.
     spans: [n, 2] the range of `text` that each token stands for; None if unknown: the tokenizer is not a fast one, or
         its chat template changes the prompt.
     encode: tokenises another text in the same way.
@@ -120,17 +120,16 @@ def build_prompt(
     special = not chat.uses_template(tokenizer)
     is_found = True
     if special:
-        opening = chat.opening(tokenizer, example.earlier)
-        own = (len(opening), len(opening) + len(text))
-        text, by = f"{opening}{text}{chat.after}", len(opening)
+        own = (len(chat.before), len(chat.before) + len(text))
+        text, by = f"{chat.before}{text}{chat.after}", len(chat.before)
     else:
-        wrapped, inner = chat.wrapped(tokenizer, text, example.earlier), text.strip()  # which many templates strip
+        wrapped, inner = chat.wrapped(tokenizer, text), text.strip()  # which many templates strip
         is_found, start = wrapped.count(inner) == 1, text.index(inner)
         places = [_clipped(ranges, start, start + len(inner)) if is_found else [] for ranges in places]
         found = wrapped.find(inner)
         own = (found, found + len(inner))
         text, by = wrapped, found - start
-    around = [(own[1], len(text))] if example.earlier else [(0, own[0]), (own[1], len(text))]
+    around = [(0, own[0]), (own[1], len(text))]
     text += example.answer_prefix
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
     if not ids:
@@ -141,7 +140,7 @@ def build_prompt(
         text,
         tuple(ids),
         first,
-        tokens_before_truncation=len(ids) if example.earlier else before,  # a conversation is not truncated
+        tokens_before_truncation=before,
         truncated=truncated,
         context=context,
         template=tuple(_clipped(around, 0, len(text))),

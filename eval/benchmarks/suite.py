@@ -5,13 +5,13 @@ suite. Differences between suites are fields here, never an `if`: its settings (
 and config then takes under the suite's name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
@@ -76,7 +76,6 @@ class Example:
     evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if unknown.
     groups: its groups of rows, for which scores are shown, such as "length=8k+".
     turns: the later questions, in order; the first is `input`.
-    earlier: the messages before `input` in a given conversation, of the user and the assistant in turns.
     official: the row in the suite's official format.
     """
 
@@ -92,7 +91,6 @@ class Example:
     evidence: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
-    earlier: tuple[str, ...] = ()
     official: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -154,12 +152,6 @@ class DataSettings:
     chat: ChatFormat = CHAT_FORMATS["none"]
     turns: int | None = None
     subset: str | None = None
-
-
-def check_lengths(allowed: Sequence[Any], dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse `lengths` in a suite's options that are none, or not all allowed. Raises UserError."""
-    lengths, expected = settings.options.lengths, f"a list of {', '.join(map(str, allowed))}"
-    require(bool(lengths) and {*lengths} <= {*allowed}, f"{dataset.suite}.lengths", lengths, expected)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import MISSING
@@ -24,7 +25,7 @@ from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
 from eval.run.targets import is_preset
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, nearest, require
 from lazyllm.methods import by_name, is_file, known, name_of, settings_of
 from lazyllm.presets import PRESETS
 
@@ -199,7 +200,8 @@ def _with_own_files(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         key, _, value = argument.partition("=")
         choices = value.split(",") if key in ("dataset", "method") else []
-        for number, choice in enumerate(choices):
+        for number, quoted in enumerate(choices):
+            choice = quoted[1:-1] if len(quoted) > 1 and quoted[0] == quoted[-1] and quoted[0] in "'\"" else quoted
             file = Path(choice)
             if key == "dataset" and file.suffix in (".yaml", ".yml"):
                 name, node = file.stem, described(file)  # Hydra reads a name without its suffix
@@ -213,6 +215,20 @@ def _with_own_files(arguments: Sequence[str]) -> list[str]:
             ConfigStore.instance().store(group=key, name=name, node=node)
         named.append(f"{key}={','.join(choices)}" if choices else argument)
     return named
+
+
+def names() -> str:
+    """What `run` knows by name, for `--list`."""
+    groups: dict[str, set[str]] = {
+        "model": {*PRESETS},
+        "dataset": {*CHOICES},
+        "method": {*known()},
+        "experiment": set(),
+    }
+    files = {group: {file.stem for file in (CONF / group).glob("*.yaml")} for group in groups}
+    return "\n".join(
+        textwrap.fill(f"{group}=  {', '.join(sorted(words | files[group]))}", 120) for group, words in groups.items()
+    )
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
@@ -239,9 +255,7 @@ def one_line(error: Exception) -> UserError:
     if options:
         if group == "model" and "/" in name:
             return UserError(f"model={name}: expected a preset's name, or model=custom model.name={name}")
-        near = difflib.get_close_matches(name, options, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return UserError(f"{group}={name}: {hint}expected one of {', '.join(options)}")
+        return UserError(f"{group}={name}: {nearest(name, options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
     message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))

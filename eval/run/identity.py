@@ -20,9 +20,12 @@ from eval.run import targets
 from eval.run.arms import Arm, canonical_settings, method_asked
 from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import by_name, code_of, name_of
+from lazyllm.models.checkpoint import gguf_of, title_of
+from lazyllm.models.gguf_file import quantisation_of
+from lazyllm.models.gguf_file import sha256_of as sha256_of_file
 from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
-from lazyllm.spec import QUANTISATIONS
+from lazyllm.spec import QUANTISATIONS, ModelSpec
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
 # The code that can change a number, besides that of the suite and of the chosen methods
@@ -168,7 +171,7 @@ def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
         return {"method": method, "server": reported}
     # of the method's other models: a local one's hash, a hub model's commit
     others = [
-        weights_sha256(spec.source) or getattr(load_config(spec), "_commit_hash", None)
+        weights_sha256(spec) or getattr(load_config(spec), "_commit_hash", None)
         for spec in method_asked(arm.settings).models()
     ]
     solved = {data: settings | {"name": name_of(settings["name"])} for data, settings in arm.parameters.items()}
@@ -185,8 +188,11 @@ def _model_identity(run: Any) -> dict[str, Any]:
     config, model, devices = run.config, run.config.model, devices_in_use(run.spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     quantiser = packages.get(run.spec.quantise or quantised_by(run.model_config) or "")
+    file = gguf_of(run.spec)
+    readers = [*([quantiser] if quantiser else []), *(["gguf"] if file else [])]
     return {
-        "model": Path(model.name).name if Path(run.spec.source).is_dir() else run.spec.source,
+        "model": title_of(run.spec),
+        **({} if file is None else {"gguf": quantisation_of(file)}),
         "load_format": model.load_format,
         "dtype": model.dtype,
         "attn_implementation": model.attn_implementation,
@@ -194,10 +200,10 @@ def _model_identity(run: Any) -> dict[str, Any]:
         "quantise": model.quantise,
         "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
         "revision": model.revision or getattr(run.model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(run.spec.source),
+        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(run.spec),
         "end_ids": list(load_end_ids(run.spec)),
         "engine": code_sha256(ENGINE),
-        "versions": versions() | ({quantiser: importlib.metadata.version(quantiser)} if quantiser is not None else {}),
+        "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
         "device": " + ".join(map(device_name, devices)),
         "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
     }
@@ -245,14 +251,16 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def weights_sha256(source: str) -> str | None:
-    """SHA-256 of a local checkpoint: its config, and name, size and samples, not all 13 GB, of its weight files.
+def weights_sha256(spec: ModelSpec) -> str | None:
+    """SHA-256 of a GGUF file, or of a folder's config, and name, size and samples, not all 13 GB, of its weight files.
 
-    None for a hub id, whose commit identifies it.
+    None for other hub ids, whose commit identifies them.
     """
-    folder = Path(source)
-    if not folder.is_dir():
+    if (file := gguf_of(spec)) is not None:
+        return sha256_of_file(file)
+    if not spec.is_local:
         return None
+    folder = Path(spec.source)
     digest = hashlib.sha256()
     weights = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     for file in sorted([folder / "config.json", *weights]):

@@ -27,7 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.run.config import CONF, compose_config, one_line, prepared, to_run_config
+from eval.run.config import CONF, compose_config, names, one_line, prepared, to_run_config
 from eval.run.run import RUNS, Run, check_writable
 from eval.run.settings import RunConfig
 from lazyllm.errors import FailedExamplesError, UserError
@@ -45,11 +45,15 @@ def main(arguments: Sequence[str]) -> int:
     """The command `run`: one run, or a sweep (-m). Returns the exit code.
 
     --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every arm's score difference and TTFT speedup lie
-    above these bounds.
+    above these bounds. --list prints the names of models, datasets, methods and experiments instead.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gate")
+    parser.add_argument("--list", action="store_true")
     options, arguments = parser.parse_known_args(arguments)
+    if options.list:
+        print(names())
+        return 0
     bounds = None if options.gate is None else parse_gate(options.gate)
     if bounds and any(argument.startswith("hydra/launcher=") for argument in arguments):
         raise UserError("--gate: expected no launcher, whose jobs end in other processes")

@@ -75,7 +75,7 @@ def measure(run: Run, show: bool = True, load: Callable[[], PreTrainedModel] | N
 
 def _summarise(run: Run, results: Results, trackers: list[Tracker], show: bool) -> None:
     """Write the run's table and its pictures into its folder, and show them in W&B. show: print the table too."""
-    folder, name = run.folder, run.config.model.name
+    folder, name = run.folder, results.runs[0].model
     table = run_table(results, ", ".join([name, run.name, run.data_name, *filter(None, [run.config.split])]))
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())

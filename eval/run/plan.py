@@ -24,7 +24,7 @@ from eval.run.work import Model, Work, fitting_batch
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
-from lazyllm.models.tokenizers import has_chat_template
+from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
 ESTIMATE = (
@@ -94,7 +94,7 @@ def is_estimated(run: Run) -> bool:
         return True
     try:
         read_config(spec)
-        has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
+        has_chat_template(*tokenizer_of(spec))
     except HubError:
         return True
     return False

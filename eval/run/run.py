@@ -26,8 +26,8 @@ from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.errors import UserError, require
 from lazyllm.methods import about_the_method, name_of
-from lazyllm.models.checkpoint import read_config
-from lazyllm.models.tokenizers import has_chat_template
+from lazyllm.models.checkpoint import HubError, read_config
+from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Run:
         keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
         spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=self.config.seed)
         spec.check()
-        if not Path(spec.source).is_dir() and spec.is_dummy and spec.tokenizer is None:
+        if not spec.is_local and spec.is_dummy and spec.tokenizer is None:
             raise UserError(
                 "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
                 "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
@@ -376,14 +376,21 @@ class Run:
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         if not self.is_served:
             layers: int | None = read_config(spec).get("num_hidden_layers")
-            for other in self.other_models:
-                read_config(other)
+            for label, settings in self.asked.items():
+                for other in method_asked(settings).models():
+                    try:
+                        read_config(other)
+                    except HubError as error:
+                        arm = "method" if config.compare is None else f"compare.{label}"
+                        keys = [key for key, value in settings.items() if value == other.name]
+                        given = f"{arm}.{keys[0]}=" if keys else f"{arm} needs "
+                        raise UserError(f"{given}{error.reason}; give a folder with the checkpoint") from error
             if layers is not None:  # in a nested config transformers finds it
                 for settings in self.asked.values():
                     with about_the_method():
                         method_asked(targets.with_layers(settings, layers)).tokens_per_layer(layers, 1)
         if self.is_served or spec.tokenizer is not None:  # refuse what is no tokenizer
-            has_chat_template(spec.tokenizer or spec.source, None if spec.tokenizer else spec.revision)
+            has_chat_template(*tokenizer_of(spec))
         if suite.rows_here or (suite.length(self.data) is None and self.data.dir is not None):
             _ = self.loaded
         _ = self.servers
@@ -440,7 +447,7 @@ def _check_servers(config: RunConfig, arms: dict[str, dict[str, Any]]) -> None:
             raise UserError(f"a URL with a name or password would be stored: give a key in {server.api_key_env}")
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
         require(is_address, "url", url, "a URL such as http://127.0.0.1:8000/v1")
-    is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).is_dir()
+    is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).exists()
     require(is_source, "model.tokenizer", "null", "FOLDER_OR_HUB_ID of the served model, as prompts are made here")
     has_own = server.api == "chat" and model.chat not in (None, "none")
     require(not has_own, "model.chat", model.chat, "none: the server applies its own template")

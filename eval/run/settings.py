@@ -19,7 +19,10 @@ SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
 class ModelConfig:
     """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
-    name: str = setting(MISSING_VALUE, "a preset, a folder or a hub id; of a server's model, its name there")
+    name: str = setting(
+        MISSING_VALUE, "a preset, a folder, a GGUF file or a hub id; of a server's model, its name there"
+    )
+    gguf: str | None = setting(None, "a GGUF file in the folder or repository that `model.name` is")
     load_format: str = setting("auto", "`dummy` builds random weights and downloads nothing, for timing")
     dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`), `float16`, `float64`")
     device: str = setting("auto", "`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")

@@ -146,7 +146,6 @@ class Servers:
         for answer, turn in zip(earlier, prompt.turns, strict=False):
             texts += [answer.text, turn.text]
         if self.run.config.server.api == "chat":
-            texts[:1] = [*case.example.earlier, texts[0].removeprefix("".join(case.example.earlier))]
             texts[0] = noise + texts[0]
             messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
             messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []

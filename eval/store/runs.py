@@ -182,7 +182,12 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """A preset, the last part of a folder or hub id, or the whole name of a server's model; then `variant`."""
+        """A preset, the last part of a folder or hub id, or the whole name of a server's model; then `variant`.
+
+        A GGUF file's quantisation is part of its name.
+        """
+        if self.identity.get("gguf") is not None:
+            return self.identity["model"] + self.variant
         config = self.about["config"]
         name, is_served = config["model"]["name"], (config.get("server") or {}).get("url") is not None
         return (name if is_served else Path(name).name) + self.variant

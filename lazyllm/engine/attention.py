@@ -19,7 +19,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import replaced
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
-from lazyllm.engine.kernels import attend_in_blocks, attend_in_order, attend_to_chosen
+from lazyllm.engine.kernels import (
+    Way,
+    additive_mask,
+    attend_in_blocks,
+    attend_in_chunks,
+    attend_in_order,
+    attend_to_chosen,
+    chunked_mask,
+    num_chunks,
+    way_to_attend,
+)
 from lazyllm.engine.masks import AttentionMask, Chosen, PositionSortedMask
 from lazyllm.engine.scores import attention_scores
 from lazyllm.engine.sdpa import gives_lse, shares_heads
@@ -157,16 +167,17 @@ class RecordingAttention:
         FlashAttention applies the window itself, but in slots: only if there are gaps, it needs masks. It takes none,
         so `attend_to_chosen` runs in its place.
         """
-        mask = context.mask
+        mask, softcap = context.mask, kwargs.get("softcap")
         own = functools.partial(self.own, module, kwargs=kwargs)
         is_causal = not self._is_eager and (mask.window is None or (self._is_flash and context.cache.is_contiguous))
-        if is_causal or mask.needs_no_mask:
+        if is_causal or mask.sees_all:
             return own(query, key, value, None)
-        softcap = kwargs.get("softcap")
-        if self._is_eager or self._is_sdpa:
-            return attend_in_blocks(own, query, key, value, mask, 1, self._is_eager or softcap is not None)
-        chosen = functools.partial(attend_to_chosen, scaling=kwargs["scaling"], softcap=softcap)
-        return attend_in_blocks(chosen, query, key, value, mask, query.shape[1] // key.shape[1], softcap is not None)
+        share, attend = 1, own
+        if not (self._is_eager or self._is_sdpa):
+            share = query.shape[1] // key.shape[1]
+            attend = functools.partial(attend_to_chosen, scaling=kwargs["scaling"], softcap=softcap)
+        form = functools.partial(additive_mask, share=share, dtype=query.dtype)
+        return attend_in_blocks(attend, form, query, key, value, mask, self._is_eager or softcap is not None)
 
     def decode(
         self,
@@ -177,29 +188,46 @@ class RecordingAttention:
         value: Tensor,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """[1, m, h, d] attention of a step's tokens to the stored ones.
+        """[1, m, h, d] attention of a step's tokens to the stored ones, in the way that `way_to_attend` takes.
 
-        All queries need a mask, except a single one that attends to all tokens or to a copy of some
-        (`AttentionMask.slots`). Masks run in `attend_to_chosen`, and so does all decoding with SDPA, by the same
-        kernels: they read K and V once, not once for each head that shares them. `attend_in_order` runs steps that
-        revive many tokens (`PositionSortedMask`).
+        With SDPA, `attend_to_chosen` runs steps without a mask too, by the same kernels: they read K and V once, not
+        once for each head that shares them.
         """
         mask, scaling, softcap = context.mask, kwargs["scaling"], kwargs.get("softcap")
-        if mask.slots is not None:
-            slots = mask.slots = mask.slots.to(key.device)  # moved once for all layers on that device
-            key, value = context.cache.take(cast(int, module.layer_idx), slots, key.shape[3])
+        share, way = query.shape[1] // key.shape[1], self._way(context.mask, query, key, value, softcap)
+        if way in ("copy", "sort"):
+            key, value = context.cache.take(cast(int, module.layer_idx), mask.slots_on(key.device), key.shape[3])
         if isinstance(mask, PositionSortedMask):
             splits = softcap is None and mask.window is None and gives_lse(self._model, query, value)
             return attend_in_order(query, key, value, mask, scaling, softcap, splits)
+        if way == "chunks":
+            chunks = num_chunks(key.shape[1], query.shape[2] * share, key.shape[2])
+            form = functools.partial(chunked_mask, share=share, dtype=query.dtype, chunks=chunks)
+            in_chunks = functools.partial(attend_in_chunks, scaling=scaling)
+            return attend_in_blocks(in_chunks, form, query, key, value, mask)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             if mask is None and not self._is_sdpa:
                 return self.own(module, query, key, value, None, kwargs)
             return attend_to_chosen(query, key, value, mask, scaling, softcap)
 
-        if mask.needs_no_mask:
-            return attend(query, key, value, None)
-        return attend_in_blocks(attend, query, key, value, mask, query.shape[1] // key.shape[1], softcap is not None)
+        if way == "mask":
+            form = functools.partial(additive_mask, share=share, dtype=query.dtype)
+            return attend_in_blocks(attend, form, query, key, value, mask, softcap is not None)
+        return attend(query, key, value, None)
+
+    def _way(self, mask: AttentionMask, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> Way:
+        """How these queries attend: by `way_to_attend` where there is a choice."""
+        if mask.sees_all:
+            return "all"
+        if isinstance(mask, PositionSortedMask):
+            return "sort"
+        if mask.window is not None:
+            return "mask"
+        (_, heads, m, _), (_, kv_heads, keys, _) = query.shape, key.shape
+        way = way_to_attend(m, heads, kv_heads, keys, key.element_size(), key.device)
+        has_kernel = way != "chunks" or (softcap is None and gives_lse(self._model, query, value))
+        return way if has_kernel and way != "sort" else "mask"  # only a `PositionSortedMask` knows the order
 
     def own(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]

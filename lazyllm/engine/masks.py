@@ -18,9 +18,6 @@ from lazyllm.engine.devices import to_device
 # Bytes that a block may take: its mask, and what attention holds for each (query, key) pair. On a CPU they fit the
 # caches; elsewhere they occupy a whole GPU, whose kernel for masks runs 64 queries of a head in one block of threads
 BLOCK_ON_CPU, BLOCK = 2**23, 2**27
-# Devices on which a single query attends to a copy of its tokens, not to all stored ones under a mask: CUDA's kernel
-# for masks reads all tokens of a head in one block of threads. In 16 bits, copy and FlashAttention take a third as long
-COPIES = frozenset({"cuda"})
 
 
 def block_bytes(device: torch.device) -> int:
@@ -42,16 +39,21 @@ class AttentionMask:
     def __init__(self, cache: GroupCache, positions: Tensor, chosen: Chosen | None, window: int | None) -> None:
         self._cache = cache
         self._positions = positions
-        self._chosen = None if chosen is None else chosen[0]
+        self._chosen, self._count = (None, 0) if chosen is None else chosen
         self.window = window
         self._made: tuple[tuple[Any, ...], Any] = (), None  # what identifies the last block, and its mask
         self._m = positions.shape[0]
         self._s = cache.length
-        # without a window, a single query needs no mask: it attends to all tokens, or to a copy of those in `slots` [k]
-        self.needs_no_mask = self._m == 1 and window is None and (chosen is None or positions.device.type in COPIES)
-        self.slots: Tensor | None = None
-        if self.needs_no_mask and chosen is not None:
-            self.slots = torch.nonzero_static(chosen[0], size=chosen[1])[:, 0]
+        self.sees_all = self._m == 1 and window is None and chosen is None  # a single query: all are up to its position
+        self._slots: Tensor | None = None
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        """[k] the slots of the step's set, found once for all layers, and moved once for all on `device`."""
+        if self._slots is None:
+            assert self._chosen is not None  # else no slots are asked for
+            self._slots = torch.nonzero_static(self._chosen, size=self._count)[:, 0]
+        self._slots = self._slots.to(device)
+        return self._slots
 
     def blocks(
         self, form: Callable[[Tensor], Tensor], cell: int, device: torch.device
@@ -123,8 +125,8 @@ class PositionSortedMask(AttentionMask):
         super().__init__(cache, positions, chosen, window)
         far = torch.iinfo(torch.long).max
         by_position = cache.positions if chosen is None else torch.where(chosen[0], cache.positions, far)
-        self.slots = by_position.argsort()[: ranks[-1]]
-        self._key_positions = cache.positions[self.slots]
+        self._slots = by_position.argsort()[: ranks[-1]]
+        self._key_positions = cache.positions[self._slots]
         self._ranks = np.array(ranks)
 
     def blocks_in_order(

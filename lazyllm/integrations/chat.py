@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lazyllm.errors import UserError, parser_of
+from lazyllm.errors import UserError, parser_of, reason_of
 from lazyllm.methods import Method, make
 from lazyllm.models.chat_template import render, text_between_answers, thinking_args, unseen_tokens
 from lazyllm.spec import ModelSpec, source_of
@@ -44,12 +44,13 @@ class Chat:
     conversation: Conversation | None = None
 
     def answer(self, text: str) -> Generation:
-        """Print the answer to `text` as it comes, then its cost. Raises ValueError for a text that is too long."""
+        """Print the answer to `text` as it comes, then its cost. Raises ValueError for a text that cannot be asked."""
         import torch
         from transformers import TextStreamer
 
         from lazyllm.engine.generation import Greedy, end_ids_of, start
 
+        check_text(text)
         tokenizer, end_ids = self.tokenizer, end_ids_of(self.model)
         conversation, self.conversation = self.conversation, None  # kept only if the answer succeeds
         messages, new_ids = [*self.messages, {"role": "user", "content": text}], None
@@ -83,6 +84,19 @@ class Chat:
         return out
 
 
+def check_text(text: str) -> None:
+    """Raise ValueError for bytes of the terminal or the command line that are not UTF-8."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError("the text is not UTF-8")
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--prompt-file {file}: cannot be read as UTF-8 text ({reason_of(error)})") from error
+
+
 def main(arguments: Sequence[str]) -> None:
     """The command `chat`. Raises UserError, before torch is imported if it can."""
     parser = parser_of("chat", __doc__)
@@ -106,7 +120,8 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"--method {options.method}: expected NAME, or 'NAME {{parameter: value, ...}}'") from error
     spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
     try:
-        context = "" if options.prompt_file is None else options.prompt_file.read_text(encoding="utf-8") + "\n"
+        context = "" if options.prompt_file is None else _text_of(options.prompt_file) + "\n"
+        check_text(options.once or "")
         method = make(name, settings)
         spec.check()
         source_of(spec.name)  # refuses what is no model

@@ -13,7 +13,7 @@ from typing import Any
 
 from lazyllm.engine.inputs import ScoreSpec as ScoreSpec
 from lazyllm.engine.method import Method
-from lazyllm.errors import UserError, place_of, reason_of
+from lazyllm.errors import UserError, nearest, place_of, reason_of
 from lazyllm.methods.asl import ASL
 from lazyllm.methods.baseline import Baseline
 from lazyllm.methods.claa import CLAA
@@ -59,7 +59,7 @@ def by_name(name: str) -> type[Method]:
     if point is not None:
         return plugins.load(point)
     if name not in METHODS:
-        raise UserError(f"unknown method {name!r}; known are {', '.join(known())}")
+        raise UserError(f"unknown method {name!r}: {nearest(name, known())}")
     return METHODS[name]
 
 

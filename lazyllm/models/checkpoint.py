@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lazyllm.errors import UserError
+from lazyllm.models import gguf_file
 from lazyllm.presets import PRESETS
-from lazyllm.spec import ModelSpec
+from lazyllm.spec import GGUF, ModelSpec
 
 CONFIGS = ("config.json", "generation_config.json")
 # What transformers looks for first, in its order; a checkpoint has one of these, and an index names more files
@@ -64,9 +65,42 @@ def hub_folder(hub_id: str, files: Iterable[str], revision: str | None = None, i
 
 
 def folder_of(spec: ModelSpec, files: Iterable[str]) -> Path:
-    """The spec's folder, or a folder with these files of its hub repository. Raises UserError."""
-    if Path(spec.source).is_dir():
-        return Path(spec.source)
+    """The spec's folder, or one with these files of its hub repository, or of its GGUF file. Raises UserError."""
+    if (file := gguf_of(spec)) is not None:
+        return gguf_file.converted(file)
+    return Path(spec.source) if spec.is_local else _on_hub(spec, files)
+
+
+def gguf_of(spec: ModelSpec) -> Path | None:
+    """The spec's GGUF file, fetched from the hub if necessary; None if it has none. Raises UserError."""
+    source = Path(spec.source)
+    if source.suffix == GGUF and source.is_file():
+        known = PRESETS[spec.name].sha256 if spec.name in PRESETS else None
+        if known not in (None, gguf_file.sha256_of(source)):
+            raise UserError(f"{source} is not the file of {PRESETS[spec.name].package} (its SHA-256 differs)")
+        return source
+    if spec.gguf is None:
+        return None
+    file = _on_hub(spec, [spec.gguf]) / spec.gguf
+    if not file.is_file():
+        raise UserError(f"{spec.source} holds no {spec.gguf} on the hub")
+    return file
+
+
+def title_of(spec: ModelSpec) -> str:
+    """The model's name in tables: a preset's, a folder's, the hub id; a GGUF file's with its quantisation behind it.
+
+    So SmolLM2-135M-Instruct.Q4_1.gguf is "SmolLM2-135M-Instruct (Q4_1)". Raises UserError.
+    """
+    if (file := gguf_of(spec)) is None:
+        return Path(spec.name).name if spec.is_local else spec.source
+    quantisation, name = gguf_file.quantisation_of(file), spec.name if spec.name in PRESETS else file.stem
+    if name.lower().endswith(quantisation.lower()):
+        name = name[: -len(quantisation)].rstrip("-._") or name
+    return f"{name} ({quantisation})"
+
+
+def _on_hub(spec: ModelSpec, files: Iterable[str]) -> Path:
     instead = "Give a folder with the checkpoint in its place (of the model itself: model.name=FOLDER)"
     if spec.name in PRESETS:
         instead += ", or time random weights with model.load_format=dummy"

@@ -20,9 +20,19 @@ from transformers import (
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models import quantisation
-from lazyllm.models.checkpoint import CONFIGS, PICKLED_WEIGHTS, SAFETENSORS, WEIGHTS, check_files, folder_of, read_json
+from lazyllm.models.checkpoint import (
+    CONFIGS,
+    PICKLED_WEIGHTS,
+    SAFETENSORS,
+    WEIGHTS,
+    check_files,
+    folder_of,
+    gguf_of,
+    read_json,
+)
+from lazyllm.models.gguf_file import dequantised
 from lazyllm.models.quantisation import quantised_by
-from lazyllm.models.tokenizers import load_tokenizer
+from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
 from lazyllm.presets import PRESETS
 from lazyllm.spec import DeviceMap, ModelSpec
 
@@ -40,6 +50,7 @@ def load_model(
     quantise: str | None = None,
     device_map: DeviceMap | None = None,
     seed: int = 0,
+    gguf: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A model in eval mode and its tokenizer. Arguments: the fields of `lazyllm.spec.ModelSpec`.
 
@@ -52,11 +63,9 @@ def load_model(
 
 def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     """The tokenizer that `load_model` gives, without the model. Raises UserError."""
-    if spec.tokenizer is not None:
-        return load_tokenizer(spec.tokenizer)
-    if spec.is_dummy and not Path(spec.source).is_dir():
+    if spec.is_dummy and spec.tokenizer is None and not spec.is_local:
         return None  # "dummy" downloads nothing
-    return load_tokenizer(spec.source, spec.revision)
+    return load_tokenizer(*tokenizer_of(spec))
 
 
 def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
@@ -91,7 +100,7 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
         raise UserError(f"{spec.source} is already quantised ({kind}): leave out quantise={spec.quantise}")
     if not spec.is_dummy:
         quantisation.check_quantised(spec.source, config, spec.device_map)
-        if Path(spec.source).is_dir():
+        if gguf_of(spec) is None and spec.is_local:
             check_files(Path(spec.source), spec.source, getattr(config, "transformers_weights", None))
     return config
 
@@ -130,7 +139,7 @@ def load_config(spec: ModelSpec) -> PreTrainedConfig:
         raise UserError(f"{spec.source}: its config.json could not be used ({reason_of(error)})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{spec.source}: its model_type {config.model_type} is not a causal language model")
-    if str(folder) != spec.source:
+    if not spec.is_local and spec.gguf is None:
         config._commit_hash = folder.name  # as in transformers for a hub id
     return config
 
@@ -167,6 +176,8 @@ def as_device(name: str) -> torch.device:
 
 def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
     """The checkpoint's folder, fetched from the hub if necessary (safetensors first), and checked. Raises UserError."""
+    if (file := gguf_of(spec)) is not None:
+        return dequantised(file, spec.dtype)
     weights = getattr(config, "transformers_weights", None)
     folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or SAFETENSORS[0]])
     if str(folder) != spec.source:  # a local folder has been checked already

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError, reason_of
-from lazyllm.models.checkpoint import hub_folder, read_json
+from lazyllm.models.checkpoint import gguf_of, hub_folder, read_json
+from lazyllm.models.gguf_file import converted
 from lazyllm.models.xgen_tokenizer import load_xgen_tokenizer
+from lazyllm.spec import GGUF, ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +43,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
     """Load a tokenizer from a folder, a sentencepiece file or the hub. No remote code is run.
 
     source: a folder or the hub id of a repository with `tokenizer.json`, else sentencepiece's `tokenizer.model` (BPE),
-        else a `tokenizer_config.json` that names XGen 7B's tokenizer; or a sentencepiece file.
+        else a `tokenizer_config.json` that names XGen 7B's tokenizer; or a sentencepiece file, or a GGUF file.
     revision: branch, tag or commit of a hub id.
     Raises UserError if no such file exists, if it is damaged or of another kind, or if the hub does not answer.
     """
@@ -55,7 +57,16 @@ def _local_path(source: str | Path, revision: str | None) -> Path:
     path = Path(source).expanduser()
     if not path.exists() and (len(path.parts) > 2 or str(source).startswith((".", "/", "~"))):
         raise UserError(f"{source}: no such file or folder, and not a hub id (owner/name) either")
+    if path.suffix == GGUF and path.is_file():
+        return converted(path)
     return path if path.exists() else hub_folder(str(source), FILES, revision, _INSTEAD)
+
+
+def tokenizer_of(spec: ModelSpec) -> tuple[str | Path, str | None]:
+    """Where the tokenizer of a model is, its own or another: the arguments of `load_tokenizer`. Raises UserError."""
+    if spec.tokenizer is not None:
+        return spec.tokenizer, None
+    return gguf_of(spec) or spec.source, spec.revision
 
 
 def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
@@ -105,7 +116,10 @@ def sentencepiece_tokenizer(model_file: Path) -> PreTrainedTokenizerBase:
         config = read_json(config_file, str(config_file.parent))
         settings |= {key: config[key] for key in _CONFIG_KEYS if config.get(key) is not None}
     if (template := model_file.parent / "chat_template.jinja").is_file():
-        settings["chat_template"] = template.read_text(encoding="utf-8")
+        try:
+            settings["chat_template"] = template.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise UserError(f"{template}: not UTF-8 text ({error})") from error
     tokenizer = LlamaTokenizer(
         vocab={piece.piece: number for number, piece in enumerate(pieces)},
         # sentencepiece merges the pair with the best score first and, among equal ones, the leftmost. Only runs of

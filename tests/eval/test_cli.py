@@ -37,6 +37,7 @@ SHOWN = {
     "run --help": "\nmax_new_tokens=null",
     "methods": "    draft=null keep=0.3 lookahead=8 chunk=32 pool=13 sound=false",
     "run --version": "lazyllm-bench ",
+    "run --list": "model=  custom, ",
     "fetch --help": "Download what runs need",
     "run --cfg job warmup=1": "max_new_tokens: null",
 }
@@ -44,16 +45,16 @@ SHOWN = {
 REFUSED = {
     "run -m modl=tiny,llama2": "error: Could not override 'modl'",
     "run modl=tiny": "error: Could not override 'modl': Key 'modl' not in 'RunConfig' (did you mean model?",
-    "run model=lama2": "error: model=lama2: did you mean llama2? expected one of custom",
-    "run method=nosuch": "error: method=nosuch: expected one of asl, baseline",
+    "run model=lama2": "error: model=lama2: the nearest names are llama2, llama2-base, ",
+    "run method=nosuch": "error: method=nosuch: the nearest names are ",
     "run method=lazy,asl": "error: Ambiguous value for argument 'method=lazy,asl'",
     "run method=specprefill method.draft=./nowhere": "error: './nowhere' is not a model: no such folder",
     "paper runs --within 200": "--within=200.0: expected 0 or more, and less than 100",
     "plan -m experiment=demo method=lazy,asl": "'+compare.lazy_2={name: lazy}' adds an arm",
     "run method.schedule={2:1.5}": "error: method 'lazy': the keep ratio after layer 2 lies in (0, 1], got 1.5",
     'run method.schedule={"2":0.5}': "a mapping's key none)",
-    "run dataset=/no/such": "error: dataset=/no/such: expected one of 2wikimqa, 2wikimqa_e, all",
-    "run dataset=nosuch": "error: dataset=nosuch: expected one of 2wikimqa, 2wikimqa_e, all",
+    "run dataset=/no/such": "error: dataset=/no/such: the nearest names are ",
+    "run dataset=nosuch": "error: dataset=nosuch: the nearest names are ",
     "run dataset=vt ruler.length=0": "error: ruler.length=0: expected a number of tokens of at least 1",
     "run dataset=vt ruler.haystack=nowhere": "error: ruler.haystack=nowhere: expected a text file or a folder",
     "run server.url=http://[::1]:9/v1": "a value with special signs takes quotes, for the shell too",
@@ -71,14 +72,16 @@ REFUSED = {
     "bench --shape layers=2,width=7": "error: shape layers=2,width=7: expected heads of an even width",
     "bench --shape layers=2,width=96,heads=6,kv_heads=4": "error: shape layers=2,width=96,heads=6,kv_heads=4: ",
     "bench --shape layers=0,width=64": "error: shape layers=0,width=64: expected",
-    "bench --shape llama9": "error: shape llama9: expected one of llama2",
+    "bench --shape llama9": "error: shape llama9: the nearest names are llama2, ",
     "bench --dtype float8": "error: unknown dtype 'float8': give one of float32, bfloat16",
     "bench --repeats 0": "error: --repeats=0: expected 1 or more",
     "bench --method {99:0.5}": "the schedule prunes after layer 99, but the model has only 16 layers",
     "bench --method {2:0.3": "error: --method {2:0.3: schedule '{2:0.3': expected 'paper', 'none', or",
     "bench --turn 5 --field": "error: --field times all methods: leave out --method, --against and --turn",
     "chat --schedule {2:half}": "error: method 'lazy': schedule '{2:half}': expected 'paper', 'none', or",
-    "chat --method gemfilter=5": "error: unknown method 'gemfilter=5'; known are asl, baseline",
+    "chat --prompt-file MADE/latin1.txt": "error: --prompt-file MADE/latin1.txt: cannot be read as UTF-8 text",
+    "chat --once MADE\udcff": "error: the text is not UTF-8",
+    "chat --method gemfilter=5": "error: unknown method 'gemfilter=5': the nearest names are gemfilter, ",
     "tune target=2": "error: Could not override 'target': Key 'target' not in 'TuneConfig'",
     "tune target_speedup=2 method=baseline": "error: method.name=baseline: expected method=lazy",
     "tune": "error: target_speedup=None: expected more than 1",
@@ -96,6 +99,8 @@ REFUSED = {
     "run model=llama2 dataset=lookup": "error: meta-llama/Llama-2-7b-chat-hf: it is not in the hub's cache",
     "run model=llama2 model.load_format=dummy dataset=lookup": "error: random weights (model.load_format=dummy)",
     "fetch model=llama2 dataset=lookup": ". Fetch it where the hub answers, without HF_HUB_OFFLINE",
+    "run dataset=lookup method=selective_context": "error: method.scorer=openai-community/gpt2: it is not in the hub",
+    "run dataset=lookup compare=[lazy,selective_context]": "error: compare.selective_context.scorer=openai-community/",
     "run method=null": "error: method=null: Config group override must be a string or a list",
     "run dataset=trec data.dir=MADE/rows": "rows/trec.jsonl:10: not valid JSON in UTF-8",
     "run dataset=trec data.dir=MADE/no_config": "error: data.dir=MADE/no_config: config/dataset2prompt.json is",
@@ -122,6 +127,7 @@ def made(folder: Path) -> Path:
     """Run folders and rows that cannot be used."""
     files = {
         "file": "",
+        "latin1.txt": "caf\udce9",
         "rows/trec.jsonl": "{\n" * 12,
         "rows/config/dataset2prompt.json": json.dumps({"trec": "{context}{input}"}),
         "rows/config/dataset2maxlen.json": json.dumps({"trec": 8}),
@@ -130,7 +136,7 @@ def made(folder: Path) -> Path:
     (folder / "empty").mkdir()
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, errors="surrogateescape")
     return folder
 
 

@@ -95,7 +95,6 @@ def test_lines_are_read_as_by_official_readers(tmp_path):
         ({}, "no <dataset>.jsonl"),
         ({"dureader": [GOOD]}, "only dureader.jsonl"),
         ({"hotpot": [GOOD]}, "unknown dataset 'hotpot'"),
-        ({"mrcr_2": [GOOD]}, "unknown dataset 'mrcr_2'"),  # needs a random string too
         ({"qasper": []}, "no lines"),
         ({"trec": [GOOD]}, "trec.jsonl:1: .*all_classes"),
         *(

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens
-from lazyllm.engine.masks import BLOCK, Chosen
+from lazyllm.engine.kernels import way_to_attend
+from lazyllm.engine.masks import Chosen
 from lazyllm.engine.session import Session
 from lazyllm.methods.support.hyperparameters import keep_count
 from lazyllm.methods.support.ranking import best_of_prompt, rank
 from lazyllm.methods.support.schedule import Schedule
-
-# K and V are sorted by position: on a CPU for more tokens than this, times the heads that share a key head; elsewhere
-# if a layer's masks would take more bytes than this, those of one block of queries
-SORTED_ON_CPU, SORTED = 96, BLOCK
 
 
 class LazySession(Session):
@@ -199,16 +196,12 @@ class LazySession(Session):
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
         hidden = self._aux[positions][None]
         rope = self._rope[:, positions].split([part.shape[2] for part in newest.rope], dim=2)
-        ranks = self._mask.cumsum(0)[positions].tolist() if self._pays_to_sort(len(positions)) else None
+        heads, dtype = self.decoder.shape, self.decoder.dtype
+        way = way_to_attend(
+            len(positions), heads.heads, heads.kv_heads, self.length, dtype.itemsize, self.decoder.device
+        )
+        ranks = self._mask.cumsum(0)[positions].tolist() if way == "sort" else None
         return Tokens(hidden, positions, rope, is_newest=False, ranks=ranks)
-
-    def _pays_to_sort(self, m: int) -> bool:
-        """Whether m tokens attend faster to K and V that are sorted by position than by masks."""
-        shape = self.decoder.shape
-        share = shape.heads // shape.kv_heads
-        if self.decoder.device.type == "cpu":
-            return m * share > SORTED_ON_CPU
-        return m * share * self.length * self.decoder.dtype.itemsize > SORTED
 
     def importance(self, index: int) -> Tensor:
         """[s] importance (Eq. 1) of the tokens stored in the group whose layers have just run."""

@@ -1,4 +1,4 @@
-"""The embedded suite: seeded rows in LongBench's format, exact length, needles at all depths; separate test split."""
+"""The embedded suite's rows: LongBench's format, exact lengths, and the needles that answer each question."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def needles(name: str, context: str, question: str, answer: str) -> tuple[tuple[
 
 def test_suite_has_one_dataset_a_task():
     suite = [dataset for dataset in DATASETS.values() if dataset.suite == "embedded"]
-    assert [dataset.name for dataset in suite] == list(embedded.NAMES)
+    assert [dataset.name for dataset in suite] == list(embedded.TEMPLATES)
     assert [dataset.task for dataset in suite] == list(SUITES["longbench"].tasks)
     assert not any(dataset.chat_wrap for dataset in suite)
 
@@ -45,38 +45,15 @@ def test_suite_has_one_dataset_a_task():
 def test_rows_and_templates_equal_those_of_the_stored_runs():
     """The hashes in the identity of the runs in `results/`, made by earlier code."""
     stored = json.loads((ROOT / "results" / "demo" / "demo.json").read_bytes())["identity"]["data"]
-    loaded = {name: load_rows(DATASETS[name]) for name in embedded.NAMES}
+    loaded = {name: load_rows(DATASETS[name]) for name in embedded.TEMPLATES}
     facts = {name: (rows.data_sha256[:16], rows.config_sha256[:16], "v1") for name, rows in loaded.items()}
     assert facts == {name: tuple(text.split()) for name, text in stored.items()}
 
 
-def test_rows_are_generated_once_and_again_if_the_file_is_damaged_or_cannot_be_written(tmp_path, monkeypatch, caplog):
-    generated = examples_of("lookup")[:3]
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(embedded, "ROWS", 3)
-    loaded = load_rows(DATASETS["lookup"])
-    assert loaded.examples == generated
-    file = tmp_path / "embedded" / "lookup.jsonl"
-    whole = file.read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(embedded, "_row", lambda *_, **__: pytest.fail("the rows were generated again"))
-        assert load_rows(DATASETS["lookup"]) == loaded
-    for damaged in (whole[:-1], whole.replace(b"entry", b"extra", 1), b"", whole.partition(b"\n")[2]):
-        file.write_bytes(damaged)
-        assert load_rows(DATASETS["lookup"]) == loaded
-        assert file.read_bytes() == whole
-    monkeypatch.setattr(embedded, "ROWS", 4)
-    assert load_rows(DATASETS["lookup"]).examples == examples_of("lookup")[:4]
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(file))  # which is no folder
-    assert load_rows(DATASETS["lookup"]).examples == examples_of("lookup")[:4]
-    assert "could not be written" in caplog.text
-
-
-@pytest.mark.parametrize("name", [name for name in embedded.NAMES if name != "digest"])
-def test_turns_ask_for_eight_needles_as_training_does(name, monkeypatch, tmp_path):
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(embedded, "ROWS", 6)
-    examples = {turns: embedded.load(DATASETS[name], DataSettings(turns=turns)).examples for turns in (None, 1, 3, 8)}
+@pytest.mark.parametrize("name", [name for name in embedded.TEMPLATES if name != "digest"])
+def test_turns_ask_for_eight_needles_as_training_does(name):
+    loaded = {turns: embedded.load(DATASETS[name], DataSettings(turns=turns)) for turns in (None, 1, 3, 8)}
+    examples = {turns: data.examples[:6] for turns, data in loaded.items()}
     assert examples[None] == examples[1] == examples_of(name)[:6]
     tokenizer = tiny()[1]
     ids = tokenizer.get_vocab()
@@ -91,8 +68,9 @@ def test_turns_ask_for_eight_needles_as_training_does(name, monkeypatch, tmp_pat
             assert last == ""
             asked.append({**row, "input": turn.text.removeprefix(between), "answers": list(turn.answers)})
             words = re.findall(r" ?\w+|[^ \w]", f" {asked[-1]['input']}")
-            tokens = [token.replace(" ", "\u0120").replace("\n", "\u010a") for token in (*embedded.tail(name), *words)]
-            wanted = [ids[embedded.END], *(ids[token] for token in tokens)]
+            tail = re.findall(r" ?\w+|[^ \w]", between.removeprefix("<|end|>"))
+            tokens = [token.replace(" ", "\u0120").replace("\n", "\u010a") for token in (*tail, *words)]
+            wanted = [ids["<|end|>"], *(ids[token] for token in tokens)]
             assert tokenizer(turn.text, add_special_tokens=False).input_ids == wanted
         spans = [needles(name, eight.context, one["input"], one["answers"][0]) for one in asked]
         assert all(spans)
@@ -100,11 +78,10 @@ def test_turns_ask_for_eight_needles_as_training_does(name, monkeypatch, tmp_pat
         assert spans == [eight.evidence, *(turn.evidence for turn in eight.turns)]
 
 
-@pytest.mark.parametrize("name", embedded.NAMES)
-def test_rows_of_the_test_split_have_the_stated_tokens_evidence_and_answers_that_fit(name):
+@pytest.mark.parametrize("name", embedded.TEMPLATES)
+def test_rows_have_the_stated_tokens_evidence_and_answers_that_fit(name):
     for example in examples_of(name):
         row, tokenizer = example.official, tiny()[1]
-        assert embedded.is_test([row["context"]], embedded.Question([row["input"]], [], []))
         assert len(tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids) == int(row["_id"].split("-")[2])
         said = row["answers"][0].strip().removeprefix("Paragraph ")
         ids = tokenizer(f" {said}", add_special_tokens=False).input_ids

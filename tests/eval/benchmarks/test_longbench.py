@@ -165,7 +165,7 @@ def test_names_mean_datasets_each_once_in_order_and_unknown_ones_are_refused():
         ("few_shot",): ["trec", "triviaqa", "samsum"],
     }.items():
         assert [dataset.name for dataset in datasets_asked_for(dict.fromkeys(names, True), "llama2")] == expected
-    for name, reason in (("hotpot", "did you mean hotpotqa"), ("xxxxxxxx", "expected one of all, ")):
+    for name, reason in (("hotpot", "nearest names are hotpotqa"), ("xxxxxxxx", "lazyllm-bench run --list shows all")):
         with pytest.raises(UserError, match=reason):
             datasets_asked_for({name: True}, "llama2")
 

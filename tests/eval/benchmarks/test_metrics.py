@@ -211,33 +211,19 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
         ("5 or 4711", "4711", 0),
         ("one went", "One went.", 1),
     ],
-    "label": [  # the gold label, and those of the question
-        ("The most recent location of John is office.", "office", 1),
-        ("OFFICE", "office", 1),
-        ("office or garden", "office", 0),
-        ("I think so. office", "office", 0),
-        ("office <example> garden", "office", 1),
-        ("Before the kitchen it was in the garden.", ("garden", "kitchen"), 1),
-        ("kitchen", ("kitchen", "kitchen"), 0),
-        ("Fred gave it", ("Fred", "apple", "bill"), 1),
-        ("Question: office", "office", 1),
-        ("", "office", 0),
-    ],
     "node_f1": [
-        ("Final Answer: [a, b]", "Final Answer: [b, a]", 1),
-        ("I think.\nFinal Answer: [a, b, c]\n\n", "Final Answer: [a]", 0.5),  # precision 1/3, recall 1
-        ("Final Answer:[a, a, a]", "Final Answer: [a]", 1),  # sets; the card's pattern needs no space
-        ("Final Answer: [a]\nThat is all.", "Final Answer: [a]", 0),  # only the last line counts
-        ("Final Answer: [a", "Final Answer: [a]", 0),
-        ("final answer: [a]", "Final Answer: [a]", 0),
-        ("[a]", "Final Answer: [a]", 0),
-        ("", "Final Answer: [a]", 0),
-        ("Final Answer: []", "Final Answer: []", 1),
-        ("Final Answer: [ ]", "Final Answer: [a]", 0),
-        ("Final Answer: [b]", "Final Answer: []", 0),
-        ("So: Final Answer: [a], [b]", "Final Answer: [b]", 0),  # greedy: the nodes are "a]" and "[b"
+        ("Final Answer: [a, b]", ("b", "a"), 1),
+        ("I think.\nFinal Answer: [a, b, c]\n\n", "a", 0.5),  # precision 1/3, recall 1
+        ("Final Answer:[a, a, a]", "a", 1),  # sets; the card's pattern needs no space
+        ("Final Answer: [a]\nThat is all.", "a", 0),  # only the last line counts
+        ("Final Answer: [a", "a", 0),
+        ("final answer: [a]", "a", 0),
+        ("[a]", "a", 0),
+        ("", "a", 0),
+        ("Final Answer: [ ]", "a", 0),
+        ("Final Answer: [a, b]", ("a", "a", "c"), 0.5),
+        ("So: Final Answer: [a], [b]", "b", 0),  # greedy: the nodes are "a]" and "[b"
     ],
-    "sequence_ratio": [("xYab", ("xYabcd", "xY"), 2 / 3), ("ab", ("xYab", "xY"), 0), ("ab", "abcd", 2 / 3)],
 }
 
 
@@ -344,8 +330,6 @@ def test_few_shot_scores_the_first_line_only():
         ("trec", ["City"], None, "all_classes"),
         ("trec", ["City"], [], "all_classes"),
         ("passage_retrieval_en", ["Paragraph 1", "12"], None, "'12'"),
-        ("babilong_qa1", ["office", "garage"], None, "a label of BABILong', got 'garage'"),
-        ("graphwalks_bfs", ["[a]"], None, "'Final Answer: "),
     ],
 )
 def test_unscorable_gold_answers_are_refused(name, answers, classes, reason):

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import yaml
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS, add_own, datasets_asked_for, load_rows
+from eval.benchmarks.metrics import score_example
 from eval.benchmarks.own import OwnDataset, described, missing, own_dataset
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.cli import main
 from eval.run import targets
+from eval.run.config import run_config
 from lazyllm.errors import UserError
 from lazyllm.models.load import shape_of
 from lazyllm.spec import ModelSpec
@@ -248,6 +251,33 @@ def test_the_example_in_conf_is_a_whole_description() -> None:
     assert Path(own_dataset(name, description).file).is_absolute()
 
 
+@pytest.fixture
+def shipped() -> Iterator[None]:
+    yield
+    for name in ("graphwalks", "babilong_qa1", "babilong_qa2"):
+        DATASETS.pop(name, None)
+        SUITES.pop(name, None)
+
+
+def test_datasets_of_the_hub_in_conf_become_rows_and_scores(hub_rows: Any, shipped: None) -> None:
+    graph = {"prompt": "a -> b\nOperation: find", "answer_nodes": ["b", "c"], "problem_type": "bfs", "prompt_chars": 22}
+    hub_rows["openai/graphwalks", None, "train"] = [graph]
+    fact = {"input": "It rained. Mary went to the garden. ", "question": "Where is Mary? ", "target": "garden"}
+    for split in ("qa1", "qa2"):
+        hub_rows["RMT-team/babilong", "4k", split] = [fact]
+    (walks,) = add_own(run_config(["model=tiny", "dataset=graphwalks"]).dataset)
+    (example,) = load_rows(walks).examples
+    assert (example.context, example.answers) == (graph["prompt"], ("b", "c"))
+    assert score_example(walks, "b leads to c.\nFinal Answer: [c, d]", example.answers) == 0.5
+    one, two = add_own(run_config(["model=tiny", "dataset=babilong"]).dataset)
+    for own in (one, two):
+        (example,) = load_rows(own).examples
+        assert (example.context, example.answers) == (fact["input"], ("garden",))
+        assert example.input == "\n\nQuestion: Where is Mary? \nAnswer:"
+        assert score_example(own, " the garden\nor the kitchen", example.answers, example.all_classes) == 1
+        assert score_example(own, "kitchen", example.answers, example.all_classes) == 0
+
+
 def test_a_target_speedup_is_solved_for_the_rows_own_length_or_refused() -> None:
     def solved(prompt_tokens: int) -> dict[str, Any]:
         (own,) = add_own({"mine": ABOUT | {"file": "rows.csv", "prompt_tokens": prompt_tokens}})
@@ -270,7 +300,8 @@ def test_two_own_datasets_come_to_scores_of_their_own_and_to_the_report_of_anoth
         assert [(visit["dataset"], visit["id"]) for visit in visits] == [(name, "a"), (name, "b")]
         assert {*visits[0]["answers"]} == {"baseline", "lazy"}
     capsys.readouterr()
-    assert main(["rows", f"dataset={tmp_path / 'mine.yaml'}", options[0]]) == 0
+    for quote in ("", '"', "'"):
+        assert main(["rows", f"dataset={quote}{tmp_path / 'mine.yaml'}{quote}", options[0]]) == 0
     shown = capsys.readouterr().out
     assert "Notes: aq copper. bq river.\nQuestion: Entry bq?" in shown
     assert "gold: river" in shown

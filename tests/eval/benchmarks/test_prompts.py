@@ -108,8 +108,6 @@ def test_the_template_is_what_the_chat_format_wrote():
     assert written(prompt_of(row, chat=CHAT_FORMATS["llama2"])) == ["[INST]", "[/INST]"]
     assert written(prompt_of(row, with_template, chat=CHAT_FORMATS["auto"])) == ["\x01<user>", "<model>"]
     assert written(prompt_of(row, dataset=DATASETS["lcc"], chat=CHAT_FORMATS["llama2"])) == []
-    earlier = replace(row, earlier=("Hi", "Ho"))
-    assert written(prompt_of(earlier, chat=CHAT_FORMATS["llama2"])) == ["[/INST]"]
 
 
 @official.needs(LLAMA2)

@@ -1,24 +1,21 @@
 """Bad rows of all suites, named by place and field or skipped, and settings that allow no rows."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
-from eval.benchmarks import SUITES, mrcr
+from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
-from tests.eval.benchmarks import test_babilong, test_longbench, test_longbench_v2, test_mrcr, test_scbench
+from tests.eval.benchmarks import test_longbench, test_longbench_v2, test_scbench
 from tests.eval.benchmarks.test_longbench import ROW, TURN
 
-GRAPH = {"prompt": "a -> b\nOperation:\nfind", "answer_nodes": ["b"], "problem_type": "bfs"}
-V2, CONVERSATION = test_longbench_v2.row(1), test_mrcr.long(5000)
+V2 = test_longbench_v2.row(1)
 
 
 def scbench_row(dataset: str, turn: dict[str, Any]) -> dict[str, Any]:
@@ -28,17 +25,10 @@ def scbench_row(dataset: str, turn: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def write_graphs(folder: Path, *rows: Any) -> None:
-    pd.DataFrame(rows).to_parquet(folder / "graphs.parquet")
-
-
 # {suite: (how rows are written, a good row, the file in the folder)}; SCBench has a file for each dataset
 WRITTEN: dict[str, tuple[Any, Any, str]] = {
     "longbench": (test_longbench.write_rows, ROW, "qasper.jsonl"),
     "longbench_v2": (test_longbench_v2.write, test_longbench_v2.row(0), "data.json"),
-    "babilong": (test_babilong.folder, test_babilong.ROW, "data/qa1/4k.json"),
-    "mrcr": (test_mrcr.write, CONVERSATION, "2needle/2needle_0.parquet"),
-    "graphwalks": (write_graphs, GRAPH, "graphs.parquet"),
 }
 
 
@@ -95,21 +85,11 @@ BAD_ROWS = [
             ("summary_with_needles", {"answer": "x"}, "answer"),
         )
     ),
-    ("babilong_qa1", {"input": "x", "question": "y"}, "field 'target' is missing"),
-    ("mrcr_2", CONVERSATION | {"prompt": "no list"}, "prompt is not a list of messages"),
-    ("mrcr_2", CONVERSATION | {"prompt": json.dumps([{"role": None, "content": "x"}])}, "expected user, assistant"),
-    ("mrcr_2", CONVERSATION | {"answer": "It slept."}, "answer does not start with random_string_to_prepend"),
-    ("mrcr_2", CONVERSATION | {"random_string_to_prepend": ""}, "field 'random_string_to_prepend'"),
-    ("graphwalks_bfs", GRAPH | {"prompt": " "}, "field 'prompt'"),
-    ("graphwalks_bfs", GRAPH | {"problem_type": "dfs"}, "field 'problem_type'"),
 ]
 
 
 @pytest.mark.parametrize(("dataset", "bad", "named"), BAD_ROWS)
-def test_bad_row_is_named_or_skipped(
-    dataset: str, bad: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mrcr, "_counter", lambda settings: ("words", lambda text: len(text.split())))
+def test_bad_row_is_named_or_skipped(dataset: str, bad: Any, named: str, tmp_path: Path) -> None:
     suite = SUITES[DATASETS[dataset].suite]
     if suite.name == "scbench":
         test_scbench.write(tmp_path, dataset, test_scbench.row(dataset), bad)
@@ -152,12 +132,6 @@ def test_no_usable_row_is_an_error_also_when_skipping(tmp_path: Path, rows: list
         ("needle", {"depths": [0, 101]}, r"depths=\[0, 101\]: expected a list of different numbers from 0 to 100"),
         ("needle", {"repeats": 0}, "repeats=0: expected"),
         ("needle", {"haystack": "nowhere.txt"}, r"haystack=nowhere\.txt: expected a text file or a folder"),
-        ("needle", {"haystack": "."}, "haystack: tiny knows only the words of the embedded suite"),
-        *(("graphwalks", {"lengths": lengths}, "lengths=.* different") for lengths in ([], [0], [9, 9])),
-        ("graphwalks", {"lengths": [9], "repeats": 0}, "repeats=0"),
-        ("babilong", {"lengths": ["3k"]}, r"lengths=\['3k'\]: expected a list of 0k"),
-        ("mrcr", {"lengths": [5000]}, r"lengths=\[5000\]: expected a list of 8192"),
-        ("mrcr", {"lengths": []}, r"lengths=\[\]: expected a list of 8192"),
     ],
 )
 def test_settings_without_rows_are_refused(suite: str, options: dict[str, Any], message: str) -> None:

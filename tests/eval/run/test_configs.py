@@ -176,7 +176,7 @@ def test_baseline_may_be_an_arm_with_a_label_or_none() -> None:
 
 def test_published_experiments_have_their_arms() -> None:
     """One baseline, and Table 1's eight others: nine prefills of each prompt."""
-    counts = {"demo": 5, "claim": 5, "table1": 9, "figure5": 39, "figure6": 36, "table2": 2, "turns": 19, "tuned": 4}
+    counts = {"demo": 5, "claim": 5, "table1": 9, "figure5": 39, "figure6": 36, "table2": 2, "turns": 19}
     assert {name: len(run_of(f"experiment={name}").asked) for name in counts} == counts
     labels = list(run_of("experiment=table1").asked)
     assert labels[-5:] == [f"random_drop seed {number}" for number in range(5)]
@@ -200,15 +200,15 @@ def test_published_experiments_have_their_arms() -> None:
         (["model=[tiny,llama2]"], "expected one model; -m model=tiny,llama2 takes several"),
         (["--limit", "4"], "--limit: expected KEY=VALUE"),
         (["limit"], "Error parsing override 'limit': missing EQUAL at '<EOF>' (expected KEY=VALUE, such as limit=3)"),
-        (["dataset=[lookup,shotz]"], "dataset=shotz: did you mean shots? expected one of"),
+        (["dataset=[lookup,shotz]"], "dataset=shotz: the nearest names are shots, "),
         (["draft=tiny", "method=specprefill"], "(of one method: method.draft=NAME)"),
         (["dataset=[1]"], "dataset=[1]: "),
         # values
         (["warmup=many"], "warmup=many: Value 'many' of type 'str' could not be converted to Integer"),
-        (["method.name=nosuch"], "unknown method 'nosuch'; known are asl, baseline"),
+        (["method.name=nosuch"], "unknown method 'nosuch': the nearest names are "),
         (["model.load_format=fast"], "unknown load_format 'fast': give one of auto, dummy"),
         (["model.quantise=int9"], "int9"),
-        (["model=custom", "model.name=nosuch"], "not one of the presets"),
+        (["model=custom", "model.name=nosuch"], "no preset: the nearest names are"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
         (["model=org/x"], "model=org/x: expected a preset's name, or model=custom model.name=org/x"),
         (["model.system=Be brief"], "model.system is for the tokenizer's chat template: give model.chat=auto too"),
@@ -308,18 +308,18 @@ def test_sweep_names_a_file_of_a_method_as_it_is_given(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("written", "schedule"),
     [
-        ("compare.paper.schedule={4: 0.5}", {4: 0.5}),
-        ("++compare.paper.schedule={4: 0.5}", {4: 0.5}),
-        ("compare.paper.schedule=4:0.5", {4: 0.5}),
-        ("compare.paper.schedule={50%: 0.5}", {4: 0.5}),
-        ("compare.paper.schedule='{4: 0.5}'", {4: 0.5}),
-        ("compare.paper.schedule={}", {}),
+        ("compare.lazy.schedule={4: 0.5}", {4: 0.5}),
+        ("++compare.lazy.schedule={4: 0.5}", {4: 0.5}),
+        ("compare.lazy.schedule=4:0.5", {4: 0.5}),
+        ("compare.lazy.schedule={50%: 0.5}", {4: 0.5}),
+        ("compare.lazy.schedule='{4: 0.5}'", {4: 0.5}),
+        ("compare.lazy.schedule={}", {}),
     ],
 )
 def test_schedule_of_an_experiments_arm_is_replaced(written: str, schedule: dict[int, float]) -> None:
-    """Hydra alone would merge a mapping into the experiment's {1: 0.37, 4: 0.37, 6: 0.37}."""
-    run = settled(Run(run_config(["experiment=tuned", written])))
-    (method,) = [arm.method("lookup") for arm in run.arms if arm.label == "paper"]
+    """Hydra alone would merge a mapping into the experiment's {2: 0.3}."""
+    run = settled(Run(run_config(["experiment=claim", written])))
+    (method,) = [arm.method("lookup") for arm in run.arms if arm.label == "lazy"]
     assert isinstance(method, Lazy)
     assert Schedule.parse(method.schedule, 8) == Schedule(schedule)
 

@@ -17,6 +17,7 @@ from eval.run.identity import ENGINE, code_sha256, method_code, suite_code
 from eval.run.run import Run
 from lazyllm.methods import METHODS, Prune
 from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 from tests.conftest import ROOT
 
 SOURCE = '''"""A module."""
@@ -155,7 +156,7 @@ def test_local_checkpoint_is_hashed_by_the_weights_that_are_read(tmp_path: Path)
     hashes = []
     for file, content in (("a.bin", b"1"), ("a.bin", b"2"), ("a.safetensors", b"3"), ("a.safetensors", b"4")):
         (tmp_path / file).write_bytes(content)
-        hashes.append(identity.weights_sha256(str(tmp_path)))
+        hashes.append(identity.weights_sha256(ModelSpec(str(tmp_path))))
     assert len({*hashes}) == 4
     (tmp_path / "a.bin").write_bytes(b"5")  # not read beside safetensors
-    assert identity.weights_sha256(str(tmp_path)) == hashes[-1]
+    assert identity.weights_sha256(ModelSpec(str(tmp_path))) == hashes[-1]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import lazyllm
+from lazyllm.engine import kernels
 from lazyllm.engine.batch import Batch, generate_requests
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.generation import Generation, Greedy, Request, advance, as_prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
-from lazyllm.methods.support import lazy_session
 from tests.helpers import TOLERANCE, Waits, prompt_of, prompt_tensor
 from tests.lazyllm.engine.architecture_matrix import Recording, flash_stand_in, is_offered
 from tests.lazyllm.engine.test_counts import Held, Seen, small_llama
@@ -89,7 +89,7 @@ QUICK = {
 def test_a_batch_on_every_architecture(architecture: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, softcaps, RoPEs that grow with the text."""
     draw = random.Random(architecture)
-    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", draw.choice([0, 96]))
+    monkeypatch.setattr(kernels, "SORTED_ON_CPU", draw.choice([0, 96]))
     with casts_in_float64(), flash_stand_in():
         model = random_variant(architecture, 3, "eager" if attention == "flash_attention_2" else attention)
         check_same_as_model(model)  # by its own attention: the stand-in is for ours
@@ -100,7 +100,7 @@ def test_a_batch_on_every_architecture(architecture: str, attention: str, monkey
 @pytest.mark.parametrize("seed", range(6))
 def test_batched_lazyllm_against_the_slow_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
-    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", draw.choice([0, 4]))
+    monkeypatch.setattr(kernels, "SORTED_ON_CPU", draw.choice([0, 4]))
     model, rows = random_model("mistral", seed, num_layers=5), draw.randint(2, 9)
     schedule = {layer: draw.choice([0.1, 0.4, 0.7, 1.0]) for layer in sorted(draw.sample(range(1, 6), 3))}
     prune_generated, steps = draw.random() < 0.4, draw.randint(2, 7)

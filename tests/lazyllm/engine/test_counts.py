@@ -204,9 +204,9 @@ def test_many_tokens_of_a_step_are_sorted_and_few_run_by_masks(
     masked, ordered = list[int](), list[int]()
     in_blocks, in_order = attention.attend_in_blocks, attention.attend_in_order
 
-    def noted_blocks(attend: Any, query: Any, *others: Any) -> Any:
+    def noted_blocks(attend: Any, form: Any, query: Any, *others: Any) -> Any:
         masked.append(query.shape[2])
-        return in_blocks(attend, query, *others)
+        return in_blocks(attend, form, query, *others)
 
     def noted_order(query: Any, *others: Any) -> Any:
         ordered.append(query.shape[2])

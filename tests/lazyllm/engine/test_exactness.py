@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine import kernels, masks
+from lazyllm.engine import kernels
 from lazyllm.methods import Baseline, Lazy
-from lazyllm.methods.support import lazy_session
 from tests.helpers import VOCABULARY, slow
 from tests.lazyllm.engine.architecture_matrix import assert_same
 from tests.reference import ARCHITECTURES, lazy_reference, random_model
@@ -27,9 +26,9 @@ def test_random_shapes_and_schedules(
     architecture: str, seed: int, copies: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """copies: devices on which one query attends to a copy of its tokens; as on a GPU, here too."""
-    monkeypatch.setattr(masks, "COPIES", copies)
+    monkeypatch.setattr(kernels, "COPIES", copies)
     rng = random.Random(f"{architecture} {seed}")
-    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
+    monkeypatch.setattr(kernels, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
     monkeypatch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lazyllm.engine import kernels
 from lazyllm.engine.architecture import check_surroundings
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods.support import lazy_session
 from tests.helpers import slow
 from tests.lazyllm.methods.method_matrix import KEEPING, ROWS, Row
 from tests.reference import random_model
@@ -68,7 +68,7 @@ CASES = [
 @pytest.mark.parametrize(("attention", "revived"), [("sdpa", 3), *slow(("eager", 0))])
 @pytest.mark.parametrize("row", CASES)
 def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, monkeypatch) -> None:
-    monkeypatch.setattr(lazy_session, "SORTED", 0)
+    monkeypatch.setattr(kernels, "SORTED", 0)
     asks = row.asks * (2 if revived else 1)  # the second is for the ranks of many tokens
     twin: Any = random_model("llama", 2, num_layers=4)
     twin.config._attn_implementation = attention

@@ -146,8 +146,7 @@ def attention_in_order(
     cache.update(key, value, 0)
     of_set = torch.tensor(chosen, device=query.device), int(chosen.sum())
     mask = masks.PositionSortedMask(cache, torch.tensor(queries, device=query.device), of_set, window, ranks)
-    assert mask.slots is not None
-    sorted_key, sorted_value = cache.take(0, mask.slots, widths[0])
+    sorted_key, sorted_value = cache.take(0, mask.slots_on(query.device), widths[0])
     found = kernels.attend_in_order(query, sorted_key, sorted_value, mask, 0.3, softcap, splits)
     expected = np.zeros(found.shape[1:])
     queried, keys, values = (part[0].double().cpu().numpy() for part in (query, key, value))

@@ -11,7 +11,6 @@ import lazyllm
 from lazyllm.engine import kernels
 from lazyllm.engine.generation import Conversation
 from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
-from lazyllm.methods.support import lazy_session
 from tests.field_oracles import on_the_rest
 from tests.helpers import TOLERANCE, VOCABULARY, slow
 from tests.lazyllm.engine.architecture_matrix import Recording, assert_same
@@ -66,7 +65,7 @@ def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, **set
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 6))])
 def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(f"{architecture} {seed}")
-    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
+    monkeypatch.setattr(kernels, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
     monkeypatch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
     layers = rng.randint(2, 6)
     model = random_model(architecture, seed, num_layers=layers)
@@ -83,7 +82,7 @@ def test_turns_that_keep_a_single_token_and_revive_none(settings: dict[str, bool
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_four_turns_of_every_kind_of_model(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy_session, "SORTED_ON_CPU", 0)
+    monkeypatch.setattr(kernels, "SORTED_ON_CPU", 0)
     with casts_in_float64():
         four_turns(random_variant(variant, 3, attention_of(variant)), {1: 0.5, 3: 0.5}, random.Random(variant))
 

@@ -23,7 +23,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from eval import cli
-from eval.benchmarks.embedded import _row
+from eval.benchmarks.datasets import DATASETS, load_rows
 from lazyllm.engine import generation
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
@@ -45,7 +45,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three small tasks and their rows: nothing comes from the hub."""
     folder = tmp_path_factory.mktemp("tasks")
     docs = []
-    for number, row in enumerate(_row("lookup", index, 1)[0] for index in range(2)):
+    for number, row in enumerate(example.official for example in load_rows(DATASETS["lookup"]).examples[:2]):
         choices = ["olive rosemary chalk", "jungle", "coral"]
         choices.insert(number, row["answers"][0])
         question = f"Ledger: {row['context']}\nQuestion: entry {row['input']}"
@@ -200,7 +200,7 @@ def test_continuations_share_a_prefill_as_far_as_they_can(pruned: PrunedLM, pref
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "nosuch"}, "'nosuch'; known are asl, baseline"),
+        ({"method": "nosuch"}, "'nosuch': the nearest names are"),
         ({"add_bos_token": True}, "'add_bos_token'; it has schedule"),
         ({"schedule": "9:0.7"}, "only 8 layers"),
         ({"schedule": "2:half"}, "schedule '2:half': expected .* 9:0.7"),
@@ -261,7 +261,7 @@ def test_command_writes_results(tasks: Path, tmp_path: Path, monkeypatch: pytest
     written = json.loads(file.read_text())
     assert written["config"]["method"] == repr(Lazy("2:0.6"))
     assert 0 <= written["results"]["own_choice"]["acc,none"] <= 1
-    with pytest.raises(UserError, match=r"^unknown method 'nosuch'; known are"):
+    with pytest.raises(UserError, match=r"^unknown method 'nosuch': the nearest names are"):
         lm_eval.main([*arguments, *model, "--model_args", "pretrained=tiny,method=nosuch"])
 
 

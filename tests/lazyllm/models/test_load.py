@@ -152,7 +152,7 @@ def test_repository_without_access_is_refused_with_the_remedy(monkeypatch, error
 @pytest.mark.parametrize(
     ("settings", "absent", "message"),
     [
-        ({"name": "nosuch"}, None, "not one of the presets llama2, llama2-base, xgen, llama3.1-8b"),
+        ({"name": "nosuch"}, None, "no preset: the nearest names are .*; lazyllm-bench run --list shows all"),
         ({"name": "./nosuch"}, None, "no such folder"),
         ({"name": "a/b/c"}, None, "no such folder"),
         ({"dtype": "int8"}, None, "unknown dtype 'int8'"),

@@ -1,0 +1,91 @@
+"""GGUF files as checkpoints: transformers reads each file once, and what it read is kept as a checkpoint's folder.
+
+transformers parses the metadata of a file four times, in 3 s each for 49,000 tokens, and makes its table of tensor
+names once a module. So `converted` keeps config and tokenizer, and `dequantised` the weights, below `cache_folder()`,
+by the file's SHA-256, the versions of the packages that read it, and the code that calls them.
+"""
+
+import hashlib
+import importlib.metadata
+import logging
+import shutil
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from lazyllm.errors import UserError
+from lazyllm.files import cache_folder
+
+log = logging.getLogger(__name__)
+
+_QUANTISATION = "quantisation.txt"  # in the folder of `converted`
+_READERS = ("transformers", "gguf", "accelerate")  # transformers needs the others for GGUF files
+_CODE = Path(__file__).with_name("gguf_reading.py")
+
+
+def converted(file: Path) -> Path:
+    """A folder with the config, the tokenizer and the end tokens of a GGUF file, as transformers reads them.
+
+    Raises UserError for a file that is damaged, a part of one, or beyond what transformers reads, and without the
+    packages that read it.
+    """
+    return _kept(file)
+
+
+def dequantised(file: Path, dtype: str) -> Path:
+    """A folder as of `converted`, with the file's weights, de-quantised and rounded to a dtype. Raises UserError."""
+    return _kept(file, dtype)
+
+
+def quantisation_of(file: Path) -> str:
+    """The file's quantisation, such as "Q4_K_M". Raises UserError as `converted` does."""
+    return (converted(file) / _QUANTISATION).read_text(encoding="utf-8")
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file."""
+    about = file.stat()
+    return _sha256_of(file, about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _sha256_of(file: Path, size: int, changed: int) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _kept(file: Path, dtype: str | None = None) -> Path:
+    """The folder with what was read, made once: a process that is killed leaves none, and others wait for it."""
+    try:
+        versions = [importlib.metadata.version(package) for package in _READERS]
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(
+            f"{file.name}: GGUF files need the package {error.name}: pip install 'lazyllm-bench[gguf]'"
+        ) from error
+    code = hashlib.sha256(_CODE.read_bytes()).hexdigest()[:8]
+    name = "-".join([sha256_of(file)[:32], *versions[:2], code, *([dtype] if dtype else [])])
+    folder = cache_folder() / "gguf" / name
+    if folder.is_dir():
+        return folder
+    from lazyllm.models import gguf_reading  # not at the top: it imports torch
+
+    about, partial = None if dtype is None else converted(file), folder.with_name(f"{name}.partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            if not folder.is_dir():
+                log.info("reading %s into %s, once", file, folder)
+                partial.mkdir()
+                try:
+                    if about is None or dtype is None:
+                        (partial / _QUANTISATION).write_text(gguf_reading.convert(file, partial), encoding="utf-8")
+                    else:
+                        gguf_reading.dequantise(file, about, dtype, partial)
+                    partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise UserError(f"{file}: what was read from it could not be kept in {folder.parent} ({error})") from error
+    return folder
