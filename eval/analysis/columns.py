@@ -18,6 +18,7 @@ BASELINE = "baseline"
 STUDIED = "lazy"  # the paper's own method
 SECTION = ["model", "suite"]
 SETTING = [*SECTION, "method", "settings", "label"]
+KLS = ("answer_kl", "gold_kl", "kl")  # the first that was measured ranks methods
 PROMPT_ENDS = (512, 1024, 2048, 4096, 8192)  # upper ends of the ranges of prompt lengths
 _SPEEDUP = re.compile(r"(\d+(\.\d+)?)x")
 

@@ -10,13 +10,30 @@ from matplotlib.ticker import MaxNLocator
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
 from eval.analysis.run_table import arm_groups
-from eval.analysis.table import EXAMPLES, LABEL, MB, MODEL, Cell, Column, Rows, Table, as_figure, as_table, cells, forms
+from eval.analysis.table import (
+    EXAMPLES,
+    FIDELITY,
+    KEPT,
+    LABEL,
+    MB,
+    MODEL,
+    Cell,
+    Column,
+    Rows,
+    Table,
+    as_figure,
+    as_table,
+    cells,
+    forms,
+    measured,
+)
 from eval.store.results import Results, first_turns
 from eval.store.runs import is_ablation
 
 _VALUES = (
     Column("score", "score", 2),
-    Column("relative_score", "% of baseline", 1),
+    KEPT,
+    *FIDELITY,
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("ideal_ttft_speedup", "ideal", 2),
     Column("scoring_share", "scoring, %", 1),
@@ -69,7 +86,7 @@ def field(results: Results) -> Rows:
     settings = ["-" if label == method else label.removeprefix(f"{method}, ") for label, method in named]
     names = [columns.place_of(name)[1] for name in frame["method"]]
     shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
-    table = cells(shown, _FIELD, results)
+    table = cells(shown, measured(_FIELD, frame), results)
     for heading in _WITHOUT_SELECTION:
         in_brackets = table[heading].map(lambda cell: Cell(f"({cell})", cell.value))
         table[heading] = table[heading].mask(frame["diagnostic"], in_brackets)

@@ -1,6 +1,7 @@
 """Figure 5: score relative to the baseline's, and KL of the first token, against TTFT speedup, by task and method."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,23 +10,22 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
 from eval.analysis import style
-from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of
+from eval.analysis.claims import CLAIMS, kept_at
+from eval.analysis.columns import BASELINE, KLS, SECTION, STUDIED, target_of
 from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, paper_values
 from eval.analysis.table import as_figure, forms
-from eval.analysis.verdicts import claims
 from eval.store.results import Results
 
 MEASURED, PAPER, CLAIM = "measured", "paper, Table 1", "paper, text"
 
 _POINTS = ["relative_score", "ttft_speedup"]
-_HEIGHTS = {"relative_score": "score, % of the baseline's", "kl": "KL, nats"}
 _HOLLOW: Any = {"linestyle": "none", "markerfacecolor": "none", "markersize": 8}
 _CLAIM: Any = {"linestyle": "none", "color": "black", "marker": "+", "markersize": 11}
 
 
 def data(results: Results) -> pd.DataFrame:
     """model, suite, task ("all": their mean), source, paper_model, method, label, settings, seeds, examples, on_curve;
-    relative_score (100 * score / the baseline's), ttft_speedup and kl, with `_low` and `_high`.
+    relative_score (100 * score / the baseline's), ttft_speedup, kl, answer_kl and gold_kl, with `_low` and `_high`.
 
     source: "measured"; "paper, Table 1" for the paper's scores and speedups of the model `paper_model` (the model
         itself, or Llama 2 if it is not in the paper); "paper, text" for its two claims.
@@ -47,7 +47,7 @@ def data(results: Results) -> pd.DataFrame:
         points = paper_points(own if isinstance(own, str) else PAPER_MODELS[0], sorted(set(panel["task"])))
         parts += [panel, points.assign(model=model, suite=suite)]
     columns = [*SECTION, "task", "source", "paper_model", "method", "label", "settings", "seeds", "examples"]
-    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *forms(*_POINTS, "kl")])
+    return pd.concat(parts, ignore_index=True).reindex(columns=[*columns, "on_curve", *forms(*_POINTS, *KLS)])
 
 
 def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
@@ -63,7 +63,11 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     table["relative_score"] = 100 * table["score"] / table["task"].map(baseline)
     table = table[(table["method"] != BASELINE) & table["task"].isin(tasks)].assign(source=PAPER)
     if paper_model == "llama2" and "multi_doc_qa" in tasks:
-        stated = [(one.arguments["speedup"], one.paper[paper_model]) for one in claims() if one.measure == "kept_at"]
+        stated = [
+            (one.measure.keywords["speedup"], one.paper[paper_model])
+            for one in CLAIMS
+            if isinstance(one.measure, partial) and one.measure.func is kept_at
+        ]
         text = pd.DataFrame(stated, columns=["ttft_speedup", "relative_score"], dtype=float)
         text = text.assign(task="multi_doc_qa", method=STUDIED, source=CLAIM)
         table = pd.concat([table, text], ignore_index=True)
@@ -89,8 +93,8 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 )
 @style.styled
 def plot(frame: Any) -> MplFigure:
-    """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of KL
-    if it was measured."""
+    """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of each
+    KL that was measured."""
     figure, sections = style.sections_of(
         frame,
         "Score and KL against TTFT speedup",
@@ -103,7 +107,7 @@ def plot(frame: Any) -> MplFigure:
         rows = rows[rows["task"] != "all"] if rows["task"].nunique() == 2 else rows
         values = _measured(rows)
         parts = section.subfigures(len(values), 1, squeeze=False)[:, 0]
-        for part, value in zip(parts, values, strict=True):
+        for part, (value, label) in zip(parts, values.items(), strict=True):
             shown = rows.dropna(subset=value)  # the paper has no KL
             speedups = shown["ttft_speedup"]
             # an axis that holds 1 and 2 has ticks, however close its points are
@@ -111,19 +115,19 @@ def plot(frame: Any) -> MplFigure:
             for task, axes in style.task_panels(part, shown).items():
                 _draw_task(axes, shown[shown["task"] == task], styles, value)
                 axes.set(xlim=reach)
-                if value == "kl":
+                if value in KLS:
                     axes.set_yscale("log", nonpositive="clip")
                 else:
                     axes.set(ylim=(-3, max(106.0, 1.05 * rows["relative_score"].max())))
             part.supxlabel("TTFT speedup over the baseline (times)", fontsize=9)
-            part.supylabel(_HEIGHTS[value], fontsize=9)
+            part.supylabel(label, fontsize=9)
             _write_legend(part, shown, styles)
     return figure
 
 
-def _measured(rows: Any) -> list[str]:
-    """The values that were measured, each drawn in panels of its own."""
-    return [value for value in _HEIGHTS if rows[value].notna().any()]
+def _measured(rows: Any) -> dict[str, str]:
+    """{each value that was measured and is drawn in panels of its own: its axis label}."""
+    return {"relative_score": "score, % of the baseline's"} | style.kls_in(rows)
 
 
 def _undominated(settings: Any) -> np.ndarray:
@@ -133,7 +137,7 @@ def _undominated(settings: Any) -> np.ndarray:
 
 
 def _draw_task(axes: Any, rows: Any, styles: dict[str, Any], value: str) -> None:
-    if value != "kl":
+    if value not in KLS:
         axes.axhline(100, **style.REFERENCE)
     axes.axvline(1, **style.REFERENCE)
     paper = rows[rows["source"] == PAPER]

@@ -6,11 +6,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, SECTION, STUDIED, overall, place_of
-from eval.analysis.table import MODEL, Cell, Column, Rows, Table, as_table, cells, forms, model_name, random_models
+from eval.analysis.columns import BASELINE, SECTION, STUDIED
+from eval.analysis.table import (
+    FIDELITY,
+    KL,
+    MODEL,
+    Cell,
+    Column,
+    Rows,
+    Table,
+    as_table,
+    cells,
+    forms,
+    measured,
+    model_name,
+    random_models,
+)
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
@@ -31,7 +44,8 @@ _PAPER = {
 _TABLE1 = (
     Column("score", "score", 2, missing="unpaired"),
     Column("ttft_speedup", "TTFT speedup", 2, missing="unpaired"),
-    Column("kl", "KL, nats", 5),
+    KL,
+    *FIDELITY,
 )
 _TABLE2 = (
     Column("pct_prompt_tokens_computed", "% tokens computed", 2, missing="unpaired"),
@@ -158,7 +172,7 @@ def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> p
         n=[str(number) if status == "measured" else f"{number} ({status})" for number, status in sizes],
     )
     columns = [MODEL, Column("task", "task"), Column("method", "method"), Column("n", "n", sorted_by="examples")]
-    for value in values:
+    for value in measured(values, frame):
         columns.append(value)
         if value.name in _PAPER:
             columns.append(Column(f"paper_{value.name}", f"{value.heading}, paper", value.digits))
@@ -166,7 +180,7 @@ def _cells(frame: pd.DataFrame, values: Sequence[Column], results: Results) -> p
     return cells(shown, columns, results)
 
 
-_TASK_NAMES = {
+TASK_NAMES = {
     "single_doc_qa": "Single-Document QA", "multi_doc_qa": "Multi-Document QA", "summarization": "Summarization",
     "few_shot": "Few-shot Learning", "synthetic": "Synthetic", "code": "Code Completion",
 }  # fmt: skip
@@ -214,7 +228,7 @@ def _as_printed(table: Table, values: Sequence[Column], results: Results) -> Row
     first = PAPER_MODELS[0], values[0].name  # each value has the same lines
     places = [(task, method) for model, task, method, value in paper_values() if (model, value) == first]
     lines: Any = pd.DataFrame(places, columns=key)
-    texts = {"Tasks": lines["task"].map(_TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)}
+    texts = {"Tasks": lines["task"].map(TASK_NAMES), "Method": lines["method"].map(_METHOD_NAMES)}
     texts = texts if texts["Method"].nunique() > 1 else {"Tasks": texts["Tasks"]}
     keys = len(texts)
     sides: list[tuple[str, str, Any]] = [
@@ -243,61 +257,3 @@ def _both(row: Mapping[Any, Any], paper: float | None, value: Column) -> Cell:
     ours += "" if is_missing or row["status"] == "measured" else "*"
     text = ours if paper is None else f"{ours} ({paper:.{value.digits}f})"
     return Cell(text, None if is_missing else row[value.name])
-
-
-_MEASURED = [*forms("measured_score", "measured_ttft_speedup"), "measured_full_score"]
-_CLAIMS = (
-    Column("name", "method"),
-    Column("setting", "setting"),
-    MODEL,
-    Column("score", "score", 2),
-    Column("full_score", "full", 2),
-    Column("ttft_speedup", "TTFT speedup", 2),
-    Column("measured_score", "score, ours", 2, missing="unpaired"),
-    Column("measured_full_score", "full, ours", 2, missing="unpaired"),
-    Column("measured_ttft_speedup", "TTFT speedup, ours", 2, missing="unpaired"),
-    Column("scale", "of"),
-    Column("differs", "why they differ"),
-)
-
-
-@as_table(
-    20,
-    title="What their authors report",
-    caption=(
-        "Numbers as published, each measured with its authors' own harness. Ours: the mean over LongBench's tasks with "
-        "the same settings, and the baseline beside them."
-    ),
-    notes="full: the unpruned model; for the same model it differs by 13 points between papers. -: not published.",
-    command="python run.py model=custom model.name=FOLDER_OR_HUB_ID method=gemfilter",
-)
-def claims(results: Results) -> Rows:
-    """Published numbers for each model that was run on LongBench, with ours if these settings were run."""
-    whole: Any = overall(results)
-    whole = whole.assign(full_score=whole["reference_score"])
-    measured = [row for row in whole.to_dict("records") if SUITES[row["suite"]].in_paper]
-    models = {_name_of(row) for row in measured}
-    claimed: Any = pd.read_csv(PUBLISHED / "field.csv")
-    rows = []
-    for claim in claimed[claimed["model"].isin(models)].to_dict("records"):
-        ours: Any = max((row for row in measured if _is_of(claim, row)), key=lambda row: row["examples"], default={})
-        rows.append(claim | {form: ours.get(form.removeprefix("measured_"), np.nan) for form in _MEASURED})
-    frame: Any = pd.DataFrame(rows, columns=[*claimed.columns, *_MEASURED])
-    settings = [", ".join(f"{key}={value}" for key, value in json.loads(text).items()) for text in frame["settings"]]
-    table = cells(frame.assign(name=[place_of(name)[1] for name in frame["method"]], setting=settings), _CLAIMS)
-    table.loc[frame["measured_score"].isna(), ["score, ours", "full, ours", "TTFT speedup, ours"]] = "no run"
-    return Rows(frame, table, keys=3)
-
-
-def _name_of(row: Mapping[str, Any]) -> str:
-    """The model's name as papers write it, without the publisher's prefix."""
-    return row["model"].removeprefix("Meta-")
-
-
-def _is_of(claim: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether a measured row has the claim's model and settings."""
-    settings = json.loads(row["settings"])
-    if settings.get("sound"):  # our own variant
-        return False
-    same = all(settings.get(key) == value for key, value in json.loads(claim["settings"]).items())
-    return same and claim["method"] == row["method"] and _name_of(row) == claim["model"]

@@ -1,4 +1,4 @@
-"""Methods side by side: ranked by score and KL at equal ideal speedups; and the FLOPs at which they keep the score."""
+"""Methods side by side: ranked by KL at equal ideal speedups; and the FLOPs at which they keep the score."""
 
 import re
 from typing import Any
@@ -7,22 +7,26 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis import columns
-from eval.analysis.columns import BASELINE, SECTION, in_order, range_of, ranges_in, with_ends
-from eval.analysis.table import EXAMPLES, MODEL, Column, Rows, as_table, cells, forms
+from eval.analysis.columns import BASELINE, KLS, SECTION, in_order, range_of, ranges_in, with_ends
+from eval.analysis.table import EXAMPLES, FIDELITY, KL, MODEL, Column, Rows, as_table, cells, forms, measured
 from eval.benchmarks.datasets import TASKS
 from eval.store.aggregate import beside, drawn_means, on_common_examples
 from eval.store.results import Results, first_turns
 
 LEAST = 0.9  # share of its target speedup that a setting must reach (by computed FLOPs) to be ranked
-_VALUES = {"kl": 5, "score": 2}  # digits shown
+# {value: digits shown}: ranked by the first that all methods of a speedup have
+_KLS = dict.fromkeys(KLS, 5)
+_VALUES = _KLS | {"score": 2}
 _COLUMNS = (
     MODEL,
     Column("speedup", "ideal speedup", sorted_by="target"),
     Column("rank", "rank"),
     Column("setting", "method"),
     EXAMPLES,
-    Column("kl", "KL, nats", _VALUES["kl"]),
-    Column("kl_shown", "KL - first's", sorted_by="kl_difference"),
+    *FIDELITY[:2],
+    KL,
+    Column("ranked_by", "ranked by"),
+    Column("kl_shown", "KL - first's", sorted_by="kl_shown_difference"),
     Column("score", "score", _VALUES["score"]),
     Column("score_shown", "score - first's", sorted_by="score_difference"),
 )
@@ -32,10 +36,13 @@ _COLUMNS = (
     200,
     title="Methods ranked at equal ideal speedups",
     caption=(
-        "Settings given by an ideal TTFT speedup, ranked by score, then by mean KL. Differences are to the method "
+        "Settings given by an ideal TTFT speedup, ranked by KL. Differences are to the method "
         "ranked first, on the same examples, with both ends of their paired 95 % interval."
     ),
-    notes="Means over tasks, on the examples that all methods of that speedup have; seeds are pooled.{unranked}",
+    notes=(
+        "The KL of the answer ranks, else that of the gold answer, else that of the first token. Means over tasks, on "
+        "the examples that all methods of that speedup have; seeds are pooled.{unranked}"
+    ),
     command="python run.py -m experiment=figure5 model=tiny",
 )
 def ranking(results: Results) -> Rows:
@@ -54,14 +61,18 @@ def ranking(results: Results) -> Rows:
     for key, group in frame.groupby(keys, sort=True):
         rows += [dict(zip(keys, key, strict=True)) | row for row in _ranked(group)]
     values = forms(*_VALUES, *(f"{name}_difference" for name in _VALUES))
-    table = pd.DataFrame(rows, columns=[*SECTION, "target", "rank", "method", "label", "examples", *values])
+    columns_ = [*SECTION, "target", "rank", "ranked_by", "method", "label", "examples", *values]
+    table = pd.DataFrame(rows, columns=columns_)
     shown = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
         setting=[re.sub(r"\w+=[\d.]+x(, )?", "", label).removesuffix(", ") for label in table["label"]],
-        **{f"{name}_shown": [_difference(row, name) for row in rows] for name in _VALUES},
+        score_shown=[_difference(row, "score") for row in rows],
+        kl_shown=[_difference(row, row["ranked_by"]) for row in rows],
+        kl_shown_difference=[row[f"{row['ranked_by']}_difference"] for row in rows],
+        ranked_by=[_NAMES[row["ranked_by"]] for row in rows],
     )
     unranked = f" Not ranked: {'; '.join(others)}." if others else ""
-    return Rows(table, cells(shown, _COLUMNS, results), keys=4, values={"unranked": unranked})
+    return Rows(table, cells(shown, measured(_COLUMNS, shown), results), keys=4, values={"unranked": unranked})
 
 
 def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
@@ -79,17 +90,18 @@ def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
 
 
 def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of one speedup: the highest score as shown comes first, of equal ones the smallest KL."""
+    """The rows of one speedup, the smallest KL first: of several KLs, the first that all settings have."""
     names = group.drop_duplicates("label").set_index("label")["method"]
     values = {name: on_common_examples(group, name) for name in _VALUES}
-    if not len(values["kl"]):
+    values = {name: value for name, value in values.items() if set(value.columns) == set(names.index) and len(value)}
+    if not (by := [name for name in _KLS if name in values]):
         return []
     drawn = {name: drawn_means(value) for name, value in values.items()}
-    order = np.lexsort([drawn["kl"][0], -drawn["score"][0].round(_VALUES["score"])])
+    order = np.argsort(drawn[by[0]][0], kind="stable")
     rows = []
     for rank, number in enumerate(order, start=1):
-        label = values["kl"].columns[number]
-        row = {"rank": rank, "method": names[label], "label": label, "examples": len(values["kl"])}
+        label = values[by[0]].columns[number]
+        row = {"rank": rank, "ranked_by": by[0], "method": names[label], "label": label, "examples": len(values[by[0]])}
         for name, means in drawn.items():
             row |= dict(zip(forms(name), with_ends(means[:, number]), strict=True))
             difference = with_ends(means[:, number] - means[:, order[0]])
@@ -106,6 +118,7 @@ def _difference(row: dict[str, Any], name: str) -> str:
     return mean if low == "+nan" else f"{mean} ({low}, {high})"
 
 
+_NAMES = {"answer_kl": "answer", "gold_kl": "gold", "kl": "first token"}
 WITHIN = 1.0  # per cent of the baseline's score
 _SHARES = ("keep", "keep_low", "keep_high")
 

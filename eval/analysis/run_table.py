@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
-from eval.analysis.table import EXAMPLES, Column, Table, cells, forms
+from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import NO_INTERVAL, VALUES, beside, drawn_means, on_common_examples, rows_of
 from eval.store.results import Results
@@ -24,7 +24,8 @@ SHOWN = (
     Column("score", "score", 2),
     Column("ttft_speedup", "TTFT speedup", 2),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
-    Column("kl", "KL, nats", 5, interval=False),
+    replace(KL, interval=False),
+    *(replace(one, interval=False) for one in FIDELITY),
     Column("equal_length_speedup", "generation speedup", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
@@ -49,7 +50,7 @@ def run_table(results: Results, title: str) -> Table:
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("shown_run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
-    score, *others = (column for column in SHOWN if frame[column.name].notna().any() or column.name == "score")
+    score, *others = shown_in(frame)
     shown = frame.assign(
         shown_run=frame["run"].map(_run_names(results.runs)),
         shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"),
@@ -59,6 +60,11 @@ def run_table(results: Results, title: str) -> Table:
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[_whole(frame)] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
+
+
+def shown_in(values: Any) -> list[Column]:
+    """The columns of `SHOWN` that any row has; the score always. values: a frame of these columns."""
+    return [one for one in SHOWN if one.name == "score" or has_values(values, one.name)]
 
 
 def _run_names(runs: Sequence[StoredRun]) -> dict[str, str]:
@@ -170,6 +176,7 @@ def _caption(results: Results, frame: Any) -> str:
     lines = [
         f"Scores 0 to 100. {NO_INTERVAL.capitalize()} have no interval.",
         _of_speedups(frame),
+        *([f"{UNFORCED}."] if is_unforced(frame) else []),
     ]
     beside_baseline = comparisons(results)
     if len(beside_baseline) <= MANY:
@@ -192,6 +199,11 @@ def _caption(results: Results, frame: Any) -> str:
             if count and answered.isdisjoint(labels):
                 lines.append(f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
     return "\n".join(lines)
+
+
+def is_unforced(values: Any) -> bool:
+    """Whether the first token's KL was measured alone."""
+    return bool(values["kl"].notna().any() and values["answer_kl"].isna().all())
 
 
 def _of_speedups(frame: Any) -> str:

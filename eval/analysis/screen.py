@@ -11,9 +11,10 @@ from typing import Any
 
 import pandas as pd
 
+from eval.analysis.anchors import anchors
 from eval.analysis.columns import SECTION, SETTING, in_order, prompt_lengths, range_names, range_of, rows_by
-from eval.analysis.run_table import SHOWN, counts
-from eval.analysis.table import LABEL, Column, Table, cells, console, forms
+from eval.analysis.run_table import counts, is_unforced, shown_in
+from eval.analysis.table import LABEL, UNFORCED, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.aggregate import NO_INTERVAL
 from eval.store.results import Results, add_choice
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     screen = console()
     screen.print(table_of(frame).to_rich(screen.width))
+    if not (published := anchors(results)).frame.empty:
+        screen.print(published.to_rich(screen.width))
     return 0
 
 
@@ -58,8 +61,8 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
 
     Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, score_difference
     (from the baseline's on the same examples), ttft_speedup, equal_length_speedup, generation_speedup,
-    pct_prompt_tokens_computed, kl, each with `_low` and `_high`, examples, turns, seeds (of the setting; those of an
-    example count as one), unfinished.
+    pct_prompt_tokens_computed, kl, answer_kl, gold_kl, gold_log_likelihood, each with `_low` and `_high`, examples,
+    turns, seeds (of the setting; those of an example count as one), unfinished.
     """
     values = forms(
         "score",
@@ -69,6 +72,9 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
         "generation_speedup",
         "pct_prompt_tokens_computed",
         "kl",
+        "answer_kl",
+        "gold_kl",
+        "gold_log_likelihood",
     )
     table: Any = results.by_task
     table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(columns={"name": "part"})
@@ -106,13 +112,15 @@ def _unfinished(results: Results) -> dict[tuple[str, str, str], list[str]]:
 def table_of(frame: Any) -> Table:
     """A `summary` as people read it."""
     sections = frame.assign(section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"])
-    score, *others = (one for one in SHOWN if one.name in frame)
+    score, *others = shown_in(frame)
     sentences = list[str]()
     if (sections.groupby("section")["examples"].nunique() > 1).any():
         others.insert(0, Column("score_difference", "score - baseline", 2))
         sentences.append("Rows of another n hold other examples; score - baseline is of the same ones.")
     if frame["score_low"].isna().any():
         sentences.append(f"{NO_INTERVAL.capitalize()} have no interval.")
+    if is_unforced(frame):
+        sentences.append(f"{UNFORCED}.")
     seeds = [Column("seeds", "seeds")] if (frame["seeds"] > 1).any() else []
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     keys = Column("section", "model, suite, part"), LABEL

@@ -8,8 +8,8 @@ import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis import style
-from eval.analysis.columns import SECTION, SETTING, STUDIED, overall
-from eval.analysis.table import EXAMPLES, MODEL, Column, Rows, as_figure, as_table, cells, forms
+from eval.analysis.columns import KLS, SECTION, SETTING, STUDIED, overall
+from eval.analysis.table import EXAMPLES, FIDELITY, KL, MODEL, Column, Rows, as_figure, as_table, cells, forms, measured
 from eval.store.results import Results
 from eval.store.runs import label_of
 
@@ -22,7 +22,8 @@ _COLUMNS = (
     Column("score", "score", 2),
     Column("score_difference", "score - baseline", 2, missing="unpaired", interval=False, sign="+"),
     Column("pct_prompt_tokens_computed", "% tokens computed", 1),
-    Column("kl", "KL, nats", 5),
+    KL,
+    *FIDELITY,
     Column(_SLOPE, "points per 0.1 keep", 2, sign="+"),
 )
 
@@ -46,10 +47,12 @@ def sensitivity(results: Results) -> Rows:
     frame = _with_schedules(frame[frame["method"] == STUDIED])
     frame[_SLOPE] = _slopes(frame)
     frame = frame.sort_values([*SECTION, "ttft_speedup"], kind="stable").reset_index(drop=True)
-    values = forms("score", "ttft_speedup", "pct_prompt_tokens_computed", "kl", "score_difference")
+    values = forms(
+        "score", "ttft_speedup", "pct_prompt_tokens_computed", *KLS, "gold_log_likelihood", "score_difference"
+    )
     frame = frame[[*SETTING, "layers", "keep", "examples", *values, _SLOPE]]
     labels = [label.removeprefix(f"{STUDIED}, ").removeprefix("schedule=") for label in frame["label"]]
-    table = cells(frame.assign(schedule=labels), _COLUMNS, results)
+    table = cells(frame.assign(schedule=labels), measured(_COLUMNS, frame), results)
     return Rows(frame, table, keys=2)
 
 
@@ -83,12 +86,13 @@ def _slopes(frame: Any) -> pd.Series:
 
 def data(results: Results) -> pd.DataFrame:
     """Means over tasks of LazyLLM with one pruning layer and default settings: model, suite, layer, keep (0 to 1),
-    examples, and score, reference_score, score_difference, relative_score, ttft_speedup, kl, with `_low` and `_high`.
+    examples, and score, reference_score, score_difference, relative_score, ttft_speedup, kl, answer_kl, gold_kl, with
+    `_low` and `_high`.
     """
     table: Any = style.as_published(results.usual.by_task)
     table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
     table = table[_has_one_layer(table)].astype({"layers": int}).rename(columns={"layers": "layer"})
-    values = forms("score", "reference_score", "score_difference", "relative_score", "ttft_speedup", "kl")
+    values = forms("score", "reference_score", "score_difference", "relative_score", "ttft_speedup", *KLS)
     table = table.sort_values([*SECTION, "keep", "layer"])
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)
 
@@ -108,18 +112,18 @@ def data(results: Results) -> pd.DataFrame:
 )
 @style.styled
 def plot(frame: Any) -> MplFigure:
-    """One line per model and suite: the score, then KL if it was measured; one curve per kept share."""
-    has_kl = frame["kl"].notna().any()
+    """One line per model and suite: the score, then each KL that was measured; one curve per kept share."""
+    kls = style.kls_in(frame)
     title = "LazyLLM with one pruning layer, mean over tasks"
-    figure, sections = style.sections_of(frame, title, 5.6 + 4.4 * has_kl, lambda _: 3.6)
+    figure, sections = style.sections_of(frame, title, 5.6 + 4.4 * len(kls), lambda _: 3.6)
     for part, rows in sections:
-        panels = part.subplots(1, 1 + has_kl, squeeze=False)[0]
+        panels = part.subplots(1, 1 + len(kls), squeeze=False)[0]
         _draw_curves(panels[0], rows, "score", "score (0 to 100)")
         panels[0].axhline(rows["reference_score"].mean(), label="baseline", **style.REFERENCE)
         low, high = rows["examples"].min(), rows["examples"].max()
         panels[0].set_title(f"{low if low == high else f'{low} to {high}'} examples")
-        for axes in panels[1:]:
-            _draw_curves(axes, rows, "kl", "KL from the baseline's first token, nats")
+        for axes, (name, label) in zip(panels[1:], kls.items(), strict=True):
+            _draw_curves(axes, rows, name, label)
             axes.set_yscale("log", nonpositive="clip")
         handles, labels = panels[0].get_legend_handles_labels()
         style.legend_beside(panels[-1], handles=handles, labels=labels)

@@ -54,6 +54,17 @@ _FILES: Any = {
 _NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
+_KLS = {
+    "answer_kl": "KL over the baseline's answer, nats", "gold_kl": "KL over the gold answer, nats",
+    "kl": "KL from the baseline's first token, nats",
+}  # fmt: skip
+
+
+def kls_in(frame: Any) -> dict[str, str]:
+    """{each KL that any row has: its axis label}."""
+    return {name: label for name, label in _KLS.items() if frame[name].notna().any()}
+
+
 def as_published(rows: Any) -> Any:
     """The rows of a frame without ablations of LazyLLM, which only tables show. rows: with method and settings."""
     ablations = {text: is_ablation(json.loads(text)) for text in rows["settings"].unique()}

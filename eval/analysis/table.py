@@ -26,6 +26,7 @@ _LATEX = {
     ">": r"\textgreater{}", "[": "{[}", "|": r"\textbar{}", "\n": " ",
 }  # fmt: skip
 MB = 1e6
+KEPT_WITHIN = 10  # points: a share of the baseline's score that is not known so well is not shown
 _LEAST = 2  # even the narrowest terminal shows this many columns of values
 # {what occurs in a heading or a cell: what it stands for}, explained once a page
 _SIGNS = {
@@ -33,6 +34,9 @@ _SIGNS = {
     "ideal": "ideal: the speedup by prefill FLOPs, scoring included",
     "computed": "% computed: prompt tokens, mean over layers; tokens run by any model to score the prompt are included",
     "KL": "KL: divergence of the first token's distribution from the baseline's, in nats",
+    "answer's KL": "answer's KL: the mean over the tokens of the baseline's answer, given to the method as its own",
+    "gold": "gold KL: the same of the gold answer; gold log-likelihood: a token's, less the baseline's",
+    "?": f"?: a share of the baseline's score that is not known to within ±{KEPT_WITHIN} points",
     "diagnostic": "diagnostic: a reference, not a method; its TTFT excludes the time of its selection",
     "unpaired": "unpaired: no baseline was run",
     "-": "-: not measured",
@@ -145,7 +149,7 @@ def legend(tables: Iterable[Table]) -> str:
     found = [
         meaning
         for sign, meaning in _SIGNS.items()
-        if (sign in texts if sign == "-" else any(sign in text for text in texts))
+        if (sign in texts if sign in ("-", "?") else any(sign in text for text in texts))
     ]
     return " ".join(f"{meaning}." for meaning in found)
 
@@ -203,7 +207,8 @@ class Column:
     name: the column of the values; `<name>_low` and `<name>_high`, if there are such columns, hold the interval.
     digits: after the decimal point; None for text and whole numbers. missing: shown if the value was not measured.
     scale: divisor, such as 1e6 for bytes shown in MB. sign: "+" to sign positive values too.
-    sorted_by: the column of the numbers behind texts.
+    sorted_by: the column of the numbers behind texts. widest: half of the widest interval with which a value is shown,
+    else `?`: a number that is hardly known misleads. optional: whether a table leaves it out if no row has a value.
     """
 
     name: str
@@ -214,6 +219,8 @@ class Column:
     interval: bool = True
     sign: str = ""
     sorted_by: str | None = None
+    widest: float | None = None
+    optional: bool = False
 
     def cell(self, row: Mapping[Any, Any]) -> Cell:
         """The cell of a row of values: `25.30 ±1.20`, with half of the interval, if there is one."""
@@ -223,6 +230,8 @@ class Column:
             text = self.missing
         elif self.digits is None:
             text = str(value)
+        elif self.widest is not None and not ends[1] - ends[0] <= 2 * self.widest:
+            text = "?"
         else:
             text = f"{value / self.scale:{self.sign}.{self.digits}f}"
             if self.interval and pd.notna(ends).all():
@@ -295,6 +304,25 @@ def figures() -> dict[str, Figure]:
 
 
 MODEL, LABEL, EXAMPLES = Column("model", "model"), Column("label", "method"), Column("examples", "n")
+KEPT = Column("relative_score", "% of baseline", 1, widest=KEPT_WITHIN)
+KL = Column("kl", "KL, nats", 5)
+# With `fidelity=answer`; rankings and pictures take the first that was measured, then the first token's KL
+FIDELITY = (
+    Column("answer_kl", "answer's KL", 5, optional=True),
+    Column("gold_kl", "gold KL", 5, optional=True),
+    Column("gold_log_likelihood", "gold log-likelihood", 3, sign="+", optional=True),
+)
+UNFORCED = "The KL is of the first token alone: fidelity=answer measures whole answers"
+
+
+def has_values(values: Any, name: str) -> bool:
+    """Whether any row of a frame has a value in this column."""
+    return name in values and bool(values[name].notna().any())
+
+
+def measured(columns: Iterable[Column], values: pd.DataFrame) -> list[Column]:
+    """The columns without optional ones that no row has."""
+    return [one for one in columns if not one.optional or has_values(values, one.name)]
 
 
 def cells(values: pd.DataFrame, columns: Sequence[Column], results: Results | None = None) -> pd.DataFrame:

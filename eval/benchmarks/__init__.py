@@ -1,16 +1,9 @@
-"""Suites of datasets, their prompts and scorers. A new suite is a file or folder here, and an entry in `SUITES`."""
+"""Suites of datasets, their prompts and scorers. A new suite is a file or folder here, which is listed below."""
 
-from eval.benchmarks import (
-    embedded,
-    longbench,
-    longbench_v2,
-    needle,
-    ruler,
-    scbench,
-)
-from eval.benchmarks.suite import Suite
+from importlib import import_module
 
-_OTHERS = (longbench_v2, embedded, ruler, needle, scbench)
-_ALL = (longbench.SUITE, longbench.SUITE_E, *(module.SUITE for module in _OTHERS))
+from eval.benchmarks.suite import SUITES as SUITES
 
-SUITES: dict[str, Suite] = {suite.name: suite for suite in _ALL}
+# In the order of tables; each registers its suites
+for _module in ("longbench", "longbench_v2", "embedded", "ruler", "needle", "scbench"):
+    import_module(f"{__name__}.{_module}")

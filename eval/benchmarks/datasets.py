@@ -1,49 +1,39 @@
-"""All suites' datasets by name, their settings in configs, and the loading of their rows."""
+"""Datasets by the names that configs give, the suites' settings in configs, and the loading of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eval.benchmarks import SUITES
+from eval.benchmarks.needle import NeedleConfig
 from eval.benchmarks.own import TASK, OwnDataset, own_dataset, own_suite
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite
+from eval.benchmarks.ruler import RulerConfig
+from eval.benchmarks.suite import DATASETS as DATASETS
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite, register
 from lazyllm.errors import UserError, nearest, require
 
-# All datasets by name; `add_own` adds a user's, and its suite to `SUITES`
-DATASETS: dict[str, Dataset] = {dataset.name: dataset for suite in SUITES.values() for dataset in suite.datasets}
 # In the order of tables
-TASKS: tuple[str, ...] = tuple(
-    dict.fromkeys((*(task for suite in SUITES.values() for task in (*suite.all_tasks, *suite.tasks)), TASK))
-)
-
-_TASK = {
-    task: tuple(dataset for dataset in suite.datasets if dataset.task == task)
-    for suite in SUITES.values()
-    for task in suite.tasks
-}
+TASKS: tuple[str, ...] = tuple(dict.fromkeys((*(each.task for each in DATASETS.values()), TASK)))
+# {task: its datasets, of the first suite that has it}
+_TASK: dict[str, tuple[Dataset, ...]] = {}
+for _suite in SUITES.values():
+    for _task in _suite.all_tasks:
+        _TASK.setdefault(_task, tuple(dataset for dataset in _suite.datasets if dataset.task == _task))
 # {name in a config: its datasets}: names of suites, tasks and datasets
 CHOICES: dict[str, tuple[Dataset, ...]] = {suite.whole: suite.datasets for suite in SUITES.values()}
-CHOICES |= {**_TASK, **{name: (DATASETS[name],) for name in DATASETS}}
+CHOICES |= {**_TASK, **{name: (dataset,) for name, dataset in DATASETS.items()}}
 
-if TYPE_CHECKING:
 
-    class SuiteSettings:
-        """Of a config: the settings of every suite that has some (`Suite.options`), under the suite's name."""
+@dataclass
+class SuiteSettings:
+    """Of a config: the settings of every suite that has some (`Suite.options`), under the suite's name."""
 
-else:
-    SuiteSettings = make_dataclass(
-        "SuiteSettings",
-        [
-            (suite.name, suite.options, field(default_factory=suite.options))
-            for suite in SUITES.values()
-            if suite.options is not None
-        ],
-        namespace={"__module__": __name__},  # so that it can be pickled
-    )
+    ruler: RulerConfig = field(default_factory=RulerConfig)
+    needle: NeedleConfig = field(default_factory=NeedleConfig)
 
 
 def default_suite(model: str) -> Suite:
@@ -52,7 +42,7 @@ def default_suite(model: str) -> Suite:
 
 
 def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
-    """The user's datasets that a config describes, from now on in `DATASETS`, and their suites in `SUITES`.
+    """The user's datasets that a config describes, each a registered suite from now on.
 
     dataset: the config's, as in `datasets_asked_for`. Raises UserError for a bad description, or a name that is taken.
     """
@@ -61,8 +51,8 @@ def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
         if (name in CHOICES or name in SUITES) and not isinstance(DATASETS.get(name), OwnDataset):
             raise UserError(f"dataset.{name}: a dataset, task or suite of this package has this name; give another")
     own = tuple(own_dataset(name, value) for name, value in described.items())
-    DATASETS.update({each.name: each for each in own})
-    SUITES.update({each.name: own_suite(each) for each in own})
+    for each in own:
+        register(own_suite(each))
     return own
 
 
@@ -98,8 +88,7 @@ def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset,
 
 def missing_rows(dataset: Dataset, settings: DataSettings) -> str | None:
     """Why the rows of a dataset cannot be loaded; None if they can."""
-    missing = SUITES[dataset.suite].missing
-    return missing(dataset, settings) if missing is not None else None
+    return SUITES[dataset.suite].check(dataset, settings)
 
 
 @lru_cache(maxsize=64)  # a run's check and its plan share them, and so do the runs of a comparison or a sweep
@@ -117,17 +106,15 @@ def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: On
 def register_configs() -> None:
     """Register every name of `CHOICES` in Hydra's group `dataset`, and `default` for no dataset.
 
-    `dataset=NAME` becomes {name: true} of its datasets. The name of a task is an entry too, as it may mean another
-    suite's datasets (`datasets_asked_for`), and that of a suite whose rows may be missing, which is no error then.
+    `dataset=NAME` becomes {name: true} of the name and its datasets: a task's may mean another suite's datasets
+    (`datasets_asked_for`), and of a suite rows may be missing, which is no error then.
     """
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance().store
     store(group="dataset", name="default", node={})
-    kept = {*_TASK, *(suite.whole for suite in SUITES.values() if suite.missing is not None)}
     for name, datasets in CHOICES.items():
-        node = {**({name: True} if name in kept else {}), **{dataset.name: True for dataset in datasets}}
-        store(group="dataset", name=name, node=node)
+        store(group="dataset", name=name, node={name: True, **{dataset.name: True for dataset in datasets}})
 
 
 def format_value(value: Any) -> str:

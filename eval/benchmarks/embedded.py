@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks.rows import canonical, load_lines
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, register
 from lazyllm.errors import UserError
 
 # The prompts, in the format of LongBench's `dataset2prompt.json`: placeholders {context} and {input}
@@ -73,37 +73,32 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     return replace(loaded, examples=tuple(examples))
 
 
-def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse more questions than a row has. Raises UserError."""
+def check(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why a dataset has no rows of several turns, or None. Raises UserError for more turns than a row has."""
     if (settings.turns or 1) > MAX_TURNS:
         raise UserError(f"turns={settings.turns}: a row of the embedded suite has up to {MAX_TURNS} questions")
-
-
-def missing(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why a dataset has no rows of several turns; None if it has."""
     if dataset.name == "digest" and (settings.turns or 1) > 1:
         return "a context has one question only, so there are no rows with later turns"
     return None
 
 
-_dataset = partial(Dataset, suite="embedded", chat_wrap=False)
+_dataset = partial(Dataset, suite="embedded", chat_wrap=False, prompt_tokens=1024)  # the middle one of the lengths
 
-SUITE = Suite(
-    name="embedded",
-    datasets=(
-        _dataset("lookup", "single_doc_qa", "f1"),
-        _dataset("hops", "multi_doc_qa", "f1"),
-        _dataset("digest", "summarization", "rouge"),
-        # protected: "Example", a sentence with its key, then the class and a full stop
-        _dataset("shots", "few_shot", "classification", first_line=True, protected=r"^Example| \S+$"),
-        _dataset("retrieve", "synthetic", "retrieval"),
-        _dataset("complete", "code", "code_similarity"),
-    ),
-    load=load,
-    models=("tiny",),
-    rows_here=True,
-    limit=12,  # enough for a first look
-    check=check,
-    missing=missing,
-    reference_tokens=1024,  # the middle one of the lengths
+SUITE = register(
+    Suite(
+        name="embedded",
+        datasets=(
+            _dataset("lookup", "single_doc_qa", "f1"),
+            _dataset("hops", "multi_doc_qa", "f1"),
+            _dataset("digest", "summarization", "rouge"),
+            # protected: "Example", a sentence with its key, then the class and a full stop
+            _dataset("shots", "few_shot", "classification", first_line=True, protected=r"^Example| \S+$"),
+            _dataset("retrieve", "synthetic", "retrieval"),
+            _dataset("complete", "code", "code_similarity"),
+        ),
+        load=load,
+        models=("tiny",),
+        limit=12,  # enough for a first look
+        check=check,
+    )
 )

@@ -29,7 +29,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import cached_file, given_file, hub_file, official_cache, official_file
 from eval.benchmarks.rows import Check, check_fields, is_text, load_lines, parsed_json, sha256_of
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Published, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Published, Suite, register
 from lazyllm.errors import UserError
 
 HUB_REPOSITORY, HUB_FILE = "THUDM/LongBench", "data.zip"
@@ -86,7 +86,6 @@ _FACTS = {
     "lcc": ("code", "code_similarity", 500, 1_235, 64),
     "repobench-p": ("code", "code_similarity", 500, 4_206, 64),
 }
-TASKS = tuple(dict.fromkeys(task for task, *_ in _FACTS.values()))
 
 DATASETS = tuple(
     Dataset(name, task, metric, "longbench", **_OWN.get(task, {}), **_OWN.get(name, {}))
@@ -176,26 +175,20 @@ def is_cached(settings: DataSettings) -> bool:
     return any(rows) and all((config / name).is_file() for name in CONFIG_SHA256)
 
 
-SUITE = Suite(
-    name="longbench",
-    datasets=DATASETS,
-    load=load,
-    called="all",
-    tasks=TASKS,
-    cached=is_cached,
-    published=published,
-    subsets=(MINI,),
-    in_paper=True,
+SUITE = register(
+    Suite(name="longbench", datasets=DATASETS, load=load, subsets=(MINI,), published=published, cached=is_cached)
 )
 
-SUITE_E = Suite(
-    name="longbench_e",
-    datasets=tuple(
-        replace(dataset, name=f"{dataset.name}_e", suite="longbench_e", prompt_of=dataset.name)
-        for dataset in DATASETS
-        if dataset.name not in ("narrativeqa", "musique", "qmsum")
-    ),
-    load=load_e,
+SUITE_E = register(
+    Suite(
+        name="longbench_e",
+        datasets=tuple(
+            replace(dataset, name=f"{dataset.name}_e", suite="longbench_e", prompt_of=dataset.name)
+            for dataset in DATASETS
+            if dataset.name not in ("narrativeqa", "musique", "qmsum")
+        ),
+        load=load_e,
+    )
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from eval.benchmarks.downloads import HubDataset, official_file
 from eval.benchmarks.rows import FILLED, TEXT, check_fields, loaded, one_of
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register
 from lazyllm.errors import UserError
 
 ROWS, PROMPT = "data.json", "prompts/0shot.txt"
@@ -44,13 +44,15 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     return loaded(dataset, rows, parse, settings.on_error, MAX_NEW_TOKENS, [template])
 
 
-SUITE = Suite(
-    name="longbench_v2",
-    datasets=(
-        Dataset("longbench_v2", "multiple_choice", "multiple_choice", suite="longbench_v2", decode_halves=False),
-    ),
-    load=load,
-    missing=_HUB.missing,
+SUITE = register(
+    Suite(
+        name="longbench_v2",
+        datasets=(
+            Dataset("longbench_v2", "multiple_choice", "multiple_choice", suite="longbench_v2", decode_halves=False),
+        ),
+        load=load,
+        check=_HUB.missing,
+    )
 )
 
 

@@ -21,7 +21,7 @@ from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_fo
 from eval.benchmarks.rows import made_here, sha256_of
 from eval.benchmarks.ruler.generator import NEEDLE, NOISE
 from eval.benchmarks.ruler.sources import check_haystack, read_text
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register, setting
 from lazyllm.errors import UserError, require
 
 VERSION = 1
@@ -178,15 +178,14 @@ def _needle(rng: random.Random, taken: Collection[str]) -> tuple[str, str, str]:
     return key, value, NEEDLE.format(kind="numbers", key=key, value=value)
 
 
-SUITE = Suite(
-    name="needle",
-    version=VERSION,
-    datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
-    load=load,
-    options=NeedleConfig,
-    check=check,
-    length=lambda settings: max(settings.options.lengths),
-    shorter="give smaller needle.lengths",
+SUITE = register(
+    Suite(
+        name="needle",
+        datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
+        load=load,
+        options=NeedleConfig,
+        check=check,
+    )
 )
 
 

@@ -205,6 +205,5 @@ def own_suite(own: OwnDataset) -> Suite:
         name=own.name,
         datasets=(own,),
         load=load,
-        missing=missing,
-        reference_tokens=own.prompt_tokens,
+        check=missing,
     )

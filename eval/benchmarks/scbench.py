@@ -29,7 +29,7 @@ from eval.benchmarks.rows import (
     prompt_parts,
     sha256_of,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, Turn, register
 from lazyllm.errors import UserError
 
 PROMPTS = "eval_utils.py"
@@ -90,17 +90,19 @@ def prompts_sha256(content: bytes) -> str:
     return sha256_of({task: [prompts[task] for prompts in kinds] for task in TASKS})
 
 
-SUITE = Suite(
-    name="scbench",
-    datasets=(
-        *(
-            Dataset(name, task, metric, suite="scbench", decode_halves=False)
-            for name, (task, metric, _) in TASKS.items()
+SUITE = register(
+    Suite(
+        name="scbench",
+        datasets=(
+            *(
+                Dataset(name, task, metric, suite="scbench", decode_halves=False)
+                for name, (task, metric, _) in TASKS.items()
+            ),
+            *(Dataset(name, task, "function_match", suite="scbench") for name, task in _LEFT_OUT.items()),
         ),
-        *(Dataset(name, task, "function_match", suite="scbench") for name, task in _LEFT_OUT.items()),
-    ),
-    load=load,
-    missing=missing,
+        load=load,
+        check=missing,
+    )
 )
 
 

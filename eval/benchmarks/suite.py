@@ -1,12 +1,11 @@
-"""The values of a suite of tasks.
+"""The values of a suite of tasks, and the register of all suites.
 
-A suite is a file or folder in this package with a `Suite`, which `eval.benchmarks.SUITES` lists; no other code names a
-suite. Differences between suites are fields here, never an `if`: its settings (`options`) too, which every command line
-and config then takes under the suite's name.
+A suite is a file or folder in this package that registers a `Suite`; `eval/benchmarks/__init__.py` lists these modules,
+and no other code names a suite. Differences between suites are fields here, never an `if`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +38,7 @@ class Dataset:
     newline_ends: whether a newline token ends the answer, which then has at least one token.
     protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten: the examples' answers,
         and the labels that lay the examples out; "" if the context holds no examples.
+    prompt_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths, 0 if unknown.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Dataset:
     first_line: bool = False
     newline_ends: bool = False
     protected: str = ""
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,54 +160,79 @@ class Suite:
     """A suite of datasets and their source.
 
     name: its name in records and tables.
-    version: raised with every change of rows, prompts or scores.
     datasets: in the order of tables.
     load: reads one of its datasets. Raises UserError.
-    called: the name in configs for all its datasets, if it is not the suite's.
-    options: the dataclass of its settings, each with a default, in a config under the suite's name; None for none.
-    models: presets made for this suite: it is their default, and a task's name means its datasets.
-    tasks: tasks that a config may name, for its datasets of that task.
+    check: before torch is imported, why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named,
+        else left out. Raises UserError for bad settings.
+    options: the dataclass of its settings, each with a default, in a config under the suite's name; None for none. The
+        setting `length`, or `lengths`, is of prompt and answer together, in tokens.
+    models: presets made for this suite, whose default it is. Its rows are in this package.
     limit: the number of examples of each dataset in a run without a `limit`; None for all.
-    in_paper: whether LazyLLM's paper reports this suite.
-    reference_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths, 0 if it is
-        unknown.
-    rows_here: whether its rows need no file, network or tokenizer, so that they are read before torch is imported.
-    check: refuses bad settings of a dataset before torch is imported. Raises UserError.
-    missing: why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named, else left out.
-    cached: whether all its files are in the caches, for a suite of models or of published sizes; None if it needs none.
-    published: sizes by the name of the dataset; none if they are not published.
     subsets: values of `subset` in configs that name rows of this suite, for its `load` to choose.
-    length: the tokens of prompt and answer by the settings; None if they depend on the rows only, which are then read
-        from a given `data.dir` before torch is imported.
-    shorter: advice if a prompt is longer than the model's positions.
+    published: by the name of the dataset, the sizes that LazyLLM's paper reports; none for other suites.
+    cached: whether all its files are in the caches, for the paper's suite.
     """
 
     name: str
-    version: int = 1
     datasets: tuple[Dataset, ...]
     load: Callable[[Dataset, DataSettings], LoadedDataset]
-    called: str = ""
+    check: Callable[[Dataset, DataSettings], str | None] = lambda dataset, settings: None
     options: type | None = None
     models: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
     limit: int | None = None
-    in_paper: bool = False
-    reference_tokens: int | None = None
-    rows_here: bool = False
-    check: Callable[[Dataset, DataSettings], None] = lambda dataset, settings: None
-    missing: Callable[[Dataset, DataSettings], str | None] | None = None
-    cached: Callable[[DataSettings], bool] | None = None
-    published: Callable[[DataSettings], Mapping[str, Published]] = lambda settings: {}
     subsets: tuple[str, ...] = ()
-    length: Callable[[DataSettings], int | None] = lambda settings: None
-    shorter: str = "set a lower model.max_prompt_tokens"
+    published: Callable[[DataSettings], Mapping[str, Published]] = lambda settings: {}
+    cached: Callable[[DataSettings], bool] = lambda settings: True
+
+    @property
+    def in_paper(self) -> bool:
+        """Whether LazyLLM's paper reports this suite."""
+        return bool(self.published(DataSettings()))
 
     @property
     def whole(self) -> str:
         """The name in configs for all its datasets."""
-        return self.called or self.name
+        return "all" if self.in_paper else self.name
 
     @property
     def all_tasks(self) -> tuple[str, ...]:
         """The tasks of its datasets, in the order of tables."""
         return tuple(dict.fromkeys(dataset.task for dataset in self.datasets))
+
+    @property
+    def rows_here(self) -> bool:
+        """Whether its rows need no file, network or tokenizer, so that they are read before torch is imported."""
+        return bool(self.models)
+
+    @property
+    def reference_tokens(self) -> int | None:
+        """As `Dataset.prompt_tokens`."""
+        return self.datasets[0].prompt_tokens
+
+    def length(self, settings: DataSettings) -> int | None:
+        """The most tokens of prompt and answer, by the settings; None if they depend on the rows."""
+        lengths = None if self._length is None else getattr(settings.options, self._length)
+        return max(lengths) if isinstance(lengths, list) else lengths
+
+    @property
+    def shorter(self) -> str:
+        """Advice if a prompt is longer than the model's positions."""
+        return f"lower {self.name}.{self._length}" if self._length else "set a lower model.max_prompt_tokens"
+
+    @property
+    def _length(self) -> str | None:
+        """The name of the setting of the length."""
+        names = () if self.options is None else [item.name for item in fields(self.options)]
+        return next((name for name in names if name in ("length", "lengths")), None)
+
+
+# By name, in the order of tables
+SUITES: dict[str, Suite] = {}
+DATASETS: dict[str, Dataset] = {}
+
+
+def register(suite: Suite) -> Suite:
+    """Make a suite and its datasets known. Of two with one name, the later one counts."""
+    SUITES[suite.name] = suite
+    DATASETS.update({dataset.name: dataset for dataset in suite.datasets})
+    return suite

@@ -7,15 +7,14 @@ from typing import Any
 import pandas as pd
 
 from eval.analysis.columns import BASELINE, in_order, is_diagnostic
-from eval.analysis.run_table import SHOWN
-from eval.analysis.table import EXAMPLES, MODEL, Column, Table, cells
+from eval.analysis.run_table import shown_in
+from eval.analysis.table import EXAMPLES, KEPT_WITHIN, MODEL, Column, Table, cells
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import NO_INTERVAL
 from eval.store.results import Results, as_text
 from eval.store.runs import StoredRun, counted
 
 KEPT = 0.99  # of the baseline's score
-ENOUGH = 20  # examples; with fewer, a mean score says too little to call it kept
 
 # values that are elsewhere on the page
 _SHOWN_ELSEWHERE = {"arms", "baseline", "versions", "seed"}
@@ -40,7 +39,8 @@ def summary(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
 def findings(results: Results) -> list[str]:
     """A sentence for each model and suite: the fastest setting that keeps 99 % of its baseline's score.
 
-    It says instead what the runs cannot show: without a baseline, with one that scores 0, with few examples.
+    It says instead what the runs cannot show: without a baseline, with one that scores 0, with few examples (a share of
+    the score that is not known to within `KEPT_WITHIN` points).
     As in figures, of the `usual` runs; the last sentence names the others.
     """
     shown = results.usual
@@ -64,13 +64,13 @@ def _finding(rows: Sequence[dict[Any, Any]]) -> str:
     if not faster:
         return f"no setting is faster to its first token than the baseline ({counted(len(paired), 'setting')})."
     fastest = max(faster, key=lambda row: row["ttft_speedup"])
-    examples = min(row["examples"] for row in faster)
     if all(pd.isna(row["relative_score"]) for row in faster):
         return f"{_described(fastest)} The baseline scores 0, so no score could be kept or lost."
-    if examples < ENOUGH:
-        few = counted(examples, "example")
-        return f"{_described(fastest)} Whether it keeps the score, {few} cannot show (at least {ENOUGH} can)."
-    keeping = [row for row in faster if row["relative_score"] >= 100 * KEPT]
+    known = [row for row in faster if row["relative_score_high"] - row["relative_score_low"] <= 2 * KEPT_WITHIN]
+    if not known:
+        few = counted(fastest["examples"], "example")
+        return f"{_described(fastest)} Whether it keeps the score to within {KEPT_WITHIN} points, {few} cannot show."
+    keeping = [row for row in known if row["relative_score"] >= 100 * KEPT]
     if not keeping:
         best = _described(max(faster, key=lambda row: row["score"]))
         return f"no setting that is faster than the baseline keeps {KEPT:.0%} of its score. The best: {best}"
@@ -139,7 +139,7 @@ def results_table(results: Results) -> Table:
     caption = "Scores 0 to 100, and speedups over the baseline of the same visits."
     notes = f"{NO_INTERVAL.capitalize()} have no interval; the seeds of a setting count as one example."
     keys = [Column("row", "task or dataset"), MODEL, Column("setting", "setting")]
-    columns = [*keys, *SHOWN, Column("seeds", "seeds"), EXAMPLES]
+    columns = [*keys, *shown_in(table), Column("seeds", "seeds"), EXAMPLES]
     return Table("results", "Results", caption, table, cells(table, columns), keys=len(keys), notes=notes)
 
 

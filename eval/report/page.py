@@ -27,7 +27,7 @@ _SCRIPTS = ("tables.js", "records.js")
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 # What a reader compares: these columns are shown before a reader asks for more, or the first `MOST` of a table without
-COMPARED = ("score", "TTFT speedup", "% computed", "% tokens computed", "KL, nats")
+COMPARED = ("score", "TTFT speedup", "% computed", "% tokens computed", "KL, nats", "answer's KL")
 MOST = 4
 
 

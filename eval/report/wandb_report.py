@@ -68,6 +68,13 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
     return dict(kind="Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks)
 
 
+def title_of(results: Results) -> str:
+    """The models and the suites that were run."""
+    models = dict.fromkeys(run.model for run in results.runs)
+    suites = sorted({DATASETS[name].suite for run in results.runs for name in run.datasets})
+    return f"{', '.join(models)} on {', '.join(suites)}"
+
+
 def report_id(results: Results) -> str:
     """In the config of the W&B run that holds the report's images."""
     return fingerprint({"report of": [run.about["fingerprint"] for run in results.runs]})[:16]
@@ -112,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--publish", action="store_true", help="save the report in W&B")
     parser.add_argument("--project", default=os.environ.get("WANDB_PROJECT", "lazyllm-bench"))
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="the user or team of the project")
-    parser.add_argument("--title", default="LazyLLM on LongBench")
+    parser.add_argument("--title", help="default: the models and suites of the runs")
     options = parser.parse_args(arguments)
     if not options.out and not options.publish:
         raise UserError("give --out FILE for the specification, or --publish")
@@ -124,7 +131,7 @@ def main(arguments: Sequence[str]) -> int:
         if not wandb.login(prompt=False):
             raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
     results = Results.read(options.runs, options.where, options.newest)
-    report = specification(results, options.title, options.project, options.entity)
+    report = specification(results, options.title or title_of(results), options.project, options.entity)
     if options.out:
         write_whole(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         print(options.out)

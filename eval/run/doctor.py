@@ -130,11 +130,12 @@ def _preset(model: str) -> Preset:
 
 
 def check_rows(suites: Sequence[Suite]) -> State:
-    fetched = {suite.name: suite.cached(DataSettings()) for suite in suites if suite.cached is not None}
-    for suite in suites:
-        if not fetched.get(suite.name, True):
+    fetched = [suite for suite in suites if not suite.rows_here]
+    for suite in fetched:
+        if not suite.cached(DataSettings()):
             return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
-    return (OK, f"{', '.join(fetched)} is in the cache") if fetched else (NOT_NEEDED, "the suite makes its own")
+    names = ", ".join(dict.fromkeys(suite.name for suite in fetched))
+    return (OK, f"{names} is in the cache") if fetched else (NOT_NEEDED, "the suite brings its own")
 
 
 def gigabytes_of(model: str) -> float:

@@ -154,7 +154,7 @@ def _data_identity(run: Any) -> dict[str, Any]:
     config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
     rows = {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in run.loaded}
     identity: dict[str, Any] = {
-        "data": {name: f"{hashes} v{run.suite.version}" for name, hashes in rows.items()},
+        "data": rows,
         "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
     }
     if config.subset == "by_length":  # equal for all who chose the same rows

@@ -90,7 +90,7 @@ def is_estimated(run: Run) -> bool:
     suite, spec = run.suite, run.spec
     if not suite.published(run.data) or run.data.dir is not None:
         return False
-    if suite.cached is not None and not suite.cached(run.data):
+    if not suite.cached(run.data):
         return True
     try:
         read_config(spec)

@@ -20,7 +20,7 @@ from eval.benchmarks.ruler.sources import (
     read_tasks,
     words,
 )
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, setting
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, register, setting
 from lazyllm.errors import UserError, require
 
 ROWS = 500  # of a task, the official number
@@ -38,8 +38,8 @@ class RulerConfig:
     )
 
 
-def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse settings that allow no rows. Raises UserError."""
+def check(dataset: Dataset, settings: DataSettings) -> str | None:
+    """Why a task's text or dataset cannot be loaded, or None. Raises UserError for settings that allow no rows."""
     options = settings.options
     require(options.length > 0, "ruler.length", options.length, "a number of tokens of at least 1")
     require(0 <= options.seed < 2**32, "ruler.seed", options.seed, "0 to 4294967295, the seeds of NumPy's generator")
@@ -49,6 +49,7 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
         words("noun")
     if task.kind == "freq_words_extraction" and find_spec("scipy") is None:
         raise UserError(f"{dataset.name} needs the package scipy; {INSTALL}")
+    return missing(dataset, settings)
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -76,14 +77,12 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
 
 _METRICS = {name: "string_match_part" if name.startswith("qa_") else "string_match_all" for name in TASKS}
 
-SUITE = Suite(
-    name="ruler",
-    version=VERSION,
-    datasets=tuple(Dataset(name, name, metric, suite="ruler", truncate=False) for name, metric in _METRICS.items()),
-    load=load,
-    options=RulerConfig,
-    check=check,
-    missing=missing,
-    length=lambda settings: settings.options.length,
-    shorter="give a smaller ruler.length",
+SUITE = register(
+    Suite(
+        name="ruler",
+        datasets=tuple(Dataset(name, name, metric, suite="ruler", truncate=False) for name, metric in _METRICS.items()),
+        load=load,
+        options=RulerConfig,
+        check=check,
+    )
 )

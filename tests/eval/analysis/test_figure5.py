@@ -51,7 +51,7 @@ def test_figure5_draws_kl_in_panels_without_published_points() -> None:
     below = [axes for axes in picture.axes if axes.get_yscale() == "log" and axes.get_title(loc="left")]
     points = [line.get_xydata().tolist() for axes in below for line in axes.lines if len(line.get_xydata()) == 1]
     assert points == [[[2, 0.02]]]  # a mean over one task has no panel
-    assert "KL, nats" in texts(picture)
+    assert "KL from the baseline's first token, nats" in texts(picture)
 
 
 def test_paper_points_are_those_of_the_papers_table() -> None:

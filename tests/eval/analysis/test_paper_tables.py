@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from eval.analysis import printed
-from eval.analysis.paper_tables import claims, paper_values, table1, table1_paper, table2, table2_paper
+from eval.analysis.paper_tables import paper_values, table1, table1_paper, table2, table2_paper
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Visit
@@ -157,18 +157,3 @@ def test_picture_of_table_1_writes_every_cell_and_needs_a_method() -> None:
     assert {"25.00 (22.31)", "- (20.68)", "XGen 7B", "Multi-Document QA"} <= set(texts)
     assert sum("(" in text for text in texts) == 30 * 4
     assert printed.data(Results([stored(over(MULTI_DOC_QA), "lazy", OTHER, model="llama2", paper="llama2")])).empty
-
-
-def test_claims_are_joined_with_runs_of_the_same_settings() -> None:
-    settings = {"keep": 1024, "sound": False}
-    model = {"model": "Meta-Llama-3.1-8B-Instruct"}
-    runs = [
-        stored(over(("trec",), score=0.4), "gemfilter", settings, **model),
-        stored(over(("trec", "qasper"), score=0.1), "gemfilter", settings | {"sound": True}, **model),
-        stored(over(("trec",), score=0.3), "gemfilter", settings | {"keep": 512}, **model),
-    ]
-    cells = claims(Results(runs)).cells
-    found = line(cells, model="Llama-3.1-8B-Instruct", setting="keep=1024")
-    assert (found["score"], found["full"], found["score, ours"]) == ("34.50", "36.72", "40.00 ±0.00")
-    assert "no chat template" in found["why they differ"]
-    assert set(cells[cells["score, ours"] != "40.00 ±0.00"]["score, ours"]) == {"no run"}

@@ -55,7 +55,7 @@ def test_tables_name_random_weights() -> None:
     for run in runs:
         run.identity["load_format"] = "dummy"
     # no group, no published model, one question each, no server, one task, no column for models
-    without = {"groups", "claims", "turns", "serving", "step_cost", "table1_paper", "table2_paper"}
+    without = {"groups", "anchors", "turns", "serving", "step_cost", "table1_paper", "table2_paper"}
     for name in TABLES.keys() - without:
         assert "tiny (embedded, random weights)" in set(TABLES[name](Results(runs)).cells["model"])
 

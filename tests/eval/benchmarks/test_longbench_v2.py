@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.benchmarks import SUITES, longbench_v2
+from eval.benchmarks import longbench_v2
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.longbench_v2 import SUITE
 from eval.benchmarks.prompts import build_prompt
@@ -19,7 +19,6 @@ from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.benchmarks.test_prompts import Characters
 from tests.eval.official import LLAMA2, llama2
-from tests.runs import run_of
 
 DATASET = DATASETS["longbench_v2"]
 # Our own prompt with the official placeholders: LongBench's must not enter the repository
@@ -124,11 +123,3 @@ def test_examples_are_in_the_groups_of_their_difficulty_and_length(tmp_path):
         ("difficulty=hard", "length=medium (32-128k words)"),
         ("difficulty=easy", "length=long (128k-2M words)"),
     ]
-
-
-def test_suites_version_is_part_of_a_runs_identity(tmp_path, monkeypatch):
-    before = run_of("dataset=longbench_v2", f"data.dir={write(tmp_path, row(0))}", "model.max_prompt_tokens=101")
-    first = before.identity
-    monkeypatch.setitem(SUITES, SUITE.name, replace(SUITE, version=SUITE.version + 1))
-    identities = [first, before.changed().identity]
-    assert [key for key in identities[0] if identities[0][key] != identities[1][key]] == ["data"]

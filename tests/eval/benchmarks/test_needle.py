@@ -82,6 +82,26 @@ def test_haystack_is_noise_or_the_users_text(tmp_path):
     assert ((" ".join(text.split()) + " ") * 30).startswith(rest)
 
 
+def test_other_needles_have_other_keys_and_the_same_room():
+    """Counted from the text: the asked needle stands where it was, and the prompt is as long as without the others."""
+    loaded = SUITE.load(DATASET, settings_of(lengths=[900], depths=[0, 50, 100], others=4))
+    tokenizer: Any = load_tokenizer_of(MODELS[0])
+    sizes = {len(tokenizer(f" {sentence}.")["input_ids"]) for sentence in NOISE.rstrip(".").split(". ")}
+    orders = set()
+    for example in loaded.examples:
+        found = re.findall(r"numbers for (\w+-\w+) is: (\d{7})\.", example.context)
+        assert len({key for key, _ in found}) == len(found) == 5
+        assert [value for key, value in found if key in example.input] == [*example.answers]
+        assert needle_of(example).endswith(f"is: {example.answers[0]}.")
+        tokens = len(build_prompt(example, DATASET, tokenizer).token_ids) + loaded.max_new_tokens
+        assert 900 - max(sizes) - 2 < tokens <= 900
+        orders.add([value for _, value in found].index(example.answers[0]))
+    first, *_, last = loaded.examples
+    assert first.context.startswith(needle_of(first))
+    assert last.context.endswith(needle_of(last))
+    assert len(orders) > 1
+
+
 @NEEDS_LLAMA2
 def test_haystack_without_sentences_is_filled(tmp_path):
     file = tmp_path / "one.txt"
@@ -94,10 +114,10 @@ def test_haystack_without_sentences_is_filled(tmp_path):
 
 def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
     def data(**options: Any) -> str:
-        return SUITE.load(DATASET, settings_of(**{"lengths": [300], "depths": [0, 50], **options})).data_sha256
+        return SUITE.load(DATASET, settings_of(**{"lengths": [500], "depths": [0, 50], **options})).data_sha256
 
     assert data() == data(limit=1) == data(repeats=2)
-    assert len({data(), data(seed=1), data(lengths=[299]), data(depths=[0, 51]), data(chat="llama2")}) == 5
+    assert len({data(), data(seed=1), data(lengths=[499]), data(depths=[0, 51]), data(others=1), data(chat="llama2")}) == 6
 
 
 def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypatch):
@@ -106,7 +126,7 @@ def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypat
         UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone take \d+ tokens"
     ):
         _ = run_of("dataset=needle", "needle.lengths=[20]").cases
-    with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give smaller needle\.lengths"):
+    with pytest.raises(UserError, match=r"exceed the model's 4096 positions: lower needle\.lengths"):
         _ = run_of("dataset=needle", "needle.lengths=[512,5000]").cases
     (tmp_path / "one.txt").write_text(" \n")
     with pytest.raises(UserError, match=r"no text to hide needles in; give needle\.haystack=FILE"):

@@ -112,7 +112,7 @@ def test_prompts_are_never_truncated_but_refused_beyond_the_positions(folder):
 
     cases = run_of(*arguments, "model.max_prompt_tokens=100").cases
     assert [(case.prompt.truncated, len(case.prompt.token_ids) > 500) for case in cases] == [(False, True)]
-    with pytest.raises(UserError, match=r"exceed the model's 4096 positions: give a smaller ruler\.length"):
+    with pytest.raises(UserError, match=r"exceed the model's 4096 positions: lower ruler\.length"):
         _ = run_of(*arguments, "ruler.length=6000").cases
 
 

@@ -127,7 +127,7 @@ def test_malformed_prompts_are_refused(tmp_path):
 
 def test_task_without_rows_or_scorer_is_left_out_of_the_suite_and_refused_by_name(tmp_path):
     folder = write(tmp_path, "scbench_kv", row("scbench_kv"))
-    why = {dataset.name: SUITE.missing(dataset, DataSettings(dir=folder)) for dataset in CHOICES["scbench"]}
+    why = {dataset.name: SUITE.check(dataset, DataSettings(dir=folder)) for dataset in CHOICES["scbench"]}
     assert [name for name, reason in why.items() if reason is None] == ["scbench_kv"]
     assert len(why) == 12
     with pytest.raises(UserError, match=r"scbench_repoqa: its official score needs a parser of six languages"):

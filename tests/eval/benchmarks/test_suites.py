@@ -3,9 +3,10 @@
 import ast
 import subprocess
 import sys
+from dataclasses import fields
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import CHOICES, DATASETS, TASKS
+from eval.benchmarks.datasets import CHOICES, DATASETS, TASKS, SuiteSettings
 from eval.benchmarks.metrics import METRICS
 from tests.conftest import ROOT
 
@@ -27,14 +28,24 @@ def test_names_are_unique_and_every_dataset_can_be_scored() -> None:
     metrics = {dataset.metric for dataset in datasets}
     # SCBench's two datasets that are never loaded; conf/dataset/graphwalks.yaml
     assert metrics == {*METRICS, "function_match"} - {"node_f1"}
-    tasks = [task for suite in SUITES.values() for task in suite.tasks]
+    tasks = {task for suite in SUITES.values() for task in suite.all_tasks}
     whole = {suite.whole: suite.datasets for suite in SUITES.values()}
     named = {name: (dataset,) for name, dataset in DATASETS.items()}
     assert {name: CHOICES[name] for name in (*whole, *named)} == named | whole  # a suite of one may have its name
-    assert CHOICES.keys() - whole.keys() - named.keys() == set(tasks)
-    assert len(tasks) == len(set(tasks) - whole.keys() - named.keys())
+    assert CHOICES.keys() == whole.keys() | named.keys() | tasks
     assert all(CHOICES.values())
-    assert set(tasks) <= set(TASKS)
+    assert tasks <= {*TASKS}
+    # a task that two suites have is the first one's
+    assert {dataset.suite for task in SUITES["embedded"].all_tasks for dataset in CHOICES[task]} == {"longbench"}
+
+
+def test_settings_of_every_suite_are_in_a_config_under_its_name() -> None:
+    configured = {item.name: type(getattr(SuiteSettings(), item.name)) for item in fields(SuiteSettings)}
+    assert configured == {suite.name: suite.options for suite in SUITES.values() if suite.options is not None}
+
+
+def test_the_first_suite_is_the_papers() -> None:
+    assert [suite.name for suite in SUITES.values() if suite.in_paper] == [next(iter(SUITES))] == ["longbench"]
 
 
 def test_room_imports_nothing_heavy_and_does_not_warn() -> None:

@@ -55,7 +55,7 @@ def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
     assert (report["title"], report["project"]) == ("A title", "lazyllm-bench")
     text = "".join(block["text"] for block in of_kind(report, "MarkdownBlock"))
     assert "| Multi-Document QA | LazyLLM | 6 | 25.00 (22.31) | 4.00 (2.34) |" in text
-    assert "# The paper's claims" in text
+    assert "# Published claims, and ours" in text
     images = {key for block in of_kind(report, "MediaBrowser") for key in block["media_keys"]}
     assert {"figures/figure5", "figures/figure7"} <= images
     bars = {metric for block in of_kind(report, "BarPlot") for metric in block["metrics"]}
