@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazyllm.engine.devices import devices_of, read_clock
 from lazyllm.engine.flops import LayerShape
-from lazyllm.machine import FLASH_2, accelerator, device_name
+from lazyllm.machine import FLASH_2, Accelerator, accelerator, device_name
 
 _CLEAR = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -30,13 +30,15 @@ def utilisation(model: Any, flops: float, seconds: float) -> float | None:
     """FLOP/s as a share of the peak of the model's device; None if the peak is not known.
 
     The peak is the data sheet's. On a CPU it is the rate of the fastest of four products of 1,000 tokens with an MLP
-    matrix. Raises UserError for more than the data sheet's peak.
+    matrix. A model that is faster runs other products (in float16, with a library of its own), so its peak is not known
+    either. Raises UserError for more than the data sheet's peak.
     """
     device, dtype, shape = devices_of(model)[0], model.dtype, LayerShape.of(model.config)
     if getattr(model.config, "quantization_config", None) is not None:  # its products are faster
         return None
     if device.type == "cpu":
-        return flops / seconds / _cpu_rate(dtype, shape.width, shape.mlp_width, torch.get_num_threads())
+        share = flops / seconds / _rate(device, dtype, 1000, shape.width, shape.mlp_width, torch.get_num_threads())
+        return share if share <= 1 else None
     kind = accelerator(device_name(device))
     return None if kind is None else kind.share(flops / seconds, str(dtype).removeprefix("torch."), allows_tf32())
 
@@ -48,15 +50,36 @@ def allows_tf32() -> bool:
 
 
 @cache
-def _cpu_rate(dtype: torch.dtype, width: int, mlp_width: int, threads: int) -> float:
+def _rate(device: torch.device, dtype: torch.dtype, tokens: int, width: int, mlp_width: int, threads: int) -> float:
     """FLOP/s of a matrix product, measured once for all calls with the same arguments."""
-    device, seconds = torch.device("cpu"), []
-    rows, weight = (torch.rand(size).to(dtype) for size in ((1000, width), (width, mlp_width)))
+    seconds = []
+    rows, weight = (torch.rand(size, device=device).to(dtype) for size in ((tokens, width), (width, mlp_width)))
     for _ in range(4):  # the first one is slower
         began = read_work_clock(device)
         torch.mm(rows, weight)
         seconds.append(read_work_clock(device) - began)
-    return 2 * 1000 * width * mlp_width / min(seconds)
+    return 2 * tokens * width * mlp_width / min(seconds)
+
+
+def this_machine(device: torch.device, dtype: torch.dtype, config: Any, threads: int | None) -> Accelerator:
+    """The device's data sheet; of a CPU or an unknown GPU, the FLOP/s and bytes per second of measured products.
+
+    config: of the model whose shape the product has, at most 2,048 wide. threads: of a CPU; None for torch's choice.
+    gigabytes: 0 for a CPU.
+    """
+    name, before = device_name(device), torch.get_num_threads()
+    if (known := accelerator(name)) is not None:
+        return known
+    torch.set_num_threads(threads or before)
+    try:
+        shape, used = LayerShape.of(config), torch.get_num_threads()
+        flops_per_s = _rate(device, dtype, 1000, min(shape.width, 2048), min(shape.mlp_width, 8192), used)
+        wide = 8192  # a matrix beyond a CPU's caches, as all weights together are
+        bytes_per_s = _rate(device, dtype, 1, wide, wide, used) / 2 * dtype.itemsize
+    finally:
+        torch.set_num_threads(before)
+    size = 0 if device.type == "cpu" else (memory_of(device) or 0) / 1e9
+    return Accelerator(f"{name}, measured", flops_per_s, flops_per_s, bytes_per_s, size)
 
 
 # {a part of an operator's name: the attention kernel behind it}, the most telling first

@@ -14,8 +14,10 @@ from eval.run.config import run_config
 from eval.run.work import Model
 from eval.store.results import COLUMNS
 from eval.store.visit import MEASURED, Answer, Cost, Evidence, Fidelity, Times
+from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
+from lazyllm.models.load import shape_of
 from lazyllm.spec import ModelSpec
 from scripts.dev import docs, site
 from scripts.dev.docstrings import as_list
@@ -55,6 +57,19 @@ def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_ceilings_of_sparse_attention_are_those_of_the_flops() -> None:
+    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
+    head = next(line for line in page.splitlines() if line.startswith("| tokens |"))
+    lengths = [int(cell.replace(",", "")) for cell in re.findall(r"[\d,]+", head)]
+    rows = [line for line in page.splitlines() if re.search(r"\d % \([\d.]+x\)", line)]
+    assert len(rows) == 4
+    for row in rows:
+        shown = [(float(share), float(ceiling)) for share, ceiling in re.findall(r"([\d.]+) % \(([\d.]+)x\)", row)]
+        for name in re.findall(r"`([\w.-]+)`", row):
+            ceilings = [attention_ceiling(shape_of(ModelSpec(name, "dummy")), n) for n in lengths]
+            assert shown == [(round(100 - 100 / of_model, 1), round(of_model, 2)) for of_model in ceilings]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

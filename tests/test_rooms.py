@@ -24,7 +24,7 @@ FLOORS = [
     ["eval.score", "eval.store"],
     ["eval.analysis", "eval.serving.api", "eval.serving.client"],
     ["eval.report", "eval.run"],
-    ["eval.serving.serve", "eval.tune"],
+    ["eval.chat", "eval.serving.serve", "eval.tune"],
     ["eval.cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

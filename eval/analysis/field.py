@@ -41,6 +41,7 @@ _VALUES = (
     Column("generation_speedup", "of whole answers", 2),
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("pct_prompt_tokens_computed", "% computed", 1),
+    Column("attention_ceiling", "no attention", 2, missing="not known", interval=False),
 )
 _FIELD = (MODEL, Column("name", "method"), Column("setting", "setting"), EXAMPLES, *_VALUES)
 _ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
@@ -70,6 +71,7 @@ _MEMORY = (
     ),
     notes=(
         "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
+        "No attention: the ideal speedup of a prefill without attention, the most of methods that skip only attention. "
         "Generation speedup: to the last token of the shorter answer; beside it, that of whole answers. KV cache: at "
         "the end, MB = 10^6 bytes."
     ),

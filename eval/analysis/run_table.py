@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import comb
 from typing import Any
 
 import numpy as np
@@ -267,6 +266,7 @@ class Comparison:
         else:
             score += " (95 % interval {1:+.2f} to {2:+.2f})".format(*self.score)
             ttft += " ({1:.2f} to {2:.2f})".format(*self.ttft)
+        ttft = "no TTFT" if np.isnan(self.ttft[0]) else ttft  # of a method without a kernel (`Method.timed`)
         split = f"{counted(self.better, 'example')} better and {self.worse} worse (p = {self.p:.2g})"
         parts = [f"{score}, {split}", ttft]
         if self.changed is not None:
@@ -300,8 +300,9 @@ def comparisons(results: Results) -> list[Comparison]:
 
 def binomial(better: int, worse: int) -> float:
     """The probability of a split at least this uneven, if both sides are equally likely."""
-    n = better + worse
-    return min(1.0, 2 * sum(comb(n, k) for k in range(min(better, worse) + 1)) / 2**n)
+    from scipy.stats import binomtest  # not at the top: it takes half a second
+
+    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
 
 
 def gate_failures(beside_baseline: Sequence[Comparison], bounds: Mapping[str, float]) -> list[str]:

@@ -11,7 +11,6 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from eval.benchmarks.rows import Rows, canonical
 from eval.benchmarks.suite import Dataset, DataSettings
 from eval.benchmarks.tables import read_table
 from lazyllm.errors import UserError, reason_of
-from lazyllm.files import cache_folder, write_whole
+from lazyllm.files import cache_folder
 
 log = logging.getLogger(__name__)
 _warn_once = cache(log.warning)
@@ -107,29 +106,6 @@ def literals(content: bytes, *names: str) -> list[Any]:
     return [ast.literal_eval(assigned[name]) for name in names]
 
 
-def made_once(file: Path, key: str, make: Callable[[], bytes]) -> bytes:
-    """The result of `make`, from `file` if an earlier call wrote it there with the same key.
-
-    The file's first line holds the key and the sha256 of the rest, so an outdated or damaged file is made again.
-    A folder that cannot be written is not an error: the next call makes the content again.
-    """
-
-    def whole(content: bytes) -> bytes:
-        return f"{key} {hashlib.sha256(content).hexdigest()}\n".encode() + content
-
-    with suppress(OSError):  # no such file yet
-        stored = file.read_bytes()
-        content = stored.partition(b"\n")[2]
-        if stored == whole(content):
-            return content
-    content = make()
-    try:
-        write_whole(file, whole(content))
-    except UserError as error:
-        log.warning("the next run makes this content again: %s", error)
-    return content
-
-
 def given_file(folder: Path, name: str, give: str) -> Path:
     """A file of the user's folder. give: the content that the folder must have. Raises UserError if it is missing."""
     file = folder.expanduser() / name
@@ -167,19 +143,19 @@ def official_file(
         return content
     cache = official_cache(owner)
     file, ways_out = cache / name, ways_out_of(give, str(cache))
-    if file.is_file():
-        if digest(content := file.read_bytes()) != sha256:
-            raise UserError(f"{file}: not {owner}'s own (its sha256 differs): delete it, and it is downloaded again")
-        return content
-    require_network(url, f"{owner}'s {name}", ways_out)
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            content = response.read()
-    except (OSError, http.client.HTTPException) as error:  # the second, if the connection ends too early
-        raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
+    if not file.is_file():
+        import pooch  # not at the top: it is slow to import, for this alone
+
+        require_network(url, f"{owner}'s {name}", ways_out)
+        pooch.get_logger().setLevel(logging.WARNING)
+        try:
+            pooch.retrieve(url, None, file.name, file.parent, downloader=pooch.HTTPDownloader(timeout=30))
+        except OSError as error:
+            raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
+    content = file.read_bytes()
     if digest(content) != sha256:
+        file.unlink()  # the next run downloads it again
         raise UserError(f"{url}: not {owner}'s own (sha256 {digest(content)}, expected {sha256}). {ways_out}")
-    write_whole(file, content)
     return content
 
 

@@ -5,8 +5,9 @@ Without one, rows come from the hub's archive (`THUDM/LongBench`, `data.zip`) an
 repository; both are pinned by commit and sha256 and downloaded once. Prompts and answers are treated as in `pred.py`,
 `eval.py` and `config/` (commit 2e00731).
 
-The archive is read here, not by the package `datasets`: the hub serves these rows behind a loading script only, and
-`datasets` refuses such scripts since its version 4.
+The archive is read here, not by the package `datasets`: the hub serves these rows behind a loading script only, which
+`datasets` refuses since its version 4, and its reader of JSON changes texts: a field that is a date in all rows of a
+file, such as "2020-01-05", becomes "2020-01-05 00:00:00", and half a surrogate pair ends the whole file.
 
 LongBench-E: 13 of the datasets, with other rows (the `_e` files), about as many short as long ones; scores by length.
 Lengths are the rows' `length`, in words; the bounds are those of `eval.py`. Ours: scores are added one by one, as in

@@ -2,8 +2,8 @@
 
 LongBench (`metrics.py` and `eval.py`, commit 2e00731): a metric takes one gold answer, and the best of a row's gold
 answers counts. ROUGE-L is that of the package `rouge` 1.0.1: summary-level, over unique words. Google's `rouge-score`
-differs from it by several points and is reported in addition. Code is compared as `fuzzywuzzy.fuzz.ratio` does by
-difflib: python-Levenshtein, which it uses where it is installed, gives other numbers.
+differs from it by several points and is reported in addition. Code is compared by `fuzz.ratio` of the package
+`fuzzywuzzy`, always with difflib: python-Levenshtein, which it uses where it is installed, gives other numbers.
 
 LongBench v2 (`pred.py`, same commit): whether the answer names the right letter.
 
@@ -21,10 +21,12 @@ which then is never right, and gives 1 to an answer without any right node.
 import json
 import re
 import string
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import cache, reduce
+from importlib.util import find_spec, module_from_spec
 from operator import add
 from typing import Any
 
@@ -138,7 +140,21 @@ def code_similarity(prediction: str, gold: str) -> float:
     """Similarity (in hundredths) of the gold line and the answer's first line without backtick, `#` and `//`."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return round(100 * SequenceMatcher(None, line, gold).ratio()) / 100
+    return _fuzz().ratio(line, gold) / 100
+
+
+@cache
+def _fuzz() -> Any:
+    """A copy of `fuzzywuzzy.fuzz` of our own that compares by difflib, whatever is installed."""
+    spec = find_spec("fuzzywuzzy.fuzz")
+    assert spec is not None
+    assert spec.loader is not None
+    fuzz: Any = module_from_spec(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it asks for python-Levenshtein
+        spec.loader.exec_module(fuzz)
+    fuzz.SequenceMatcher = SequenceMatcher
+    return fuzz
 
 
 def _letter(answer: str, answers: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of stored runs: lazyllm-bench report RUNS [RUNS ...] [--out PAGE]"""
+"""The page of `lazyllm-bench paper` alone, in one file that needs no other: lazyllm-bench report RUNS [--out PAGE]"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,10 @@ def main(arguments: Sequence[str]) -> int:
     require(options.examples is None or options.examples > 0, "--examples", options.examples, "1 or more")
     results = Results.read(options.runs, options.where, options.newest)
     from eval.analysis.table import figures, tables  # not at the top: slow to import
+    from eval.report.content import content_of
     from eval.report.page import render
 
-    page = render(results, tables().values(), figures(), options.examples)
+    page = render(results, content_of(results, tables(), figures()), options.examples)
     out = options.out or options.runs[0] / "report.html"
     write_whole(out, page)
     size = len(page.encode()) / 1e6

@@ -88,7 +88,7 @@ def _described(row: dict[Any, Any]) -> str:
 
 
 def _moment(run: StoredRun) -> str:
-    return run.about["provenance"]["started"].replace("T", " ").replace("Z", " UTC")
+    return run.started.replace("T", " ").replace("Z", " UTC")
 
 
 def runs_table(runs: Sequence[StoredRun]) -> Table:

@@ -1,14 +1,13 @@
 """The page: one HTML text without references to other files.
 
 It holds the runs and their provenance (`overview`), tables and figures, and every example's answers
-(`record_browser`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
+(`answers`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
 """
 
 import base64
 import hashlib
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ import matplotlib as mpl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.analysis.table import Cell, Figure, Table, legend
+from eval.analysis.table import Cell, Table, legend
 from eval.report import overview
-from eval.report.record_browser import embed_answers
+from eval.report.answers import embed_answers
+from eval.report.content import Content
 from eval.store.results import Results
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("tables.js", "records.js")
+_SCRIPTS = ("tables.js", "answers.js")
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _IDS = re.compile(r'(\bid="|url\(#|href="#)')
 # What a reader compares: these columns are shown before a reader asks for more, or the first `MOST` of a table without
@@ -31,26 +31,16 @@ COMPARED = ("score", "TTFT speedup", "% computed", "% tokens computed", "KL, nat
 MOST = 4
 
 
-def render(
-    results: Results,
-    make_tables: Iterable[Callable[[Results], Table]],
-    figures: Mapping[str, Figure],
-    most: int | None = None,
-) -> str:
-    """The page of some runs.
-
-    make_tables, figures: such as those of `eval.analysis.table`. most: number of examples shown for each run and
-    dataset, None for all.
-    """
+def render(results: Results, content: Content, most: int | None = None) -> str:
+    """The page of some runs. content: of these. most: examples shown of each run and dataset, None for all."""
     runs = results.runs
     common, differing = overview.provenance(runs)
-    tables = [make(results) for make in make_tables]
-    pictures = []
-    for name, figure in figures.items():
-        data = figure.data(results)
-        svg = None if data.empty else inline_svg(figure.plot(data), f"figure-{name}")
-        pictures.append({**vars(figure), "name": f"figure-{name}", "svg": svg})
-    first = next((picture for picture in pictures if picture["svg"]), None)
+    tables = content.tables
+    pictures = [
+        {**vars(one.figure), "name": f"figure-{one.name}", "svg": inline_svg(one.drawn, f"figure-{one.name}")}
+        for one in content.pictures
+    ]
+    first = next(iter(pictures), None)
     script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -68,8 +58,9 @@ def render(
         findings=overview.findings(results),
         legend=legend(tables),
         tables=[grid(replace(table, name=f"table-{table.name}")) for table in tables],
+        missing=content.missing,
         first=first,
-        pictures=[picture for picture in pictures if picture is not first],
+        pictures=pictures[1:],
         records=embed_answers(runs, most),
         style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
         script=Markup(script),

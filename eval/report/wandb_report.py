@@ -6,18 +6,23 @@
 Tables and figures are those of `lazyllm-bench paper`; the panels show the given runs, which W&B finds by fingerprint.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.folder import fingerprint
 from eval.store.results import Results, add_choice
 from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
+
+if TYPE_CHECKING:
+    from eval.report.content import Content
 
 _TABLES = ("table1_paper", "table2_paper", "verdicts", "field")
 _COLUMNS = (
@@ -32,9 +37,9 @@ _COLUMNS = (
 Block = dict[str, Any]  # "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
 
 
-def specification(results: Results, title: str, project: str, entity: str = "") -> Block:
-    """The report. The same runs give the same one."""
-    from eval.analysis.table import figures, legend, tables  # not at the top: matplotlib is slow to import
+def specification(results: Results, content: Content, title: str, project: str, entity: str = "") -> Block:
+    """The report. The same runs give the same one. content: the tables and pictures to show."""
+    from eval.analysis.table import legend  # not at the top: matplotlib is slow to import
 
     wide = dict(kind="Layout", w=24, h=16)  # a line of W&B's grid; other panels take the next free place
     own = {"entity": entity, "project": project} if entity else {}
@@ -50,14 +55,12 @@ def specification(results: Results, title: str, project: str, entity: str = "") 
     about = "; ".join(f"{name}: {', '.join(sorted(set(own)))}" for name, own in values.items())
     text = f"Runs: {len(prints)}; examples: {examples}; {about}. Speedups are over the baseline of the same visits."
     blocks = [dict(kind="P", text=text), dict(kind="TableOfContents")]
-    shown = [tables()[name](results) for name in _TABLES]
-    blocks.append(dict(kind="P", text=legend(shown)))
-    blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in shown]
+    blocks.append(dict(kind="P", text=legend(content.tables)))
+    blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in content.tables]
     blocks.append(dict(kind="H1", text="Figures"))
-    for name, figure in figures().items():
-        if not figure.data(results).empty:
-            picture = dict(kind="MediaBrowser", title=figure.title, media_keys=[f"figures/{name}"], layout=wide)
-            blocks.append(panels([picture], only=f"Config('report') = '{report_id(results)}'"))
+    for one in content.pictures:
+        picture = dict(kind="MediaBrowser", title=one.figure.title, media_keys=[f"figures/{one.name}"], layout=wide)
+        blocks.append(panels([picture], only=f"Config('report') = '{report_id(results)}'"))
     there = {DATASETS[name].task for run in runs for name in run.datasets}
     for task in [*(task for task in TASKS if task in there), "all"]:
         bars = [dict(kind="BarPlot", metrics=[f"{task}/{column}"]) for column in _COLUMNS]
@@ -93,17 +96,18 @@ def made(value: Any) -> Any:
     return getattr(library, value["kind"])(**{name: made(item) for name, item in value.items() if name != "kind"})
 
 
-def publish(results: Results, report: Block) -> str:
+def publish(results: Results, content: Content, report: Block) -> str:
     """Save the images as a W&B run, then the report; returns its address. Raises UserError if W&B refuses it."""
     import wandb  # not at the top: slow to import
 
-    from eval.analysis.style import draw_all
+    from eval.analysis.style import save
 
     report_made = made(report)
     try:
         place = {"project": report["project"], "entity": report["entity"], "config": {"report": report_id(results)}}
         with TemporaryDirectory() as folder, wandb.init(**place, name=report["title"], job_type="report") as run:
-            for file in draw_all(results, Path(folder)):
+            for one in content.pictures:
+                (file,) = save(one.drawn, Path(folder, one.name), ["png"])
                 run.log({f"figures/{file.stem}": wandb.Image(str(file))})
         report_made.save()
     except Exception as error:  # no network, no such project, no permission: many types
@@ -131,10 +135,15 @@ def main(arguments: Sequence[str]) -> int:
         if not wandb.login(prompt=False):
             raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
     results = Results.read(options.runs, options.where, options.newest)
-    report = specification(results, options.title or title_of(results), options.project, options.entity)
+    from eval.analysis.table import figures, tables  # not at the top: matplotlib is slow to import
+    from eval.report.content import content_of
+
+    content = content_of(results, {name: tables()[name] for name in _TABLES}, figures())
+    title = options.title or title_of(results)
+    report = specification(results, content, title, options.project, options.entity)
     if options.out:
         write_whole(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
         print(options.out)
     if options.publish:
-        print(publish(results, report))
+        print(publish(results, content, report))
     return 0

@@ -182,7 +182,14 @@ def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> l
     """Hydra's arguments, checked. Registers the schema and the files of `dataset` and `method`."""
     register_schema(schema)
     check_arguments(arguments)
-    return [_as_text(argument) for argument in _with_own_files(arguments)]
+    return [_as_text(argument) for argument in _with_own_files(_with_own_model(arguments))]
+
+
+def _with_own_model(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with `model=custom` for a `model.name` that is no preset: the settings of `tiny` are not its."""
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    is_own = "model" not in given and given.get("model.name", "tiny") not in PRESETS
+    return [*(["model=custom"] if is_own else []), *arguments]
 
 
 def _as_text(argument: str) -> str:

@@ -1,10 +1,11 @@
 """Whether this machine is ready: a line for each thing that a run may need, with the command that fixes it.
 
     lazyllm-bench doctor                                   # for Llama 2 on LongBench
-    lazyllm-bench doctor model=llama2,xgen                 # for these models: presets, folders or hub ids
+    lazyllm-bench doctor model=llama2,xgen dataset=all     # for a run or a sweep, by its own arguments
     lazyllm-bench doctor --url http://127.0.0.1:8000/v1    # what a server is and can do
 
-Nothing is downloaded, and no network is needed. torch is imported only on a GPU: operators name its attention kernel.
+Nothing is downloaded, and no network is needed. A GGUF file is read. torch is imported only on a GPU, as operators name
+its attention kernel, and for a GGUF file that is new here.
 `missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without it.
 """
 
@@ -14,18 +15,20 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from eval.benchmarks.datasets import default_suite
-from eval.benchmarks.suite import DataSettings, Suite
+from eval.run.job import jobs_of
+from eval.run.run import Run
 from lazyllm.engine.flops import LayerShape
-from lazyllm.errors import parser_of, require
+from lazyllm.errors import UserError, parser_of, require
 from lazyllm.machine import machine_warnings, torch_build
-from lazyllm.models.checkpoint import FIRST_FILES
+from lazyllm.models.checkpoint import HubError, check_weights, read_config
+from lazyllm.models.tokenizers import tokenizer_file, tokenizer_of
 from lazyllm.presets import PRESETS, Preset
-from lazyllm.spec import source_of
+from lazyllm.spec import ModelSpec
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -60,7 +63,7 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
         return MISSING, "nvidia-smi fails or hangs: run it, and mend the driver"
     if gpu is None:
         hidden = "" if os.environ.get(VISIBLE) is None else f" that {VISIBLE}={os.environ[VISIBLE]!r} shows"
-        suits = "is enough for model=tiny"
+        suits = "is enough for a model of this size"
         if weights_gb > 1:
             suits = f"is slow, and its memory must hold {weights_gb:.0f} GB of weights"
         return NOT_NEEDED, f"no NVIDIA GPU{hidden}: runs use the CPU, which {suits}"
@@ -88,19 +91,24 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
     return OK, ". ".join([f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), "bfloat16")])
 
 
-def is_here(model: str) -> bool:
-    """Whether a model's files are in a folder or in the cache. Raises UserError for an unknown model."""
-    from huggingface_hub import try_to_load_from_cache
+def fault_of(spec: ModelSpec) -> UserError | None:
+    """Why a run could not load a model, its tokenizer or its weights; None if it could, as far as files tell."""
+    try:
+        read_config(spec)
+        tokenizer_file(*tokenizer_of(spec))
+        if not spec.is_dummy:
+            check_weights(spec)
+    except UserError as error:
+        return error
+    return None
 
-    source = source_of(model)
-    return Path(source).is_dir() or any(isinstance(try_to_load_from_cache(source, file), str) for file in FIRST_FILES)
 
-
-def check_disk(absent: Sequence[str]) -> State:
+def check_disk(absent: Sequence[ModelSpec]) -> State:
     """The disk for the files of models that are not here."""
     from huggingface_hub import constants
 
-    needed = 2 + sum(gigabytes_of(model) * (2 if _preset(model).pickled else 1) for model in absent)  # 32 bits
+    stored = [replace(spec, dtype="float32" if _preset(spec).pickled else "bfloat16") for spec in absent]
+    needed = 2 + sum(map(gigabytes_of, stored))
     cache = Path(constants.HF_HUB_CACHE)
     folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(folder).free / 1e9
@@ -108,44 +116,57 @@ def check_disk(absent: Sequence[str]) -> State:
     return (OK, space) if free >= needed else (MISSING, f"{space}: export HF_HOME=FOLDER_ON_A_LARGER_DISK")
 
 
-def check_token(absent: Sequence[str]) -> State:
+def check_token(absent: Sequence[ModelSpec]) -> State:
     from huggingface_hub import get_token
 
     if get_token() is not None:
         return OK, "the hub's client has one"
-    is_needed = any(_preset(model).gated for model in absent)
+    is_needed = any(_preset(spec).gated for spec in absent)
     return MISSING if is_needed else NOT_NEEDED, "hf auth login (gated models need it)"
 
 
-def check_model(model: str, is_absent: bool) -> State:
-    source = source_of(model)
-    if not is_absent:
-        return OK, f"{source} is here"
-    access = f"ask for access at https://huggingface.co/{source}, then " if _preset(model).gated else ""
-    return MISSING, f"{source} is not in the cache: {access}lazyllm-bench fetch model={model}, with a network"
+def check_model(spec: ModelSpec, fault: UserError | None) -> State:
+    if fault is None:
+        return OK, f"{spec.source} is here: config, tokenizer{'' if spec.is_dummy else ', weights'}"
+    if not isinstance(fault, HubError):
+        return MISSING, str(fault)
+    access = f"ask for access at https://huggingface.co/{spec.source}, then " if _preset(spec).gated else ""
+    asked = f"model={spec.name}" if spec.name in PRESETS else f"model=custom model.name={spec.name}"
+    return MISSING, f"{spec.source} is not in the cache: {access}lazyllm-bench fetch {asked}, with a network"
 
 
-def _preset(model: str) -> Preset:
-    return PRESETS.get(model, Preset(model))
+def _preset(spec: ModelSpec) -> Preset:
+    return PRESETS.get(spec.name, Preset(spec.name))
 
 
-def check_rows(suites: Sequence[Suite]) -> State:
-    fetched = [suite for suite in suites if not suite.rows_here]
-    for suite in fetched:
-        if not suite.cached(DataSettings()):
-            return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
-    names = ", ".join(dict.fromkeys(suite.name for suite in fetched))
-    return (OK, f"{names} is in the cache") if fetched else (NOT_NEEDED, "the suite brings its own")
+def check_rows(runs: Sequence[Run]) -> State:
+    """The rows of suites that are read from files: those in `data.dir` are loaded."""
+    found = list[str]()
+    for run in runs:
+        suite = run.suite
+        if run.data.dir is not None:
+            try:
+                rows = sum(len(data.examples) for data in run.loaded)
+            except UserError as error:
+                return MISSING, str(error)
+            found.append(f"{rows} rows of {suite.name} are in {run.data.dir}")
+        elif not suite.rows_here:
+            if not suite.cached(run.data):
+                return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
+            found.append(f"{suite.name} is in the cache")
+    return (OK, "; ".join(dict.fromkeys(found))) if found else (NOT_NEEDED, "the suite brings its own")
 
 
-def gigabytes_of(model: str) -> float:
-    """Gigabytes of a preset's weights in 16 bits; 0 for other models, whose shapes are unknown here."""
-    preset = PRESETS.get(model)
-    if preset is None or preset.architecture is None:
+def gigabytes_of(spec: ModelSpec) -> float:
+    """Gigabytes of a model's weights in the spec's dtype; 0 if its shape is not known here."""
+    try:
+        config = read_config(replace(spec, load_format="dummy"))
+        shape = LayerShape.of(SimpleNamespace(**config))
+        embeddings = config["vocab_size"] * shape.width * (1 if config.get("tie_word_embeddings") else 2)
+        weights = shape.linear_flops // 2 * config["num_hidden_layers"] + embeddings
+    except (UserError, AttributeError, KeyError, TypeError):  # it is not here, or of a nested shape
         return 0
-    shape, config = LayerShape.of(SimpleNamespace(**preset.architecture)), preset.architecture
-    embeddings = config["vocab_size"] * shape.width * (1 if config.get("tie_word_embeddings") else 2)
-    return 2 * (shape.linear_flops // 2 * config["num_hidden_layers"] + embeddings) / 1e9
+    return {"float32": 4, "float64": 8}.get(spec.dtype, 2) * weights / 1e9
 
 
 def first_gpu() -> list[str] | None:
@@ -171,18 +192,21 @@ def nvidia_smi(*query: str) -> list[str] | None:
     return run.stdout.splitlines()
 
 
-def examine(models: Sequence[str]) -> dict[str, State]:
-    """The state of each thing that runs of the models need. Raises UserError for an unknown model."""
-    gpu, absent = first_gpu(), [model for model in models if not is_here(model)]
+def examine(arguments: Sequence[str]) -> dict[str, State]:
+    """The state of each thing that a run or a sweep needs, by its arguments. Raises UserError for unknown ones."""
+    runs = [Run(config) for config in jobs_of(arguments)]
+    specs = dict.fromkeys(spec for run in runs if not run.is_served for spec in (run.spec, *run.other_models))
+    gpu, faults = first_gpu(), {spec: fault_of(spec) for spec in specs}
+    absent = [spec for spec, fault in faults.items() if isinstance(fault, HubError)]
     checks: dict[str, Callable[[], State]] = {
         "Python": lambda: (OK, platform.python_version()),  # others cannot install it
         "torch": lambda: check_torch(gpu),
-        "GPU": lambda: check_gpu(gpu, max(map(gigabytes_of, models))),
+        "GPU": lambda: check_gpu(gpu, max(map(gigabytes_of, specs), default=0)),
         "attention": lambda: check_attention(gpu, states["torch"][0] == OK),
         "disk": lambda: check_disk(absent),
         "token": lambda: check_token(absent),
-        **{model: partial(check_model, model, model in absent) for model in models},
-        "rows": lambda: check_rows([default_suite(model) for model in models]),
+        **{spec.name: partial(check_model, spec, fault) for spec, fault in faults.items()},
+        "rows": lambda: check_rows(runs),
     }
     states = dict[str, State]()
     for thing, check in checks.items():
@@ -196,7 +220,7 @@ def examine(models: Sequence[str]) -> dict[str, State]:
 def main(arguments: Sequence[str]) -> int:
     """The command `doctor`. Returns the exit code."""
     parser = parser_of("doctor", __doc__)
-    parser.add_argument("model", nargs="?", default="model=llama2", metavar="model=NAME,...", help="default: llama2")
+    parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run; default: model=llama2")
     parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
     options = parser.parse_args(arguments)
     if options.url is not None:
@@ -212,9 +236,9 @@ def main(arguments: Sequence[str]) -> int:
         }  # fmt: skip
         print("\n".join(f"{name:<15}{value}" for name, value in found.items()))
         return 0
-    key, _, names = options.model.partition("=")
-    require(key == "model" and all(names.split(",")), key, names, "model=NAME, or several: model=llama2,xgen")
-    states = examine(names.split(","))
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: nothing is downloaded
+    states = examine(options.run or ["model=llama2"])
+    width = max(map(len, states)) + 2
     for thing, (state, says) in states.items():
-        print(f"{thing:<15}{state:<12}{says}")
+        print(f"{thing:<{width}}{state:<12}{says}")
     return 2 if any(state == MISSING for state, _ in states.values()) else 0

@@ -13,7 +13,7 @@ from functools import cache, partial
 from eval.run.job import jobs_of
 from eval.run.run import Run
 from lazyllm.errors import UserError, parser_of
-from lazyllm.models.checkpoint import HubError, read_config
+from lazyllm.models.checkpoint import HubError, checkpoint_folder, read_config
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,15 +34,15 @@ def fetched(run: Run) -> Iterator[str]:
     models = () if run.is_served else (run.spec, *run.other_models)
     for spec in models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
-    from lazyllm.models.load import check_loading, checkpoint_folder, load_tokenizer_of
+    from lazyllm.models.load import check_loading, load_tokenizer_of
 
     if run.is_served:
         load_tokenizer_of(run.spec)
         yield f"{run.spec.name}: tokenizer only"
     for spec in models:
-        config = check_loading(spec)
+        check_loading(spec)
         load_tokenizer_of(spec)
-        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec, config)}"
+        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec)}"
     for dataset in run.datasets:
         rows = run.suite.load(dataset, run.data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
+from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -55,13 +56,7 @@ def mean_kl(p: Tensor, q: Tensor) -> float:
 
 def edit_similarity(a: Sequence[int], b: Sequence[int]) -> float:
     """1 - Levenshtein distance of two lists / length of the longer one; 1 if both are empty."""
-    above = list(range(len(b) + 1))
-    for i, token in enumerate(a, start=1):
-        row = [i]
-        for j, other in enumerate(b, start=1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (token != other)))
-        above = row
-    return 1 - above[-1] / max(len(a), len(b), 1)
+    return 1 - Levenshtein.distance(a, b) / max(len(a), len(b), 1)
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:

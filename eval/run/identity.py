@@ -27,7 +27,7 @@ from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
 
-PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score")
+PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score", "fuzzywuzzy")
 # The code that can change a number, besides that of the suite and of the chosen methods
 ENGINE = (
     "lazyllm/spec.py",

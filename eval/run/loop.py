@@ -34,7 +34,7 @@ from eval.store.visit import Trace
 from lazyllm.engine.devices import devices_of
 from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
-from lazyllm.models.load import devices_in_use, load_weights
+from lazyllm.models.load import devices_in_use, load_weights, unapplied_settings
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,9 @@ def load_model(run: Run) -> PreTrainedModel:
     log.info("loading %s", run.spec.name)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
+    if unapplied := unapplied_settings(run.spec):
+        settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
+        log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
     model = load_weights(run.spec)
     if run.spec.device_map is not None:
         log.info("layers run on %s", ", ".join(map(str, devices_of(model))))

@@ -27,12 +27,12 @@ from eval.store.visit import PROMPT_END, Answer, Cost, Failure, Times, Turn, Vis
 from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch
 from lazyllm.engine.devices import devices_of, read_clock
-from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.flops import attention_ceiling, prefill_flops
 from lazyllm.engine.generation import Greedy, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError, place_of, reason_of
 from lazyllm.measuring import attention_events, attention_kernel, read_peak, release_memory, reset_peak, utilisation
-from lazyllm.methods import Baseline, Method
+from lazyllm.methods import Baseline, Method, Sparse
 from lazyllm.methods.support.other_models import bytes_beside, models_beside, park, unload
 from lazyllm.spec import ModelSpec
 
@@ -91,6 +91,8 @@ class _Answers:
         computed = out.computed[0].tolist()
         if earlier:
             return prefill_flops(config, computed) - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
+        if isinstance(self.method, Sparse):
+            return self.method.first_token_flops(config, out.prompt_tokens, computed, out.attended)
         return self.method.first_token_flops(config, out.prompt_tokens, computed)
 
 
@@ -285,12 +287,13 @@ class Bench:
         assert isinstance(decoded, str)
         group_starts, computed = compact_counts(out.computed)
         flops = answers.prefill_flops(self.model.config, turn)
+        is_timed, is_alone = answers.method.timed, answers.method.timed and not answers.packed
         times = Times(
-            ttft_s=out.ttft_s,
-            scoring_s=out.scoring_s,
-            total_s=None if answers.packed else out.total_s,
+            ttft_s=out.ttft_s if is_timed else None,
+            scoring_s=out.scoring_s if is_timed else None,
+            total_s=out.total_s if is_alone else None,
             decode_step_s=None if answers.packed else out.decode_step_s,
-            total_s_so_far=None if answers.packed else sum(done.total_s for done in answers.outs[: turn + 1]),
+            total_s_so_far=sum(done.total_s for done in answers.outs[: turn + 1]) if is_alone else None,
         )
         cost = Cost(
             scoring_tokens=out.scoring_tokens,
@@ -301,7 +304,8 @@ class Bench:
             aux_bytes=out.aux_bytes,
             peak_memory_bytes=answers.peaks[turn],
             prefill_flops=flops,
-            prefill_mfu=utilisation(self.model, flops, out.ttft_s),
+            prefill_mfu=utilisation(self.model, flops, out.ttft_s) if is_timed else None,
+            attention_ceiling=None if turn else attention_ceiling(self.model.config, out.prompt_tokens),
             tokens_computed=answers.tokens_computed(turn),
             revived_tokens=float(out.revived.mean()),
             tokens_computed_so_far=sum(map(answers.tokens_computed, range(turn + 1))),

@@ -2,14 +2,15 @@
 
     lazyllm-bench plan model=llama2 method=lazy dataset=hotpotqa --gpu a100
     lazyllm-bench plan experiment=table1 model=llama2,xgen --gpu h100
-    lazyllm-bench plan experiment=demo             # without times
+    lazyllm-bench plan model=smollm2 method=lazy dataset=needle    # on this machine
 
 The arguments are those of a run or a sweep. Nothing is downloaded and no model runs. Prompts, FLOPs and bytes are
 counted for each arm, with warm-ups, later turns and other models. Answers have their maximum length; as many decode
-together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Without --gpu, memory is that of a
-run on this machine. Times follow from one rate, half of the FLOP/s and of the bytes per second in the GPU's data sheet,
-or from the 0.6 ms in which a host starts a layer, measured beside an H200. Until LongBench and the tokenizer are in the
-caches (lazyllm-bench fetch), prompts have LongBench's published mean lengths, and the plan is an estimate.
+together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Times follow from one rate, half of
+the FLOP/s and of the bytes per second in the GPU's data sheet, or from the 0.6 ms in which a host starts a layer,
+measured beside an H200. Without --gpu, it is this machine's GPU, or half of what two matrix products reach now on its
+CPU. Until LongBench and the tokenizer are in the caches (lazyllm-bench fetch), prompts have LongBench's published mean
+lengths, and the plan is an estimate.
 """
 
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from eval.run.job import jobs_of
 from eval.run.run import Run, limit_of_prompts
 from eval.run.work import Model, Work, fitting_batch
+from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
@@ -54,8 +56,9 @@ class Group:
 class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
-    run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: 0 without
-    a device. is_estimate: prompts have published means, as nothing was there to count.
+    run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: on the
+    device. ceiling: `attention_ceiling` of the longest prompt. is_estimate: prompts have published means, as nothing
+    was there to count.
     """
 
     run: str
@@ -67,6 +70,8 @@ class Cost:
     work: Work
     memory: dict[str, int]
     seconds: float
+    device: Accelerator
+    ceiling: float
     is_estimate: bool
 
     @property
@@ -113,7 +118,7 @@ def estimated_groups(run: Run) -> list[Group]:
     return groups
 
 
-def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> list[Cost]:
+def costs_of(run: Run, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
     from eval.run.measure import WARMUP_TOKENS
 
@@ -121,7 +126,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
     every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
     # tokens of the last turn's text
     lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
-    most, memory = max(group.new_tokens for group in groups), None if device is None else 1e9 * device.gigabytes
+    most, memory = max(group.new_tokens for group in groups), 1e9 * device.gigabytes or None
     batch_size = fitting_batch(run.config.batch_size, run.spec, every, max(lengths), most, memory)
     warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
     for arm in run.arms:
@@ -141,15 +146,31 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator | None) -> l
                 answer_tokens=sum(group.count * len(group.messages) * group.new_tokens for group in groups),
                 work=sum((work * count for work, count in works), Work(0, 0, 0)),
                 memory=max(peaks, key=lambda parts: sum(parts.values())),
-                seconds=0 if device is None else sum(count * seconds_on(device, work) for work, count in works),
+                seconds=sum(count * seconds_on(device, work) for work, count in works),
+                device=device,
+                ceiling=attention_ceiling(model.config, max(sum(group.messages) for group in groups)),
                 is_estimate=is_estimate,
             )
         )
     return costs
 
 
-def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
-    """The cost of each arm of each run; shards are one run, arms out of reach are left out."""
+def device_of(run: Run) -> Accelerator:
+    """The device on which a run would run here. Raises UserError if it is not here."""
+    import torch  # this and others not at the top: planning refuses arguments before it imports torch
+
+    from lazyllm.measuring import this_machine
+    from lazyllm.models.load import devices_in_use
+
+    try:
+        device = devices_in_use(run.spec)[0]
+    except UserError as error:
+        raise UserError(f"{error}; or plan for another machine: --gpu {', '.join(ACCELERATORS)}") from error
+    return this_machine(device, getattr(torch, run.spec.dtype), run.shape, run.config.threads)
+
+
+def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[Cost]:
+    """The cost of each arm of each run; shards are one run, arms out of reach are left out. device: None for ours."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
     runs = [Run(config) for config in jobs_of(whole)]
     if any(run.is_served for run in runs):
@@ -161,7 +182,7 @@ def costs(arguments: Sequence[str], device: Accelerator | None) -> list[Cost]:
             read_config(replace(run.spec, load_format="dummy") if is_estimated(run) else run.spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
-    return [cost for run in runs for cost in costs_of(run, groups_of(run), device)]
+    return [cost for run in runs for cost in costs_of(run, groups_of(run), device or device_of(run))]
 
 
 def duration(seconds: float) -> str:
@@ -176,7 +197,7 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
+def as_text(planned: Sequence[Cost]) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
     from eval.store.runs import counted
@@ -186,7 +207,7 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
         [
             *(one.run, one.arm, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}"),
             *(f"{one.answer_tokens:,}", amount(one.work.flops / 1e15), amount(one.work.read / 1e12)),
-            *(f"{one.peak / 1e9:.3g}", "?" if device is None else duration(one.seconds)),
+            *(f"{one.peak / 1e9:.3g}", duration(one.seconds)),
         ]
         for one in planned
     ]
@@ -201,14 +222,20 @@ def as_text(planned: Sequence[Cost], device: Accelerator | None) -> str:
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"
     )
+    lines += dict.fromkeys(
+        f"attention takes {1 - 1 / one.ceiling:.0%} of the FLOPs of {one.run}'s prefill of {one.longest:,} tokens: "
+        f"methods that skip only attention are at most {one.ceiling:.2f} times as fast"
+        for one in planned
+    )
     if any(one.is_estimate for one in planned):
         lines.append(ESTIMATE)
-    if device is None:
-        return "\n".join([*lines, f"for times, give --gpu {', '.join(ACCELERATORS)}"])
-    rates = f"{device.flops_per_s / 1e12:.0f} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s"
-    total_s = sum(one.seconds for one in planned)
-    lines.append(f"{duration(total_s)} one after the other at {RATE:.0%} of {device.name}'s {rates}")
-    if largest.peak > 0.95e9 * device.gigabytes:
+    rates = dict.fromkeys(
+        f"{device.flops_per_s / 1e12:.3g} TFLOP/s and {device.bytes_per_s / 1e12:.3g} TB/s ({device.name})"
+        for device in (one.device for one in planned)
+    )
+    total_s, device = sum(one.seconds for one in planned), largest.device
+    lines.append(f"{duration(total_s)} one after the other at {RATE:.0%} of {' and '.join(rates)}")
+    if device.gigabytes and largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
             f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
             "model.max_prompt_tokens, or model.device_map=auto"
@@ -220,10 +247,9 @@ def main(arguments: Sequence[str]) -> int:
     """The command `plan`. Returns the exit code."""
     parser = parser_of("plan", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run")
-    parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU")
+    parser.add_argument("--gpu", choices=ACCELERATORS, help="for times on this GPU, not on this machine")
     parser.add_argument("-m", action="store_true", help="no effect: all jobs of a sweep are planned anyway")
     options = parser.parse_intermixed_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: planning downloads nothing
-    device = ACCELERATORS.get(options.gpu)
-    print(as_text(costs(options.run, device), device))
+    print(as_text(costs(options.run, ACCELERATORS.get(options.gpu))))
     return 0

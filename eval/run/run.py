@@ -61,7 +61,7 @@ class Run:
         keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
         spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=self.config.seed)
         spec.check()
-        if not spec.is_local and spec.is_dummy and spec.tokenizer is None:
+        if spec.is_dummy and spec.tokenizer is None and not spec.is_local:
             raise UserError(
                 "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
                 "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"

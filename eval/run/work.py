@@ -116,17 +116,17 @@ class Model:
         K and V have room for the first revived tokens. Further ones depend on the prompt and are not counted.
         """
         shape, layers = LayerShape.of(self.config), self.config.num_hidden_layers
-        tokens = method.tokens_per_layer(layers, n)
+        tokens, most = method.tokens_per_layer(layers, n), n + new_tokens
+        slots = sum(len(group.layers) * group.slots(new_tokens, most) for group in method.groups(layers, n))
         if isinstance(method, Select) and (method.diagnostic or method.scoring_flops(self.config, n)):
-            tokens = [n] * layers  # the model itself may select, for which it runs the whole prompt first
-        slots = sum(tokens) + layers * new_tokens + method.spare_slots(layers, n, new_tokens)
+            tokens, slots = [n] * layers, layers * most  # the model itself may select, by a run of the whole prompt
         scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
         others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
         return {
             "weights": self.weights,
             "other models": sum(one.weights + n * one.config.num_hidden_layers * one.kv_bytes for one in others),
             "K and V": batch_size * slots * self.kv_bytes,
-            "Aux Cache": batch_size * method.aux_rows(layers, n + new_tokens) * shape.width * self.size,
+            "Aux Cache": batch_size * method.aux_rows(layers, most) * shape.width * self.size,
             "working": self.size * max(3 * tokens[0] * (shape.width + shape.mlp_width), scores),
         }
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 
-from eval.store.visit import Request
+from eval.store.visit import ServerRequest
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Completion:
     reasoning: str
     ttft_s: float
     last_token_s: float
-    request: Request
+    request: ServerRequest
 
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0}
@@ -163,7 +163,7 @@ class Server:
         raise AssertionError
 
     def _read(self, response: httpx2.Response, start: float, **reported: Any) -> Completion:
-        """The answer of a stream, in which each event is one line of data. reported: fields of `Request`."""
+        """The answer of a stream, in which each event is one line of data. reported: fields of `ServerRequest`."""
         text, reasoning, other, usage, ended = "", "", "", {}, False
         tokens: list[float] = []  # stamps of the events with a token
         try:
@@ -198,7 +198,7 @@ class Server:
             if not ended or not tokens:
                 raise httpx2.RemoteProtocolError(self._message(other) or "without an end")
             number, later_s = usage.get("completion_tokens"), tokens[-1] - tokens[0]  # 0 if they came in one event
-            request = Request(
+            request = ServerRequest(
                 **{"first_content_s": None, **reported},
                 end_s=time.perf_counter() - start,
                 tpot_s=later_s / (number - 1) if number is not None and number > 1 and later_s > 0 else None,

@@ -243,9 +243,9 @@ def _derived(one: Answer) -> tuple[float | None, int | None, int]:
 
 
 def _token_s(one: Answer) -> tuple[float, ...] | None:
-    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
-    steps = one.times.decode_step_s
-    return None if steps is None else tuple(accumulate([one.times.ttft_s, *steps]))
+    """Seconds from the start to each token; None if steps were not timed, as those of batches, or the first was not."""
+    first, steps = one.times.ttft_s, one.times.decode_step_s
+    return None if first is None or steps is None else tuple(accumulate([first, *steps]))
 
 
 def canonical_json(settings: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ _PERCENT = {"scale": 100}  # for numbers stored as 0 to 1 and shown as 0 to 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ServerRequest:
     """What a client saw of one request to a server. Times are seconds since just before the POST.
 
     headers_s, first_event_s: when they came.
@@ -61,13 +61,14 @@ class Times:
     """When an answer came, in seconds. What a server does not report is None.
 
     ttft_s, scoring_s, total_s, decode_step_s: as in `lazyllm.Generation`; the last two are None if other answers
-        decoded in the same steps (`batch_size`). Of a server: to the first and to the last event with a token.
+        decoded in the same steps (`batch_size`). Of a server: to the first and to the last event with a token. No time
+        but those of steps if no kernel ran what the method saves (`Method.timed`).
     total_s_so_far: the sum over the turns up to this one.
     """
 
     __pydantic_config__ = _STRICT
 
-    ttft_s: float
+    ttft_s: float | None
     scoring_s: float | None = None
     total_s: float | None
     decode_step_s: list[float] | None = None
@@ -88,6 +89,9 @@ class Cost:
     prefill_mfu: model FLOPs utilisation, 0 to 1: `prefill_flops` / `ttft_s` over the peak of a known accelerator, or on
         a CPU over the rate of a matrix product that the run measured; None for other devices.
 
+    attention_ceiling: the ideal speedup of the prompt's prefill without attention, which no method that skips only
+        attention exceeds; None in later turns.
+
     Of a turn; tokens are prompt tokens of all turns so far, mean over layers:
     tokens_computed: run for this turn, `scoring_tokens` included.
     revived_tokens: of these, tokens that earlier steps or turns had left out of a layer.
@@ -105,6 +109,7 @@ class Cost:
     peak_memory_bytes: int | None = None
     prefill_flops: int | None = None
     prefill_mfu: float | None = field(default=None, metadata=_PERCENT)
+    attention_ceiling: float | None = None
     tokens_computed: float | None = None
     revived_tokens: float | None = None
     tokens_computed_so_far: float | None = None
@@ -176,7 +181,7 @@ class Answer:
     cost: Cost | None = None
     fidelity: Fidelity | None = None
     evidence: Evidence | None = None
-    request: Request | None = None
+    request: ServerRequest | None = None
 
 
 def _scales(kind: type) -> dict[str, float]:

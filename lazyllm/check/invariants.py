@@ -18,6 +18,7 @@ from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.inputs import Boundary, Selection
 from lazyllm.engine.method import Method
+from lazyllm.methods.support.bases import Sparse
 
 _STEPS = 5
 _GREEDY: dict[str, Any] = {"max_new_tokens": _STEPS, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
@@ -64,6 +65,8 @@ def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequ
     out = generate(model, prompt, method, _STEPS, ())
     if not method.adaptive:
         _same("tokens computed in each layer", out.computed[0].tolist(), method.tokens_per_layer(layers, n))
+    if isinstance(method, Sparse) and not method.adaptive:
+        _same("pairs attended to in each layer", out.attended, method.attended(model.config, n))
     rises = bool((out.computed[1:] >= out.computed[:-1]).all()) and out.computed.max() <= n
     _holds(rises, f"counts fall from step to step, or exceed the {n} prompt tokens: {out.computed.tolist()}")
     _same("scoring takes time", out.scoring_s > 0, out.scoring_tokens > 0)

@@ -7,7 +7,7 @@ Notation:
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import replaced
-from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
+from lazyllm.engine.inputs import NO_SCORES, KeyBlocks, ScoreSpec, Triangle
 from lazyllm.engine.kernels import (
     Way,
     additive_mask,
@@ -33,7 +33,11 @@ from lazyllm.engine.kernels import (
 from lazyllm.engine.masks import AttentionMask, Chosen, PositionSortedMask
 from lazyllm.engine.scores import attention_scores
 from lazyllm.engine.sdpa import gives_lse, shares_heads
+from lazyllm.engine.sparse import attend_sparsely
 from lazyllm.errors import UserError
+
+# (layer, from 1, query, key, scaling) -> the keys that the layer's queries attend to; None for all
+Sees = Callable[[int, Tensor, Tensor, float], Triangle | KeyBlocks | None]
 
 
 class AttentionContext:
@@ -49,9 +53,12 @@ class AttentionContext:
         position (`PositionSortedMask`); None leaves keys as they are stored.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     mask: which stored tokens the running layer attends to.
+    sees: in a prefill, which keys a layer's queries attend to (`lazyllm.methods.Sparse.sees`); None for all.
+    attended: {layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some.
     """
 
     mask: AttentionMask
+    sees: Sees | None = None
 
     def __init__(
         self,
@@ -67,6 +74,7 @@ class AttentionContext:
         self._length = length
         self._wanted, self._recorded = scores, list[Tensor]()
         self._positions, self._chosen, self._ranks = positions, chosen, ranks
+        self.attended = dict[int, int | Tensor]()
         self._masks: dict[int | None, AttentionMask] = {}  # by window; each keeps the mask of its last block
 
     @property
@@ -166,8 +174,15 @@ class RecordingAttention:
         Without a mask it is causal. Eager attention needs masks in all layers, the others in layers with a window;
         FlashAttention applies the window itself, but in slots: only if there are gaps, it needs masks. It takes none,
         so `attend_to_chosen` runs in its place.
+        `attend_sparsely` runs a layer in which the method skips keys.
         """
         mask, softcap = context.mask, kwargs.get("softcap")
+        layer = cast(int, module.layer_idx) + 1
+        pattern = context.sees(layer, query, key, kwargs["scaling"]) if context.sees else None
+        if pattern is not None:
+            about = pattern, mask, kwargs["scaling"], softcap, gives_lse(self._model, query, value)
+            out, context.attended[layer] = attend_sparsely(query, key, value, *about)
+            return out
         own = functools.partial(self.own, module, kwargs=kwargs)
         is_causal = not self._is_eager and (mask.window is None or (self._is_flash and context.cache.is_contiguous))
         if is_causal or mask.sees_all:

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The least number of spare slots, so that one growth of a cache serves several steps
-GROWTH = 64
-
-
-def with_spare(slots: int, most: int) -> int:
-    """`slots` of a cache and spare ones; at most `most` in all."""
-    return min(most, slots + max(GROWTH, slots // 8))
+from lazyllm.engine.inputs import with_spare
 
 
 class GroupCache:
@@ -64,10 +58,6 @@ class GroupCache:
     def nbytes(self) -> int:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         return sum(stored.nbytes for stored in self._stored.values()) // self._capacity * self.length
-
-    def make_room(self) -> None:
-        """Add spare slots before the first step, for tokens whose number is not known yet."""
-        self._capacity = with_spare(self._capacity, self.max_length)
 
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.

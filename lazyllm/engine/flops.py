@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,24 +70,40 @@ def windows_of(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def prefill_flops(config: Any, tokens_per_layer: Sequence[int], logits: int = 1, matrices: int | None = None) -> int:
+def prefill_flops(
+    config: Any,
+    tokens_per_layer: Sequence[int],
+    logits: int = 1,
+    matrices: int | None = None,
+    attended: Mapping[int, int] | None = None,
+) -> int:
     """FLOPs of a prefill in which `tokens_per_layer[l]` tokens enter layer l, with logits at `logits` positions.
 
     matrices: elements of all matrices of a layer, for layers of another kind than `LayerShape` describes.
+    attended: {layer, from 1: (query, key) pairs over all heads} of layers whose attention skips some.
     A multiplication and an addition count as two FLOPs. Attention counts the pairs that causality and the layer's
     sliding window allow, as if the remaining tokens were neighbours: with a window, pruning leaves fewer pairs. Not
     counted, as below 1 %: norms, RoPE, softmax, activations, and the selection.
     """
     shape = LayerShape.of(config)
     linear_flops = shape.linear_flops if matrices is None else 2 * matrices
-    layers = sum(
-        n * linear_flops + _pairs(n, window) * shape.pair_flops
-        for n, window in zip(tokens_per_layer, windows_of(config), strict=True)
-    )
+    by_layer = zip(tokens_per_layer, windows_of(config), strict=True)
+    pairs = {layer: shape.heads * causal_pairs(n, window) for layer, (n, window) in enumerate(by_layer, start=1)}
+    layers = sum(tokens_per_layer) * linear_flops + sum((pairs | dict(attended or {})).values()) * 4 * shape.head_dim
     return layers + logits * 2 * shape.width * config.vocab_size
 
 
-def _pairs(n: int, window: int | None) -> int:
+def attention_ceiling(config: Any, n: int) -> float:
+    """The ideal speedup of a prefill of n tokens without any attention: no method that skips only attention has more.
+
+    Attention's share of the prefill's FLOPs is 1 - 1 / this.
+    """
+    layers = config.num_hidden_layers
+    without = prefill_flops(config, [n] * layers, attended=dict.fromkeys(range(1, layers + 1), 0))
+    return prefill_flops(config, [n] * layers) / without
+
+
+def causal_pairs(n: int, window: int | None) -> int:
     """The number of (query, key) pairs of n tokens whose key is the query or one of the `window` - 1 tokens before."""
     near = n if window is None else min(n, window)
     return near * (near + 1) // 2 + (n - near) * near

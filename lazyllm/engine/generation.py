@@ -87,6 +87,7 @@ class Generation:
     scoring_tokens: tokens that any model ran to score the prompt before its prefill, each time that it ran; a run
         through a share of a model's layers counts as that share. Rounded up.
     scored_before: the `scoring_tokens` of earlier turns that this one continues from.
+    attended: {layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some in prefill.
     """
 
     token_ids: list[int]
@@ -103,6 +104,7 @@ class Generation:
     prompt_tokens: int
     scoring_tokens: int = 0
     scored_before: int = 0
+    attended: dict[int, int] = field(default_factory=dict)
 
     @property
     def pct_prompt_tokens_computed(self) -> float:
@@ -197,6 +199,7 @@ class RunningGeneration:
             prompt_tokens=session.prompt_tokens,
             scoring_tokens=session.scoring.tokens,
             scored_before=session.scored_before,
+            attended={layer: int(pairs) for layer, pairs in session.attended.items()},
         )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.flops import causal_pairs
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,9 +63,55 @@ class ScoreSpec:
             raise ValueError("ScoreSpec: raw and summed exclude each other; leave one out")
 
 
+@dataclass(frozen=True)
+class Triangle:
+    """Keys that a prefill's queries attend to: the first and the near ones; the last queries attend to all before them.
+
+    sinks: first tokens that all queries see. window: tokens that a query sees, itself included. last: queries that see
+    all.
+    """
+
+    sinks: int
+    window: int
+    last: int
+
+    def is_dense(self, n: int) -> bool:
+        """Whether every one of n queries sees all tokens before it."""
+        return n - self.last <= self.window + self.sinks
+
+    def pairs(self, n: int, window: int | None = None) -> int:
+        """(query, key) pairs of n tokens in one head. window: the layer's own sliding window, which also holds."""
+        if window is not None and window <= self.window:
+            return causal_pairs(n, window)
+        before = max(0, n - self.last)
+        pairs = causal_pairs(before, self.window + self.sinks)
+        for seen in range(window or before, before):  # of all tokens up to a query, the window hides the first ones
+            hidden = seen + 1 - (window or 0)
+            pairs -= min(hidden, self.sinks, seen + 1 - self.window)
+        return pairs + causal_pairs(n, window) - causal_pairs(before, window)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBlocks:
+    """Blocks of `size` keys that each block of `size` queries attends to: seen [h, blocks, blocks] bool by query head.
+
+    Within these, attention is causal. A block of queries must see its own block of keys.
+    """
+
+    size: int
+    seen: Tensor
+
+
 NO_SCORES = ScoreSpec()
+# The least number of spare slots of a cache, so that one growth of it serves several steps
+SPARE_SLOTS = 64
 # How later turns of a conversation run: on from the caches, or through the whole text, with tokens selected anew
 TURNS = ("continue", "recompute")
+
+
+def with_spare(slots: int, most: int) -> int:
+    """`slots` of a cache and spare ones, for tokens whose number is not known yet; at most `most` in all."""
+    return min(most, slots + max(SPARE_SLOTS, slots // 8))
 
 
 @dataclass(frozen=True)
@@ -75,12 +123,19 @@ class Group:
     scores: the attention scores that the choice of tokens at the group's end needs; NO_SCORES for a choice without
         scores; None if there is no choice: all tokens enter the next group, and all stay stored.
     score_in_decode: record the scores in decoding too.
+    revives: tokens that did not enter the group in prefill may enter it later.
     """
 
     layers: range
     prompt_tokens: int
     scores: ScoreSpec | None = None
     score_in_decode: bool = False
+    revives: bool = False
+
+    def slots(self, new_tokens: int, most: int) -> int:
+        """Slots of K and V that a layer has from the first step on, for at most `most` tokens of text."""
+        slots = self.prompt_tokens + new_tokens
+        return with_spare(slots, most) if self.revives else slots
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_tokens, Integral):

@@ -47,6 +47,9 @@ class Method(ABC):
     keep_all: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; {}: `target_parameter` at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
+    timed: ClassVar[bool] = (
+        True  # False: no kernel skips what the method skips, so its TTFT says nothing: no table has it
+    )
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
 
@@ -97,10 +100,6 @@ class Method(ABC):
         By default all later tokens are stored: what the prefill dropped is gone, and nothing more is dropped.
         """
         return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
-
-    def spare_slots(self, num_layers: int, n: int, new_tokens: int) -> int:
-        """Slots of K and V, over all layers, for tokens to be revived: those made at the prefill of n prompt tokens."""
-        return 0
 
     def aux_rows(self, num_layers: int, max_positions: int) -> int:
         """Rows of the Aux Cache, each a hidden state, for a text of at most `max_positions` tokens."""

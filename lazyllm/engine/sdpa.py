@@ -94,17 +94,20 @@ def gives_lse(model: Any, query: Tensor, value: Tensor) -> bool:
 
 
 def attend_with_lse(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Attention [1, h, m, d] of m queries, and the log-sum-exp [1, h, m] of each query's logits.
 
     query [1, h, m, d]; key and value [1, h, s, d]. mask: [1, 1, m or 1, s], added to the logits; None for none.
+    is_causal: query i attends to the keys up to i; only for as many queries as keys, without a mask. Without a mask,
+        key and value may have fewer heads [1, g, s, d].
     """
     aten: Any = torch.ops.aten
     if not query.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask, scale=scaling)
+        run = aten._scaled_dot_product_flash_attention_for_cpu
+        return run(query, key, value, is_causal=is_causal, attn_mask=mask, scale=scaling)
     if mask is None:
-        return aten._scaled_dot_product_flash_attention(query, key, value, scale=scaling)[:2]
+        return aten._scaled_dot_product_flash_attention(query, key, value, is_causal=is_causal, scale=scaling)[:2]
     mask = mask.expand(-1, *query.shape[1:3], -1)
     attended, sums, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, scale=scaling)
     return attended, sums[:, :, : query.shape[2]]  # the kernel pads them to a multiple of 32 rows

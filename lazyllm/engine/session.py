@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lazyllm.engine.attention import AttentionContext
+from lazyllm.engine.attention import AttentionContext, Sees
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.decoder import Decoder, Tokens, check_longrope
 from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Selection
@@ -52,6 +52,8 @@ class Session:
     max_new_tokens: the maximum number of generated tokens.
     method: the `Method` that chooses tokens at the boundaries of the prefill (untyped, as its module imports this one).
         None: all tokens go on, and stay stored.
+    sees: as in `AttentionContext`, for the prefill.
+    attended: {layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some in prefill.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
@@ -65,6 +67,7 @@ class Session:
         prompt_tokens: int,
         max_new_tokens: int,
         method: Any = None,
+        sees: Sees | None = None,
     ) -> None:
         check_longrope(decoder.model, prompt_tokens, max_new_tokens)
         self.decoder = decoder
@@ -77,10 +80,11 @@ class Session:
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
             # room for the generated tokens, all of which every layer computes
-            GroupCache(group.prompt_tokens + max_new_tokens, self.max_positions, decoder.device)
+            GroupCache(group.slots(max_new_tokens, self.max_positions), self.max_positions, decoder.device)
             for group in groups
         ]
-        self._method = method
+        self._method, self._sees = method, sees
+        self.attended = dict[int, int | Tensor]()
         self._notes: dict[str, Any] = {}  # of the method, see `Boundary`
         self._unchecked: list[tuple[str, Tensor, int, int | None]] = []  # selections for `check_selected_values`
         self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
@@ -128,13 +132,17 @@ class Session:
 
     def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
         """Run the text's last token and a turn's m new ones [1 + m]: logits [v]. Resets `computed` and `selections`."""
+        self._begin_turn(token_ids.shape[0], max_new_tokens)
+        return self.step(token_ids)
+
+    def _begin_turn(self, m: int, max_new_tokens: int) -> None:
+        """Prepare for a turn that runs m tokens first."""
         self.computed, self._selected = [], []
         self._num_revived = [0] * len(self.groups)
-        self.prompt_tokens += token_ids.shape[0] - 1
+        self.prompt_tokens += m - 1
         self.scored_before += self.scoring.tokens
         self.scoring = Scoring()
-        self._lengthen(max(self.max_positions, self.length + token_ids.shape[0] + max_new_tokens - 1))
-        return self.step(token_ids)
+        self._lengthen(max(self.max_positions, self.length + m + max_new_tokens - 1))
 
     def _lengthen(self, max_positions: int) -> None:
         """Let the text grow to `max_positions` tokens."""
@@ -163,21 +171,26 @@ class Session:
         scores = group.scores if group.scores and (self._in_prefill or group.score_in_decode) else NO_SCORES
         cache.advance(tokens.positions, self.length, tokens.is_newest)
         self.context = AttentionContext(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
+        if self._in_prefill:
+            self.context.sees, self.context.attended = self._sees, self.attended
         # in decoding one token was generated: the newest; in a later turn the first, as it ended the answer before
         of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
 
-    def missing_mask(self, index: int) -> Tensor | None:
+    def choose(self, index: int) -> None:
+        """Choose the tokens that a decoding step goes on with after group `index`. Never waits for the device."""
+
+    def missing(self, index: int) -> Tensor | None:
         """[p] bool, True at the positions that the next group computes in a decoding step; None if `leave` needs none.
 
-        Never waits for the device. `LazySession` also chooses the step's tokens here, before `leave` gets them.
+        Never waits for the device.
         """
         return None
 
     def leave(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         """The tokens that enter the next group: those of group `index` that go on, and revived ones; the newest last.
 
-        positions: those at which `missing_mask` is True, ascending; None without such a mask.
+        positions: those at which `missing` is True, ascending; None without such a mask.
         By default the method chooses in prefill, and in decoding all tokens go on.
         """
         if self._method is None or not self._in_prefill:
@@ -286,7 +299,9 @@ def _run(sessions: Sequence[Session], tokens: list[Tokens]) -> Tensor:
             sessions[number].enter(group_of[number], tokens[number])
         tokens = decoder.run([session.context for session in sessions], tokens, range(start, stop))
         at_boundary, start = [number for number, end in enumerate(ends) if end == stop], stop
-        masks = {number: sessions[number].missing_mask(group_of[number]) for number in at_boundary}
+        for number in at_boundary:
+            sessions[number].choose(group_of[number])
+        masks = {number: sessions[number].missing(group_of[number]) for number in at_boundary}
         positions = _to_indices({number: mask for number, mask in masks.items() if mask is not None})
         for number in at_boundary:
             tokens[number] = sessions[number].leave(group_of[number], tokens[number], positions.get(number))

@@ -1,28 +1,13 @@
-"""Talk to a model, or ask it about a long file.
-
-    lazyllm-bench chat --model llama2 --prompt-file report.txt --schedule '{9: 0.5, 19: 0.5}'
-    lazyllm-bench chat --once "entry zanur lantern copper. Question: entry zanur" --max-new-tokens 8
-
-Answers are greedy and go to standard output, their cost to standard error: TTFT, the share of all turns' prompt tokens
-that was computed (mean over layers), and the earlier tokens that this turn revived (in the layer with the most). With a
-chat template, a turn runs only what the template writes after the last answer, without thoughts and with a fixed date,
-as in runs. Without one, each line is a prompt of its own. Ctrl-C stops an answer, Ctrl-D ends.
-"""
+"""A chat with a model, whose method prunes each prompt; answers are greedy and are printed as they come."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from lazyllm.errors import UserError, parser_of, reason_of
-from lazyllm.methods import Method, make
+from lazyllm.methods import Method
 from lazyllm.models.chat_template import render, text_between_answers, thinking_args, unseen_tokens
-from lazyllm.spec import ModelSpec, source_of
 
 if TYPE_CHECKING:
     from lazyllm.engine.generation import Conversation, Generation
@@ -88,61 +73,3 @@ def check_text(text: str) -> None:
     """Raise ValueError for bytes of the terminal or the command line that are not UTF-8."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise ValueError("the text is not UTF-8")
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--prompt-file {file}: cannot be read as UTF-8 text ({reason_of(error)})") from error
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The command `chat`. Raises UserError, before torch is imported if it can."""
-    parser = parser_of("chat", __doc__)
-    add = parser.add_argument
-    add("--model", default="tiny", help="preset (tiny, llama2, ...), folder or hub id; default tiny")
-    add("--tokenizer", help="folder or hub id of another tokenizer than the model's")
-    add("--dtype", default="bfloat16")
-    add("--device", default="auto")
-    add("--schedule", default="paper", help="paper (Figure 4's), none (no pruning), or {layer: keep ratio, ...}")
-    add("--method", help="another method, instead of a schedule: NAME, or 'NAME {parameter: value, ...}'")
-    add("--max-new-tokens", type=int, default=256)
-    add("--prompt-file", type=Path, help="text before the (first) question, UTF-8")
-    add("--once", metavar="TEXT", help="answer TEXT and end; - reads it from standard input")
-    options = parser.parse_args(arguments)
-    if options.max_new_tokens < 1:
-        raise UserError("--max-new-tokens is 1 or more")
-    name, _, text = (options.method or "lazy").partition(" ")
-    try:
-        settings = dict(yaml.safe_load(text or "{}")) if options.method else {"schedule": options.schedule}
-    except (TypeError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--method {options.method}: expected NAME, or 'NAME {{parameter: value, ...}}'") from error
-    spec = ModelSpec(options.model, dtype=options.dtype, device=options.device, tokenizer=options.tokenizer)
-    try:
-        context = "" if options.prompt_file is None else _text_of(options.prompt_file) + "\n"
-        check_text(options.once or "")
-        method = make(name, settings)
-        spec.check()
-        source_of(spec.name)  # refuses what is no model
-
-        from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
-
-        method.check(check_loading(spec))
-        chat = Chat(load_weights(spec), load_tokenizer_of(spec), method, options.max_new_tokens)
-        if options.once is not None:
-            chat.answer(context + (sys.stdin.read() if options.once == "-" else options.once))
-            return
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
-    print(f"{options.model}, {chat.method}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
-    while True:
-        try:
-            if text := input("> " if sys.stdin.isatty() else "").strip():
-                chat.answer(text if chat.messages else context + text)
-        except EOFError:
-            return
-        except (ValueError, RuntimeError) as error:  # a text that is too long, or no memory: the next may be shorter
-            print(f"error: {error}", file=sys.stderr)
-        except KeyboardInterrupt:
-            print("\n(stopped)", file=sys.stderr)

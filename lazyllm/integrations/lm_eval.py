@@ -55,7 +55,7 @@ class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
     pretrained, device, revision, tokenizer, attn_implementation: as in `lazyllm.load_model`. dtype: "auto" is the
-        checkpoint's.
+        checkpoint's. gguf_file: a GGUF file of the folder or repository, as in lm-eval's `hf`.
     batch_size: likelihoods that are computed together, each pruned by its own length; "auto" is 8. Answers come one
         after the other.
     max_batch_size: ignored; lm-eval passes it to every model.
@@ -81,9 +81,12 @@ class PrunedLM(_HFLM):
         revision: str | None = None,
         tokenizer: str | None = None,
         attn_implementation: str = "sdpa",
+        gguf_file: str | None = None,
         **settings: Any,
     ) -> None:
-        spec = ModelSpec(pretrained, "auto", "bfloat16", device, revision, tokenizer, attn_implementation)
+        spec = ModelSpec(
+            pretrained, "auto", "bfloat16", device, revision, tokenizer, attn_implementation, gguf=gguf_file
+        )
         if dtype == "auto":  # the checkpoint's; float32 if its config has none, as in lm-eval's `hf`
             own = str(getattr(load_config(spec), "dtype", None)).removeprefix("torch.")
             dtype = own if own in DTYPES else "float32"

@@ -30,13 +30,16 @@ from lazyllm.methods.static_pruning import StaticPruning
 from lazyllm.methods.support import plugins
 from lazyllm.methods.support.bases import Prune as Prune
 from lazyllm.methods.support.bases import Select as Select
+from lazyllm.methods.support.bases import Sparse as Sparse
+from lazyllm.methods.trianglemix import TriangleMix
 from lazyllm.methods.uniprefill import UniPrefill
+from lazyllm.methods.xattention import XAttention
 
 METHODS: dict[str, type[Method]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
         ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, Oracle, PromptCompression, PromptDistill, PyramidInfer,
-        RandomDrop, SpecPrefill, StaticPruning, UniPrefill,
+        RandomDrop, SpecPrefill, StaticPruning, TriangleMix, UniPrefill, XAttention,
     )
 }  # fmt: skip
 

@@ -64,22 +64,16 @@ class Lazy(Method):
 
     def groups(self, num_layers: int, n: int) -> list[Group]:
         groups = groups_between(self, self.kept(num_layers, n), num_layers, n, lambda layers: ScoreSpec(layers[-1:]))
-        return [replace(group, score_in_decode=self.revive) for group in groups]
+        return [
+            replace(group, score_in_decode=self.revive, revives=self.revive and group is not groups[0])
+            for group in groups
+        ]
 
     def stored_after_turns(self, num_layers: int, n: int, later: int) -> list[int]:
         """A later turn prunes the prompts of all turns anew. Without revivals, whose number depends on the prompt."""
         if not self.revive:  # decoding and later turns keep the first prefill's selection
             return super().stored_after_turns(num_layers, n, later)
         return self.tokens_per_layer(num_layers, n + later)
-
-    def spare_slots(self, num_layers: int, n: int, new_tokens: int) -> int:
-        from lazyllm.engine.cache import with_spare
-
-        spare = 0
-        for group in self.groups(num_layers, n)[1:] if self.revive else ():
-            slots = group.prompt_tokens + new_tokens
-            spare += len(group.layers) * (with_spare(slots, n + new_tokens) - slots)
-        return spare
 
     def aux_rows(self, num_layers: int, max_positions: int) -> int:
         return max_positions if self.revive and len(self.groups(num_layers, max_positions)) > 1 else 0

@@ -115,6 +115,30 @@ def read_config(spec: ModelSpec) -> dict[str, Any]:
     return read_json(folder_of(spec, CONFIGS) / "config.json", spec.source)
 
 
+def checkpoint_folder(spec: ModelSpec) -> Path:
+    """The folder of the model's weights, fetched from the hub or read from a GGUF file if necessary, and checked.
+
+    Raises UserError.
+    """
+    file = gguf_of(spec)
+    return check_weights(spec) if file is None else gguf_file.dequantised(file, spec.dtype)
+
+
+def check_weights(spec: ModelSpec) -> Path:
+    """The folder with the model's weights, or with what a GGUF file tells besides them; checked. Raises UserError.
+
+    From the hub, pickles are fetched only if there are no safetensors.
+    """
+    if (file := gguf_of(spec)) is not None:
+        return gguf_file.converted(file)
+    weights = read_config(spec).get("transformers_weights")
+    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or SAFETENSORS[0]])
+    if not spec.is_local and weights is None and not any((folder / name).is_file() for name in SAFETENSORS):
+        folder = folder_of(spec, [*CONFIGS, *PICKLED_WEIGHTS])
+    check_files(folder, spec.source, weights)
+    return folder
+
+
 def read_json(file: Path, source: str) -> dict[str, Any]:
     """The content of a JSON file of a checkpoint or tokenizer. source: its name in messages. Raises UserError."""
     try:

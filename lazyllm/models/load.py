@@ -1,9 +1,9 @@
 """Loading checkpoints, or the same architectures with random weights."""
 
+import logging
 import pickle
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +20,15 @@ from transformers import (
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models import quantisation
-from lazyllm.models.checkpoint import (
-    CONFIGS,
-    PICKLED_WEIGHTS,
-    SAFETENSORS,
-    WEIGHTS,
-    check_files,
-    folder_of,
-    gguf_of,
-    read_json,
-)
-from lazyllm.models.gguf_file import dequantised
+from lazyllm.models.checkpoint import CONFIGS, check_weights, checkpoint_folder, folder_of, read_json
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
 from lazyllm.presets import PRESETS
 from lazyllm.spec import DeviceMap, ModelSpec
+
+log = logging.getLogger(__name__)
+
+LEAST_SHARE = 0.9  # of a model's tokens that its own tokenizer has: models round their numbers up
 
 
 def load_model(
@@ -65,7 +59,21 @@ def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     """The tokenizer that `load_model` gives, without the model. Raises UserError."""
     if spec.is_dummy and spec.tokenizer is None and not spec.is_local:
         return None  # "dummy" downloads nothing
-    return load_tokenizer(*tokenizer_of(spec))
+    tokenizer = load_tokenizer(*tokenizer_of(spec))
+    if spec.tokenizer is not None:
+        _check_fits(tokenizer, spec)
+    return tokenizer
+
+
+def _check_fits(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
+    """Refuse another tokenizer with more tokens than the model, and log one that may not be the model's: UserError."""
+    tokens, known = tokenizer.vocab_size, shape_of(spec).vocab_size  # of both without tokens that were added later
+    if tokens > known:
+        raise UserError(
+            f"tokenizer {spec.tokenizer}: it has {tokens:,} tokens, {spec.name} only {known:,}: give the model's own"
+        )
+    if tokens < LEAST_SHARE * known:
+        log.warning("tokenizer %s has %s tokens, %s has %s: is it its own?", spec.tokenizer, tokens, spec.name, known)
 
 
 def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
@@ -100,8 +108,8 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
         raise UserError(f"{spec.source} is already quantised ({kind}): leave out quantise={spec.quantise}")
     if not spec.is_dummy:
         quantisation.check_quantised(spec.source, config, spec.device_map)
-        if gguf_of(spec) is None and spec.is_local:
-            check_files(Path(spec.source), spec.source, getattr(config, "transformers_weights", None))
+        if spec.is_local:
+            check_weights(spec)
     return config
 
 
@@ -157,6 +165,27 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids or ())
 
 
+# Settings of a generation_config.json that change answers
+_CHANGES_ANSWERS = (
+    "do_sample", "num_beams", "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+    "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
+    "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty", "guidance_scale",
+    "penalty_alpha", "stop_strings", "watermarking_config",
+)  # fmt: skip
+
+
+def unapplied_settings(spec: ModelSpec) -> dict[str, Any]:
+    """What the model's generation_config.json asks for and greedy answers leave out: sampling, penalties, and so on.
+
+    transformers' own `generate` applies them. Raises UserError.
+    """
+    if spec.is_dummy or not (file := folder_of(spec, CONFIGS) / "generation_config.json").is_file():
+        return {}
+    stored = read_json(file, spec.source)
+    asked = {key: stored.get(key) for key in _CHANGES_ANSWERS}
+    return {key: value for key, value in asked.items() if value is True or value not in (None, False, 0, 1, [], {})}
+
+
 def as_device(name: str) -> torch.device:
     """The torch device of that name; "auto" is the accelerator, if there is one. Raises UserError if absent."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -174,23 +203,10 @@ def as_device(name: str) -> torch.device:
     return device
 
 
-def checkpoint_folder(spec: ModelSpec, config: PreTrainedConfig) -> Path:
-    """The checkpoint's folder, fetched from the hub if necessary (safetensors first), and checked. Raises UserError."""
-    if (file := gguf_of(spec)) is not None:
-        return dequantised(file, spec.dtype)
-    weights = getattr(config, "transformers_weights", None)
-    folder = folder_of(spec, [*CONFIGS, *WEIGHTS, weights or SAFETENSORS[0]])
-    if str(folder) != spec.source:  # a local folder has been checked already
-        if weights is None and not any((folder / name).is_file() for name in SAFETENSORS):
-            folder = folder_of(spec, [*CONFIGS, *PICKLED_WEIGHTS])
-        check_files(folder, spec.source, weights)
-    return folder
-
-
 def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model; all of its weights are read from the checkpoint. Raises UserError."""
     source, dtype, device = spec.source, getattr(torch, spec.dtype), as_device(spec.device)
-    folder = checkpoint_folder(spec, config)
+    folder = checkpoint_folder(spec)
     placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
     if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
         placement = {"": device}  # quantised weights are packed for a device, so they are made on it

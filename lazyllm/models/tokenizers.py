@@ -47,8 +47,18 @@ def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTraine
     revision: branch, tag or commit of a hub id.
     Raises UserError if no such file exists, if it is damaged or of another kind, or if the hub does not answer.
     """
-    folder = _local_path(source, revision)
-    tokenizer = sentencepiece_tokenizer(folder) if folder.is_file() else _from_folder(folder, str(source))
+    from transformers import AutoTokenizer
+
+    file = tokenizer_file(source, revision)  # `AutoTokenizer` alone makes wrong ones of the other kinds (see above)
+    if file.name == _CONFIG:
+        tokenizer = load_xgen_tokenizer(file)
+    elif file.name != "tokenizer.json":
+        tokenizer = sentencepiece_tokenizer(file)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # of transformers or tokenizers
+            raise UserError(f"{source}: its tokenizer could not be loaded ({reason_of(error)}). {_INSTEAD}") from error
     tokenizer.name_or_path = str(source)
     return tokenizer
 
@@ -78,19 +88,17 @@ def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
     return bool(has_config) or any(folder.glob("chat_template.*"))
 
 
-def _from_folder(folder: Path, source: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, chosen by its files; `AutoTokenizer` alone makes wrong ones (see the module)."""
-    from transformers import AutoTokenizer
-
-    if (folder / "tokenizer.json").is_file():
-        try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # of transformers or tokenizers
-            raise UserError(f"{source}: its tokenizer could not be loaded ({reason_of(error)}). {_INSTEAD}") from error
-    if (folder / "tokenizer.model").is_file():
-        return sentencepiece_tokenizer(folder / "tokenizer.model")
-    if (folder / _CONFIG).is_file() and read_json(folder / _CONFIG, source).get("tokenizer_class") == "XgenTokenizer":
-        return load_xgen_tokenizer(folder / _CONFIG)
+def tokenizer_file(source: str | Path, revision: str | None = None) -> Path:
+    """The file that `load_tokenizer` would read, without transformers. Raises UserError if there is none."""
+    folder = _local_path(source, revision)
+    if folder.is_file():
+        return folder
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    file = folder / _CONFIG
+    if file.is_file() and read_json(file, str(source)).get("tokenizer_class") == "XgenTokenizer":
+        return file
     raise UserError(
         f"{source} holds neither tokenizer.json nor tokenizer.model; a repository's own tokenizer code is not run. "
         f"{_INSTEAD}"

@@ -5,13 +5,11 @@ are not stored here. Ours: each dataset is a task, so that the mean over tasks i
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from eval.benchmarks.prompts import tokenizer_for_rows, wrap_tokens
 from eval.benchmarks.rows import made_here
 from eval.benchmarks.ruler.generator import rows
 from eval.benchmarks.ruler.sources import (
-    INSTALL,
     OFFICIAL_SHA256,
     TASKS,
     check_haystack,
@@ -21,7 +19,7 @@ from eval.benchmarks.ruler.sources import (
     words,
 )
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, register, setting
-from lazyllm.errors import UserError, require
+from lazyllm.errors import require
 
 ROWS = 500  # of a task, the official number
 VERSION = 1
@@ -47,8 +45,6 @@ def check(dataset: Dataset, settings: DataSettings) -> str | None:
     task = read_tasks(settings.dir)[dataset.name]
     if task.kind == "common_words_extraction" or "words" in task.settings.values():
         words("noun")
-    if task.kind == "freq_words_extraction" and find_spec("scipy") is None:
-        raise UserError(f"{dataset.name} needs the package scipy; {INSTALL}")
     return missing(dataset, settings)
 
 

@@ -371,7 +371,7 @@ class _FrequentWords(_Sampler):
         if self.step < 1 or self.vocabulary_size < 4:
             raise self.too_short()
         import numpy as np
-        from scipy.special import zeta  # `check` has seen that it is installed
+        from scipy.special import zeta  # not at the top: it is slow to import
 
         alpha = self.task.settings["alpha"]  # a word's share: rank^-alpha, over the sum for all ranks
         self.weights, self.total = np.arange(1, self.vocabulary_size + 1) ** -alpha, float(zeta(alpha))

@@ -1,4 +1,5 @@
-"""Bases of methods that prune between layers (`Prune`) or select before the prefill (`Select`); no torch at import."""
+"""Bases of methods that prune between layers (`Prune`), select before the prefill (`Select`), or skip attention in it
+(`Sparse`); no torch at import."""
 
 from __future__ import annotations
 
@@ -6,10 +7,20 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lazyllm.engine.flops import LayerShape
-from lazyllm.engine.inputs import NO_SCORES, Boundary, Group, Prompt, ScoreSpec, Selection
+from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.inputs import (
+    NO_SCORES,
+    Boundary,
+    Group,
+    KeyBlocks,
+    Prompt,
+    ScoreSpec,
+    Selection,
+    Triangle,
+)
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError
 from lazyllm.methods.support.ranking import best_of_prompt
@@ -233,6 +244,46 @@ class Select(Method):
         from lazyllm.methods.support.select_session import SelectSession
 
         return SelectSession(decoder, self, prompt, max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Sparse(Method):
+    """Base of methods whose prefill skips attention, not tokens: all tokens run in all layers, and all stay stored.
+
+    A subclass says in `sees` which keys the queries of a layer attend to, and in `attended` how many pairs these are.
+    Decoding and later turns attend to everything.
+    """
+
+    @abstractmethod
+    def sees(
+        self, layer: int, query: Tensor, key: Tensor, scaling: float, num_layers: int
+    ) -> Triangle | KeyBlocks | None:
+        """Which keys the queries of a layer, from 1, attend to in prefill, if they are not after them; None for all.
+
+        query [1, h, n, d] and key [1, g, n, d] after RoPE. scaling: of their products. Must not wait for the device.
+        """
+
+    @abstractmethod
+    def attended(self, config: Any, n: int) -> dict[int, int]:
+        """{layer, from 1: (query, key) pairs over all heads} of layers that skip some; estimates if `adaptive`."""
+
+    def groups(self, num_layers: int, n: int) -> list[Group]:
+        return [Group(range(num_layers), n)]
+
+    def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
+        from lazyllm.engine.session import Session
+
+        layers = len(decoder.layers)
+        sees = partial(self.sees, num_layers=layers)
+        return Session(decoder, self.groups(layers, len(prompt)), len(prompt), max_new_tokens, sees=sees)
+
+    def first_token_flops(
+        self, config: Any, n: int, computed: Sequence[int] | None = None, attended: Mapping[int, int] | None = None
+    ) -> int:
+        """FLOPs up to the first token. attended: the pairs that a prefill attended to (`Generation.attended`)."""
+        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
+        pairs = self.attended(config, n) if attended is None else attended
+        return self.scoring_flops(config, n) + prefill_flops(config, tokens, attended=pairs)
 
 
 def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:

@@ -7,7 +7,7 @@ Notation:
     d  width of a RoPE's cos and sin
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,33 @@ from lazyllm.methods.support.ranking import best_of_prompt, rank
 from lazyllm.methods.support.schedule import Schedule
 
 
+@dataclass(frozen=True)
+class StepSet:
+    """The tokens that take part in a step from its last boundary on.
+
+    mask: [p] bool. count: their number.
+    stays: [max_positions] bool, the tokens that go on without a rank.
+    """
+
+    mask: Tensor
+    count: int
+    stays: Tensor
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the conversation.
+
+    start: position of the first token that it runs. end: position after its prompt.
+    generated: [max_positions] bool, the generated tokens of earlier turns, `num_generated`; None in the first turn.
+    """
+
+    start: int
+    end: int
+    generated: Tensor | None = None
+    num_generated: int = 0
+
+
 class LazySession(Session):
     """LazyLLM's generation: in every step, each group gets some of the tokens that entered the group before it.
 
@@ -37,59 +64,42 @@ class LazySession(Session):
     method: the `lazyllm.methods.Lazy` (untyped, as its module imports this one).
     """
 
-    # The step's set: the tokens that take part in it from its last boundary on
-    _mask: Tensor  # [p] bool, True for a token of the set
-    _count: int  # number of tokens in the set
+    _set: StepSet
     _aux: Tensor  # [max_positions, w] the Aux Cache
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
     def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
         groups = method.groups(len(decoder.layers), prompt_tokens)
-        super().__init__(decoder, groups, prompt_tokens, max_new_tokens)
+        super().__init__(decoder, groups, prompt_tokens, max_new_tokens, method)
         self._schedule = Schedule.parse(method.schedule, len(decoder.layers))
-        self._prune_generated = method.prune_generated
-        self._revives = method.revive
-        if self._revives:
-            for cache in self.caches[1:]:
-                cache.make_room()
-        self._prompt_end = prompt_tokens  # position after the current turn's prompt
-        self._turn_start = 0  # position of the first token that the current turn runs
-        self._generated: Tensor | None = None  # [positions] bool, the generated tokens of earlier turns, if any
-        self._stays: Tensor | None = None  # [max_positions] bool, tokens that go on without a rank; None: to be made
-        self._num_unranked = 0  # number of generated tokens before `_prompt_end`, if these are never pruned
+        self._turn = Turn(0, prompt_tokens)
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
+        self._stays = self._all_positions >= prompt_tokens  # as in `StepSet`, the same in all steps of most turns
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
         self._selected_in_prefill: dict[int, Tensor] = {}
 
     @property
     def aux_bytes(self) -> int:
-        waiting = self.length - self.caches[-1].length if self._revives else 0
+        waiting = self.length - self.caches[-1].length if self._method.revive else 0
         return waiting * self.decoder.shape.width * self.decoder.dtype.itemsize
 
     def prefill(self, token_ids: Tensor) -> Tensor:
-        self._take_all(self.prompt_tokens)
+        self._set = StepSet(self._everything[: self.prompt_tokens], self.prompt_tokens, self._stays)
         return super().prefill(token_ids)
 
-    def _take_all(self, length: int) -> None:
-        """Begin a step whose set holds all tokens of the text, `length` of them."""
-        self._mask, self._count = self._everything[:length], length
-        if self._prune_generated:
-            self._stays = None  # it was of the newest token before
-
-    def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
-        if not self._revives:
-            return super().turn(token_ids, max_new_tokens)  # the turn attends to what the prefill kept
-        answer = slice(self._prompt_end, self.length + 1)  # its last token has no slot yet: the turn runs it
-        self._turn_start, self._prompt_end = self.length, self.length + token_ids.shape[0]
-        most = max(self.max_positions, self._prompt_end + max_new_tokens)
-        generated = torch.zeros(most, dtype=torch.bool, device=self.decoder.device)
-        if self._generated is not None:
-            generated[: answer.start] = self._generated[: answer.start]
-        generated[answer] = True
-        self._generated, self._stays = generated, None
-        if not self._prune_generated:
-            self._num_unranked += answer.stop - answer.start
-        return super().turn(token_ids, max_new_tokens)
+    def _begin_turn(self, m: int, max_new_tokens: int) -> None:
+        super()._begin_turn(m, max_new_tokens)
+        if not self._method.revive:
+            return  # the turn attends to what the prefill kept
+        last, answer = self._turn, self.length + 1 - self._turn.end  # its last token has no slot yet: the turn runs it
+        generated = torch.zeros_like(self._everything)
+        if last.generated is not None:
+            generated[: last.end] = last.generated[: last.end]
+        generated[last.end : self.length + 1] = True
+        self._turn = Turn(self.length, self.length + m, generated, last.num_generated + answer)
+        self._stays = self._all_positions >= self._turn.end
+        if not self._method.prune_generated:
+            self._stays |= generated
 
     def _lengthen(self, max_positions: int) -> None:
         if self._revives_after(0):
@@ -100,8 +110,11 @@ class LazySession(Session):
         self._lowest = None
 
     def begin_step(self, m: int) -> Tensor:
-        self._take_all(self.length + m)
-        return super().begin_step(m)
+        positions = super().begin_step(m)
+        is_of_turn = self._num_candidates == self._turn.end
+        stays = self._stays if is_of_turn else self._all_positions >= self._num_candidates
+        self._set = StepSet(self._everything[: self.length], self.length, stays)
+        return positions
 
     def enter(self, index: int, tokens: Tokens) -> None:
         super().enter(index, tokens)
@@ -110,49 +123,46 @@ class LazySession(Session):
 
     def _revives_after(self, index: int) -> bool:
         """Whether group `index` ends at a boundary where tokens are revived."""
-        return self._revives and index < len(self.groups) - 1
+        return self._method.revive and index < len(self.groups) - 1
 
     @property
     def _opens_turn(self) -> bool:
         """Whether the step runs the tokens of a prompt, or of a later turn."""
-        return self.length == self._prompt_end
+        return self.length == self._turn.end
 
     @property
     def _num_candidates(self) -> int:
         """Tokens at positions below this number are ranked at each boundary, except those of `_unranked`."""
-        return self.length - 1 if self._prune_generated and not self._opens_turn else self._prompt_end
+        return self.length - 1 if self._method.prune_generated and not self._opens_turn else self._turn.end
 
     @property
     def _unranked(self) -> Tensor | None:
-        """[positions] bool, generated tokens of earlier turns, which are never pruned; None for none."""
-        return None if self._prune_generated else self._generated
+        """[max_positions] bool, generated tokens of earlier turns, which are never pruned; None for none."""
+        return None if self._method.prune_generated else self._turn.generated
 
-    def missing_mask(self, index: int) -> Tensor | None:
+    def choose(self, index: int) -> None:
         for layer in self.groups[index].layers:
             if self._schedule.keep.get(layer + 1) == 1:  # a pruning layer that keeps all, so no group ends at it
-                self.note_selection(layer + 1, self._mask)
+                self.note_selection(layer + 1, self._set.mask)
         if self._in_prefill or self.groups[index].scores is None:
-            return None
-        self._choose(index)
-        if not self._revives_after(index) or self.caches[index + 1].length == self.length - 1:
-            return None  # the next group has computed all earlier tokens
-        return self._mask.index_fill(0, self.caches[index + 1].positions, False)
-
-    def _choose(self, index: int) -> None:
-        """Choose the tokens of the step's set that go on after group `index`."""
+            return
         layer = self.groups[index].layers.stop
-        others = self.length - self._num_candidates + self._num_unranked  # tokens without a rank, which go on
-        keep = keep_count(self._schedule.keep[layer], self._count - others)
-        if self._revives:
+        others = self.length - self._num_candidates  # tokens without a rank, which go on
+        if self._unranked is not None:
+            others += self._turn.num_generated
+        keep = keep_count(self._schedule.keep[layer], self._set.count - others)
+        if self._method.revive:
             best = rank(self._importance_of_candidates(index))[:keep]
-            if self._stays is None:
-                later, unranked = self._all_positions >= self._num_candidates, self._unranked
-                self._stays = later if unranked is None else later | unranked[: self.max_positions]
-            self._mask = self._stays[: self.length].index_fill(0, best, True)
+            mask = self._set.stays[: self.length].index_fill(0, best, True)
         else:
-            self._mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
-        self._count = keep + others
-        self.note_selection(layer, self._mask)
+            mask = torch.cat([self._selected_in_prefill[layer], self._everything[:others]])
+        self._set = replace(self._set, mask=mask, count=keep + others)
+        self.note_selection(layer, mask)
+
+    def missing(self, index: int) -> Tensor | None:
+        if self._in_prefill or not self._revives_after(index) or self.caches[index + 1].length == self.length - 1:
+            return None  # the next group has computed all earlier tokens
+        return self._set.mask.index_fill(0, self.caches[index + 1].positions, False)
 
     def leave(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
         if self._in_prefill:
@@ -170,9 +180,10 @@ class LazySession(Session):
             self._aux.index_copy_(0, tokens.positions, tokens.hidden[0])
         layer = self.groups[index].layers.stop
         tokens = tokens[best_of_prompt(self.importance(index), keep_count(self._schedule.keep[layer], len(tokens)))]
-        self._mask = torch.zeros_like(self._mask).index_fill_(0, tokens.positions, True)
-        self._selected_in_prefill[layer] = self._mask
-        self.note_selection(layer, self._mask)
+        mask = torch.zeros_like(self._set.mask).index_fill_(0, tokens.positions, True)
+        self._set = replace(self._set, mask=mask, count=len(tokens))
+        self._selected_in_prefill[layer] = mask
+        self.note_selection(layer, mask)
         return tokens
 
     def _revive(self, index: int, tokens: Tokens, positions: Tensor | None) -> Tokens:
@@ -184,15 +195,15 @@ class LazySession(Session):
         if positions is None:
             return newest
         revived = positions[:-1]
-        if self._prune_generated and self._generated is not None:
+        if self._method.prune_generated and self._turn.generated is not None:
             # `computed` counts prompt tokens: no generated ones among the revived. `enter` has left out one token more,
             # the newest, which is a prompt token in the step that opens a turn
-            generated = self._generated[revived].sum() - int(self._opens_turn)
+            generated = self._turn.generated[revived].sum() - int(self._opens_turn)
             self._num_computed[index + 1] = self._num_computed[index + 1] - generated
         if goes_alone:
             return newest
         # in the step that opens a turn, `revived` also holds the turn's own tokens, which are new
-        old = (revived < self._turn_start).sum() if self._opens_turn else len(revived)
+        old = (revived < self._turn.start).sum() if self._opens_turn else len(revived)
         self._num_revived[index + 1] = self._num_revived[index + 1] + old
         hidden = self._aux[positions][None]
         rope = self._rope[:, positions].split([part.shape[2] for part in newest.rope], dim=2)
@@ -200,7 +211,7 @@ class LazySession(Session):
         way = way_to_attend(
             len(positions), heads.heads, heads.kv_heads, self.length, dtype.itemsize, self.decoder.device
         )
-        ranks = self._mask.cumsum(0)[positions].tolist() if way == "sort" else None
+        ranks = self._set.mask.cumsum(0)[positions].tolist() if way == "sort" else None
         return Tokens(hidden, positions, rope, is_newest=False, ranks=ranks)
 
     def importance(self, index: int) -> Tensor:
@@ -216,8 +227,8 @@ class LazySession(Session):
         if not cache.is_contiguous:
             importance = self._lowest[: self.length].index_copy(0, cache.positions, importance)
         importance = importance[:end]
-        if self._count < self.length or unranked is not None:
-            ranked = self._mask[:end] if unranked is None else self._mask[:end] & ~unranked[:end]
+        if self._set.count < self.length or unranked is not None:
+            ranked = self._set.mask[:end] if unranked is None else self._set.mask[:end] & ~unranked[:end]
             importance = torch.where(ranked, importance, self._lowest[:end])
         if self._opens_turn:  # the newest token is a candidate, and goes on as in prefill
             importance = importance.clone()
@@ -225,6 +236,6 @@ class LazySession(Session):
         return importance
 
     def chosen(self, cache: GroupCache) -> Chosen | None:
-        if self._in_prefill or cache.length == self._count:
+        if self._in_prefill or cache.length == self._set.count:
             return None
-        return self._mask[cache.positions], self._count
+        return self._set.mask[cache.positions], self._set.count

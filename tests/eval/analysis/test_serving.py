@@ -7,13 +7,13 @@ from eval.analysis.field import field
 from eval.analysis.serving import serving
 from eval.store.results import Results
 from eval.store.runs import StoredRun
-from eval.store.visit import Request, Visit
+from eval.store.visit import ServerRequest, Visit
 from tests.eval.analysis.made import conversation, example, stored
 
 
 def answer(ttft_s: float, tpot_s: float | None = 0.01) -> dict[str, Any]:
     """What a server's answer has."""
-    request = Request(
+    request = ServerRequest(
         headers_s=0.1, first_event_s=0.1, first_content_s=0.2, end_s=1.0, tpot_s=tpot_s, sent_at=0.0,
         prompt_tokens=1, completion_tokens=3, cached_tokens=None, retries=0,
     )  # fmt: skip

@@ -1,22 +1,21 @@
 """Official prompts and rows of the hub, downloads that fail half-way, and the cache of the package `datasets`."""
 
 import hashlib
-import io
 import re
 import socket
 import threading
-import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from eval.benchmarks import downloads, longbench_v2, scbench
+from eval.benchmarks import longbench_v2, scbench
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.downloads import HubDataset, official_file
 from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 from tests.eval.benchmarks import test_longbench_v2, test_scbench
+from tests.hub_server import HubServer
 from tests.runs import run_of
 
 
@@ -62,7 +61,8 @@ def test_rows_come_from_the_hub_and_prompts_once_from_a_commit(
 ) -> None:
     test_longbench_v2.write(tmp_path, *V2)
     test_scbench.write(tmp_path, "scbench_mf", MF)
-    suite, dataset, path, urls = module.SUITE, DATASETS[name], getattr(module, file), []
+    suite, dataset, path, url = module.SUITE, DATASETS[name], getattr(module, file), getattr(module, f"{file}_URL")
+    assert re.search("/[0-9a-f]{40}/", url)
     settings = DataSettings(options=suite.options and suite.options())
     out = rf"give data\.dir=FOLDER with .*{path}, or run once with a network"
     with pytest.raises(UserError, match=f"is not cached and cannot be downloaded: {out}"):
@@ -71,12 +71,9 @@ def test_rows_come_from_the_hub_and_prompts_once_from_a_commit(
     with pytest.raises(UserError, match=rf"{path} is not cached yet and HF_HUB_OFFLINE is set\. Either {out}"):
         suite.load(dataset, settings)
 
-    def urlopen(url: str, timeout: float) -> io.BytesIO:
-        urls.append(url)
-        return io.BytesIO((tmp_path / path).read_bytes())
-
-    monkeypatch.setattr(downloads, "require_network", lambda *_: None)
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    served = HubServer({}, {f"/{path}": (tmp_path / path).read_bytes()})
+    monkeypatch.setattr(module, f"{file}_URL", f"{served.url}/{path}")
     with pytest.raises(UserError, match=r"not .*'s own") as refused:
         suite.load(dataset, settings)
     own = re.search(r"sha256 (\w{64}), expected", str(refused.value))
@@ -86,11 +83,13 @@ def test_rows_come_from_the_hub_and_prompts_once_from_a_commit(
     made = suite.load(dataset, settings)
     assert made == suite.load(dataset, settings)
     assert made.examples == suite.load(dataset, replace(settings, dir=tmp_path)).examples
-    assert urls == [getattr(module, f"{file}_URL")] * 2
-    assert re.search("/[0-9a-f]{40}/", urls[0])
+    assert served.asked.count(("GET", f"/{path}")) == 2
+    served.close()
     (cached,) = (tmp_path / suite.name).rglob(Path(path).name)
     cached.write_text(cached.read_text().replace("Read", "Take").replace("Novel", "Tale"))
-    with pytest.raises(UserError, match=r"not .*'s own .* delete it"):
+    with pytest.raises(UserError, match=r"not .*'s own"):
+        suite.load(dataset, settings)
+    with pytest.raises(UserError, match="does not answer"):  # the damaged file is gone
         suite.load(dataset, settings)
 
 

@@ -3,10 +3,8 @@
 import runpy
 import subprocess
 import sys
-import warnings
 from difflib import SequenceMatcher
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
@@ -22,6 +20,7 @@ from eval.benchmarks.metrics import (
     scored_text,
     second_score,
 )
+from tests.conftest import ROOT
 from tests.eval import official
 
 SCORED = official.LONGBENCH / "scored"
@@ -304,13 +303,31 @@ def test_second_score_by_hand(prediction, answers, expected):
 
 @FIXED
 @given(TEXTS, TEXTS)
-def test_code_similarity_is_fuzzywuzzys_without_levenshtein(prediction, gold):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fuzzywuzzy's, if Levenshtein is not installed
-        from fuzzywuzzy import fuzz
+def test_code_similarity_is_that_of_difflib(prediction, gold):
     assume(not any(mark in prediction for mark in ("`", "#", "//", "\n")))
-    with mock.patch.object(fuzz, "SequenceMatcher", SequenceMatcher):
-        assert code_similarity(prediction, gold) == fuzz.ratio(prediction, gold) / 100
+    expected = 1.0 if prediction == gold else round(100 * SequenceMatcher(None, prediction, gold).ratio()) / 100
+    assert code_similarity(prediction, gold) == expected
+
+
+WITH_LEVENSHTEIN = """
+import sys, types, warnings
+warnings.simplefilter("error")
+
+class StringMatcher:  # of python-Levenshtein
+    def __init__(self, *texts): pass
+    def ratio(self): return 0.01
+
+sys.modules["fuzzywuzzy.StringMatcher"] = stand_in = types.ModuleType("fuzzywuzzy.StringMatcher")
+stand_in.StringMatcher = StringMatcher
+from fuzzywuzzy import fuzz
+from eval.benchmarks.metrics import code_similarity
+print(fuzz.ratio("abcd", "abxd"), code_similarity("abcd", "abxd"), fuzz.ratio("abcd", "abxd"))
+"""
+
+
+def test_code_similarity_does_not_depend_on_python_levenshtein():
+    shown = subprocess.run([sys.executable, "-c", WITH_LEVENSHTEIN], cwd=ROOT, capture_output=True, text=True)
+    assert (shown.stdout, shown.stderr) == ("1 0.75 1\n", "")
 
 
 def test_few_shot_scores_the_first_line_only():

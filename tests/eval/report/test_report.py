@@ -15,8 +15,9 @@ from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
 from eval.report import __main__ as command
 from eval.report import overview
+from eval.report.answers import embed_answers
+from eval.report.content import content_of
 from eval.report.page import grid, inline_svg, render
-from eval.report.record_browser import embed_answers
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Visit
@@ -96,11 +97,16 @@ def test_shared_texts_are_embedded_once(tmp_path: Path) -> None:
     assert strings.count("a base") == strings.count("because") == 1
     assert len(embedded["records"]) == 12
     one = embedded["records"][5]  # the second example of the second run
-    assert (embedded["runs"][one["run"]]["seed"], strings[one["id"]], strings[one["end"]]) == (1, "row-1", ends[1])
+    assert (one["run"], strings[one["id"]], strings[one["end"]]) == (1, "row-1", ends[1])
     assert [strings[answer] for answer in one["gold"]] == ["because"]
-    assert strings[one["method"]["text"]] == "seed 1"
-    assert one["method"]["score"] == pytest.approx(100 / 3, rel=1e-5)
-    assert (one["method"]["ttft"], one["method"]["pct"], one["baseline"]["ttft"]) == (0.1, 75, 0.4)
+    baseline, method = one["answers"]
+    run = embedded["runs"][1]
+    assert (run["arms"][baseline["arm"]], baseline["arm"], run["baseline"]) == ("baseline", 0, 0)
+    assert (strings[baseline["text"]], baseline["ttft"], baseline["speedup"]) == ("a base", 0.4, None)
+    assert strings[method["text"]] == "seed 1"
+    assert method["score"] == pytest.approx(100 / 3, rel=1e-5)
+    assert (method["ttft"], method["pct"], method["speedup"], method["differs"]) == (0.1, 75, 4, True)
+    assert method["gain"] == pytest.approx(100 / 3 - 50, rel=1e-5)
 
 
 def test_examples_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
@@ -123,10 +129,19 @@ def test_every_turn_of_an_example_is_embedded(tmp_path: Path) -> None:
         embedded = embed_answers(Results.read([tmp_path]).runs, most)
         names = ["row-0", "row-1, turn 1", "row-1, turn 2", "row-1, turn 3", "row-2"]
         assert [embedded["strings"][shown["id"]] for shown in embedded["records"]] == names[: rows + 2]
-        assert [shown["method"]["score"] for shown in embedded["records"]][1:4] == [25, 50, 75]
+        assert [shown["answers"][1]["score"] for shown in embedded["records"]][1:4] == [25, 50, 75]
     runs = Results.read([write_run(tmp_path / "b", [turns], provenance={"started": "now"})]).runs
     assert dict(overview.summary(runs))["Examples"] == "1, in 1 visit"
     assert overview.runs_table(runs).cells["examples"].tolist() == ["1"]
+
+
+def test_an_arm_that_came_back_stands_beside_the_baseline_of_its_own_visit(tmp_path: Path) -> None:
+    failed = replace(example(0), answers={"baseline": [measurement("first", ttft_s=9.0)]})
+    again = example(0, baseline="second", ttft_s=0.1)  # whose baseline takes 0.4 s
+    store(tmp_path / "a", {"name": "lazy"}, [failed, again])
+    (entry,) = embed_answers(Results.read([tmp_path]).runs)["records"]
+    baseline, method = entry["answers"]
+    assert (baseline["ttft"], method["ttft"], method["speedup"]) == (9, 0.1, 4)
 
 
 def test_warnings_name_their_runs(tmp_path: Path) -> None:
@@ -293,7 +308,8 @@ def make_runs(folder: Path) -> list[StoredRun]:
 
 
 def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path: Path) -> None:
-    page = render(Results(make_runs(tmp_path)), TABLES.values(), FIGURES)
+    results = Results(make_runs(tmp_path))
+    page = render(results, content_of(results, TABLES, FIGURES))
     style_and_script = re.findall(r"(?s)<style>.*?</style>|<script>.*</script>", page)
     assert not any(re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", part) for part in style_and_script)
     references = re.findall(r"\b(?:src|href|action|data|poster|srcset)=[\"']?([^\"'\s>]*)", page)

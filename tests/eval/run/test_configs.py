@@ -438,3 +438,19 @@ def test_identity_holds_quantisation_and_devices() -> None:
     assert len({fingerprint(identity) for identity in identities.values()}) == len(identities)
     assert "torchao" not in identities[()]["versions"]
     assert identities["model.quantise=int8",]["versions"]["torchao"] == version("torchao")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "chat"),
+    [
+        (["model.name=owner/model"], "owner/model", None),
+        (["model.name=tiny"], "tiny", "none"),
+        (["model=llama2", "model.name=owner/model"], "owner/model", "llama2"),
+        (["model.name=owner/model", "experiment=field"], "owner/model", None),
+    ],
+)
+def test_model_by_name_alone_has_the_settings_of_custom(arguments: list[str], name: str, chat: str | None) -> None:
+    """Not those of the default model, `tiny`: no chat template, float32, one thread."""
+    config = run_config(arguments)
+    assert (config.model.name, config.model.chat) == (name, chat)
+    assert (config.model.dtype, config.threads) == (("float32", 1) if name == "tiny" else ("bfloat16", None))

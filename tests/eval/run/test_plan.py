@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,22 @@ def test_a_diagnostic_answers_with_the_full_model_first() -> None:
     assert model.memory(oracle, 3000, 5) == model.memory(Baseline(), 3000, 5)
 
 
+def test_prefill_that_skips_attention_by_hand() -> None:
+    """Of 3,000 tokens, those before the last 128 see 8 sinks and 512 tokens, in layers 17 to 32; XAttention scores."""
+    model = Model.of(LLAMA2)
+    dense = 3000 * 3001 // 2
+    sparse = 520 * 521 // 2 + (2872 - 520) * 520 + sum(range(2873, 3001))
+    triangle, blocks = (model.conversation(named(name), [3000], 1)[0] for name in ("trianglemix", "xattention"))
+    assert triangle.flops == 32 * 3000 * LINEAR + LOGITS + 16 * (dense + sparse) * PAIR
+    whole = model.conversation(Baseline(), [3000], 1)[0]
+    assert whole.flops == 32 * 3000 * LINEAR + LOGITS + 32 * dense * PAIR
+    # of 24 blocks, the last of 56 tokens, row r sees its own, and of r others 1 and those that hold 0.9 of r + 1/2
+    tiles = 32 * 375 * 376 // 2 * 8 * PAIR // 2
+    others = [min(row, 1 + max(0, math.ceil(round(0.9 * (row + 0.5) - 1.5, 9)))) for row in range(24)]
+    pairs = 128 * 128 * sum(others[:23]) + 56 * 128 * others[23] + 23 * 128 * 129 // 2 + 56 * 57 // 2
+    assert blocks.flops == 32 * 3000 * LINEAR + LOGITS + 32 * pairs * PAIR + tiles
+
+
 @pytest.mark.parametrize(("name", "is_whole"), [("gemfilter keep=300", True), ("random_drop keep=0.1", False)])
 def test_memory_holds_a_prompt_that_the_model_itself_scores(name: str, is_whole: bool) -> None:
     model = Model.of(LLAMA2)
@@ -229,7 +246,7 @@ def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
     (row,) = rows
     warm_up = Model.of(run.spec).conversation(StaticPruning(2, 0.3), row.messages, 4)
     assert warmed.work == sum(2 * warm_up, pruned.work)
-    again = costs_of(run.changed(aa_test=True), rows, None)
+    again = costs_of(run.changed(aa_test=True), rows, ACCELERATORS["l4"])
     assert [one.arm for one in again] == ["baseline", "static_pruning", "baseline again"]
     assert again[0].work == again[2].work
 
@@ -241,8 +258,44 @@ def test_sweep_lists_each_arm_without_shards_and_logs_those_out_of_reach(caplog:
     assert [one.arm for one in planned] == ["baseline", "lazy"] * 2
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0" in caplog.text
     assert min(one.seconds for one in planned) > 0
-    assert "4 arms of 1 model: " in as_text(planned, ACCELERATORS["h100"])
-    assert "give --gpu" in as_text(planned, None)
+    shown = as_text(planned)
+    assert "4 arms of 1 model: " in shown
+    assert "one after the other at 50% of 989 TFLOP/s and 3.35 TB/s (H100)" in shown
+    share, longest = re.search(r"attention takes (\d+)% .* prefill of ([\d,]+) tokens", shown).groups()
+    assert longest == f"{planned[0].longest:,}"
+    n, shape = planned[0].longest, LayerShape.of(Model.of(TINY).config)
+    attention = 8 * n * (n + 1) // 2 * shape.pair_flops
+    rest = 8 * n * shape.linear_flops + 2 * shape.width * Model.of(TINY).config.vocab_size
+    assert int(share) == round(100 * attention / (attention + rest))
+
+
+def test_without_a_gpu_times_are_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a product of the model's shape, on as many threads as the run asks for, and one of a large matrix."""
+    asked = []
+
+    def rate(device: torch.device, dtype: torch.dtype, tokens: int, *sizes: int) -> float:
+        asked.append((device.type, dtype, tokens, *sizes))
+        return 8e9 if tokens > 1 else 2e9
+
+    monkeypatch.setattr("lazyllm.measuring._rate", rate)
+    before = torch.get_num_threads()
+    planned = costs([*PRUNING, "dataset=lookup", "limit=1", "model.device=cpu"])
+    assert torch.get_num_threads() == before
+    mlp_width = LayerShape.of(Model.of(TINY).config).mlp_width
+    assert asked == [("cpu", torch.float32, 1000, 128, mlp_width, 1), ("cpu", torch.float32, 1, 8192, 8192, 1)]
+    here = planned[0].device
+    assert (here.flops_per_s, here.bytes_per_s, here.gigabytes) == (8e9, 4e9, 0)  # each weight: 2 FLOPs, 4 bytes
+    assert planned == costs([*PRUNING, "dataset=lookup", "limit=1", "model.device=cpu"], here)
+    assert f"50% of 0.008 TFLOP/s and 0.004 TB/s ({here.name})" in as_text(planned)
+
+
+def test_plan_for_a_device_that_is_not_here_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is here")
+    arguments = ["model=tiny", "dataset=lookup", "limit=1", "model.device=cuda"]
+    with pytest.raises(UserError, match="or plan for another machine: --gpu b200, "):
+        costs(arguments)
+    assert costs(arguments, ACCELERATORS["t4"])
 
 
 def test_other_models_are_in_the_memory() -> None:
@@ -279,8 +332,8 @@ def test_plan_before_anything_was_fetched(arguments: list[str], rows: dict[str, 
     planned = costs(["method=lazy", *arguments], ACCELERATORS["a100"])
     assert [one.arm for one in planned] == ["baseline", "lazy"]
     assert planned == costs_of(run, estimated, ACCELERATORS["a100"])
-    assert "an estimate: " in as_text(planned, None)
-    assert "estimate" not in as_text([replace(one, is_estimate=False) for one in planned], None)
+    assert "an estimate: " in as_text(planned)
+    assert "estimate" not in as_text([replace(one, is_estimate=False) for one in planned])
 
 
 @pytest.mark.usefixtures("nothing_fetched")

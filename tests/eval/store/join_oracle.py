@@ -36,9 +36,9 @@ BESIDE = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "r
 PLAIN = (
     "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s", "generated_tokens",
     "pct_answered", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
-    "prefill_mfu", "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer", "answer_kl",
-    "answer_log_likelihood", "gold_kl", "gold_log_likelihood", "evidence_tokens", "evidence_recall", "tokens_computed",
-    "revived_tokens", "tokens_computed_so_far", "total_s_so_far",
+    "prefill_mfu", "attention_ceiling", "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer",
+    "answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood", "evidence_tokens", "evidence_recall",
+    "tokens_computed", "revived_tokens", "tokens_computed_so_far", "total_s_so_far",
 )  # fmt: skip
 VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE, "answered_score")
 

@@ -12,7 +12,7 @@ from eval.store.aggregate import COLUMNS, beside, by_task
 from eval.store.aggregate import VALUES as TABLE_VALUES
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun
-from eval.store.visit import SCALES, Answer, Failure, Request, Visit
+from eval.store.visit import SCALES, Answer, Failure, ServerRequest, Visit
 from tests.eval.store import join_oracle as oracle
 from tests.eval.store.visits import measurement, turn
 from tests.helpers import slow
@@ -218,8 +218,8 @@ def drawn_measurement(rng: random.Random, is_bare: bool) -> Answer:
     return measurement(**values)
 
 
-def drawn_request(rng: random.Random) -> Request:
-    return Request(
+def drawn_request(rng: random.Random) -> ServerRequest:
+    return ServerRequest(
         headers_s=0.1, first_event_s=0.2, first_content_s=None, end_s=0.3, tpot_s=rng.choice([None, rng.random()]),
         sent_at=1.0, prompt_tokens=None, completion_tokens=rng.choice([None, 7]), cached_tokens=None, retries=0,
     )  # fmt: skip

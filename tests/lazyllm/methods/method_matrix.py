@@ -30,7 +30,9 @@ from lazyllm.methods import (
     Select,
     SpecPrefill,
     StaticPruning,
+    TriangleMix,
     UniPrefill,
+    XAttention,
 )
 from tests import field_oracles
 from tests.helpers import example_of
@@ -154,9 +156,11 @@ LISTED = {
     "random_drop": Row(RandomDrop(0.5, seed=3), _dropped),
     "specprefill": _by_field(SpecPrefill, _own_draft, True, keep=0.5, lookahead=3, chunk=3, pool=3),
     "static_pruning": _by_field(StaticPruning, field_oracles.static_pruning, layer=2, keep=0.4),
+    "trianglemix": _by_field(TriangleMix, field_oracles.trianglemix, dense=1, sinks=1, window=3, last=2),
     "uniprefill": _by_field(
         UniPrefill, field_oracles.uniprefill, layers=[1, 3], p=0.6, window=3, block=2, first=1, last=2
     ),
+    "xattention": _by_field(XAttention, field_oracles.xattention, threshold=0.5, stride=2, block=2),
 }
 ROWS = LISTED | {
     "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived after the last layer

@@ -31,6 +31,8 @@ LONGER_THAN_THE_PROMPT: dict[str, dict[str, Any]] = {
     "prompt_compression": {"window": 99},
     "pyramidinfer": {"first": 99},
     "specprefill": {"chunk": 99, "sound": True},
+    "trianglemix": {"sinks": 99, "window": 99, "last": 99},
+    "xattention": {"stride": 99, "block": 99},
     "uniprefill": {"window": 99, "block": 99, "first": 99},
 }
 CUTS = {"asl": "first", "claa": "layer", "fastkv": "layer", "gemfilter": "layer"}
@@ -74,6 +76,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("promptdistill", {"layers": layers, "keep": [0.5, 4]}, "ascending layers, and a keep for each")
         for layers in ([3, 2], [2, 2], [1, 2, 3], None)
     ),
+    *(("trianglemix", {key: 0}, f"{key}.*1 or more") for key in ("dense", "window", "last")),
+    ("trianglemix", {"dense": 1.5}, r"dense.*\(0, 1\].*1\.5"),
+    ("xattention", {"threshold": 1.5}, r"threshold.*\(0, 1\].*1\.5"),
+    ("xattention", {"stride": 3}, "block=128, stride=3: give a block that is a multiple of stride"),
     ("oracle", {"answer": 0}, "answer.*1 or more"),
     *((name, {key: 5}, f"{key}=5.*only 4 layers") for name, key in CUTS.items()),
     ("lazy", {"schedule": {5: 0.5}}, "layer 5.*only 4 layers"),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import lazyllm
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.flops import LayerShape, causal_pairs, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import ASL, CLAA, METHODS, FastKV, GemFilter, Method, PyramidInfer, SpecPrefill, UniPrefill
 from lazyllm.methods.specprefill import _warn_once
@@ -73,6 +73,12 @@ CASES: dict[str, dict[str, Sequence[Any]]] = {
         "keep": [[0.35, 0.1], [0.7, 4], [9, 3], [1.0, 0.5], [1, 1]],
         "pool": [1, 3, 5, 13], "forget": [True, False],
     },
+    "trianglemix": {
+        "dense": [1, 0.5, 4, 1.0], "sinks": [0, 1, 3], "window": [1, 2, 5, 9], "last": [1, 2, 5],
+    },
+    "xattention": {
+        "threshold": [0.1, 0.5, 0.8, 0.95, 1.0], "stride": [1, 2], "block": [2, 4, 6],
+    },
     "static_pruning": {"layer": LAYER, "keep": SHARES},
     "specprefill": {
         "keep": [0.1, 0.3, 0.6, 1.0], "lookahead": [1, 2, 5], "chunk": [1, 2, 5, 32], "pool": [1, 3, 13],
@@ -101,6 +107,9 @@ def hold(
     config = model.config
     held = sum(len(of_head) + STEPS - 1 for heads in expected.caches.values() for of_head in heads)
     assert out.kv_bytes == held * 2 * config.head_dim * 8
+    if expected.pairs:
+        dense = [config.num_attention_heads * causal_pairs(len(ids), window) for window in windows_of(config)]
+        assert dict(enumerate(dense, start=1)) | out.attended == expected.pairs
     return out
 
 

@@ -1,5 +1,6 @@
 """GGUF files as models: as transformers reads them, kept once read, and each refusal as one message."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models import gguf_file, gguf_reading
 from lazyllm.models.checkpoint import title_of
-from lazyllm.models.load import load_end_ids, load_weights
+from lazyllm.models.load import load_end_ids, load_tokenizer_of, load_weights, unapplied_settings
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
 from tests.gguf_files import END, TEMPLATE, TURN, model_of, write_gguf
@@ -77,8 +78,6 @@ def test_every_spelling_is_the_same_model(tmp_path: Path, hub, monkeypatch) -> N
         assert tokenizer.chat_template == TEMPLATE
     titles = [title_of(ModelSpec(str(name), gguf=gguf_name)) for name, gguf_name in spellings]
     assert titles == ["small (Q8_0)"] * 3 + ["packed (Q8_0)"]
-    other = load(file, tokenizer=PRESETS["tiny"].source)[1]
-    assert len(other) != len(tokenizer)
     assert load("tiny", tokenizer=str(file))[1].chat_template == TEMPLATE
 
 
@@ -208,3 +207,24 @@ def test_generation_config_is_the_files(tmp_path: Path) -> None:
     model = load_weights(ModelSpec(str(file), dtype="float32", device="cpu"))
     assert isinstance(model.generation_config, GenerationConfig)
     assert model.generation_config.eos_token_id == [END, TURN]
+
+
+def test_another_tokenizer_must_fit_the_model(tmp_path: Path, caplog) -> None:
+    """With more tokens than the model, ids are out of its table; with far fewer, answers are nonsense."""
+    file = write_gguf(tmp_path / "small.gguf", model_of("llama"))  # 300 tokens
+    larger = write_gguf(tmp_path / "larger.gguf", model_of("llama", vocab_size=400))
+    with pytest.raises(UserError, match=r"it has 400 tokens, .*small\.gguf only 300: give the model's own"):
+        load_tokenizer_of(ModelSpec(str(file), tokenizer=str(larger)))
+    assert caplog.text == ""
+    assert load_tokenizer_of(ModelSpec(str(larger), tokenizer=str(file))) is not None
+    assert "is it its own?" in caplog.text
+
+
+def test_settings_of_generation_configs_that_greedy_answers_leave_out(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(PRESETS["tiny"].source, tmp_path / "model"))
+    asked = {"repetition_penalty": 1.1, "do_sample": True, "suppress_tokens": [5]}
+    neutral = {"no_repeat_ngram_size": 0, "num_beams": 1, "eos_token_id": 2, "temperature": 0.7, "bad_words_ids": []}
+    (folder / "generation_config.json").write_text(json.dumps(asked | neutral))
+    assert unapplied_settings(ModelSpec(str(folder))) == asked
+    assert unapplied_settings(ModelSpec(str(folder), load_format="dummy")) == {}
+    assert unapplied_settings(ModelSpec("tiny")) == {}

@@ -113,7 +113,9 @@ def test_random_weights_are_drawn_once_and_are_as_transformers_makes_them(name: 
 
 
 def test_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
-    monkeypatch.setitem(PRESETS, "small", Preset("owner/small", random_model("llama", 0).config.to_dict()))
+    monkeypatch.setitem(
+        PRESETS, "small", Preset("owner/small", random_model("llama", 0).config.to_dict() | {"vocab_size": 923})
+    )
     assert lazyllm.load_model("small", "dummy", "float32", "cpu")[1] is None
     assert lazyllm.load_model("small", "dummy", "float32", "cpu", tokenizer=str(TINY))[1] is not None
 

@@ -1,4 +1,4 @@
-// Records: filtered, ordered, a page of them at a time.
+// Answers: a card for each example, with the answers of all arms beside each other; filtered, ordered, a page at a time.
 (() => {
   const PAGE = 20;
   const LARGEST_DIFF = 4e6; // words of one answer times words of the other
@@ -11,20 +11,32 @@
   const severalModels = distinct(runs.map((run) => run.model)).length > 1;
   const choices = (values) => [["", "all"], ...distinct(values).map((value) => [value, value])];
   fill(control("dataset"), choices(records.map((record) => record.dataset)));
-  fill(control("method"), choices(runs.map((run) => run.label)));
+  fill(control("method"), choices(runs.flatMap((run) => run.arms)));
   fill(control("model"), choices(runs.map((run) => run.model)));
   control("model").parentElement.hidden = !severalModels;
 
-  const differs = ({ method, baseline }) => baseline !== null && method.text !== baseline.text;
-  const speedup = ({ method, baseline }) => (baseline === null ? NaN : baseline.ttft / method.ttft);
-  const gain = ({ method, baseline }) => (baseline === null ? NaN : method.score - baseline.score);
+  const label = (record, answer) => runs[record.run].arms[answer.arm];
+  const isBaseline = (record, answer) => answer.arm === runs[record.run].baseline;
+
+  // the answers on show: the baseline's, and those of the chosen method
+  function shown(record) {
+    const method = control("method").value;
+    return record.answers.filter((answer) => method === "" || isBaseline(record, answer) || label(record, answer) === method);
+  }
+
+  // of an example, the worst of its answers on show counts
   const ORDERS = {
-    loss: gain,
-    kl: ({ method }) => (method.kl === null ? NaN : -method.kl),
-    score: (record) => record.method.score,
-    speedup,
-    pct: (record) => -record.method.pct,
+    loss: ({ gain }) => gain,
+    kl: ({ kl, answer_kl }) => (answer_kl ?? kl) === null ? null : -(answer_kl ?? kl),
+    score: ({ score }) => score,
+    speedup: ({ speedup }) => speedup,
+    pct: ({ pct }) => (pct === null ? null : -pct),
   };
+
+  function place(record, order) {
+    const values = shown(record).filter((answer) => !isBaseline(record, answer)).map(order).filter((value) => value !== null);
+    return values.length ? Math.min(...values) : Number.MAX_VALUE;
+  }
 
   function choose() {
     const [dataset, method, model] = ["dataset", "method", "model"].map((name) => control(name).value);
@@ -34,22 +46,21 @@
     found = records.filter(
       (record) =>
         (dataset === "" || record.dataset === dataset) &&
-        (method === "" || runs[record.run].label === method) &&
+        (method === "" || record.answers.some((answer) => label(record, answer) === method)) &&
         (model === "" || runs[record.run].model === model) &&
-        (!onlyDiffering || differs(record)) &&
+        (!onlyDiffering || shown(record).some((answer) => answer.differs)) &&
         (holds === null || texts(record).some((number) => holds[number])),
     );
     const order = ORDERS[control("order").value];
-    if (order) found.sort((a, b) => lastIfNone(order(a)) - lastIfNone(order(b)));
+    if (order) {
+      const places = new Map(found.map((record) => [record, place(record, order)]));
+      found.sort((a, b) => places.get(a) - places.get(b));
+    }
     turn(0);
   }
 
   // every text of a record that the search looks at
-  function texts({ id, end, gold, method, baseline }) {
-    return [id, end, ...gold, method.text, ...(baseline === null ? [] : [baseline.text])];
-  }
-
-  const lastIfNone = (value) => (Number.isNaN(value) ? Number.MAX_VALUE : value);
+  const texts = (record) => [record.id, record.end, ...record.gold, ...shown(record).map((answer) => answer.text)];
 
   function turn(to) {
     const pages = Math.max(1, Math.ceil(found.length / PAGE));
@@ -57,52 +68,47 @@
     control("list").replaceChildren(...found.slice(page * PAGE, (page + 1) * PAGE).map(card));
     control("list").start = page * PAGE + 1;
     control("count").textContent =
-      `${found.length.toLocaleString("en")} of ${records.length.toLocaleString("en")} records, page ${page + 1} of ${pages}`;
+      `${found.length.toLocaleString("en")} of ${records.length.toLocaleString("en")} examples, page ${page + 1} of ${pages}`;
     control("back").disabled = page === 0;
     control("on").disabled = page === pages - 1;
   }
 
   function card(record) {
-    const { method, baseline } = record;
-    const run = runs[record.run];
     const item = make("li", "record");
     const head = make("p", "head");
-    head.append(
-      make("strong", "", record.dataset),
-      make("span", "id", strings[record.id]),
-      make("span", "setting", `${run.label}, seed ${run.seed}`),
-    );
-    if (severalModels) head.append(make("span", "model", run.model));
+    head.append(make("strong", "", record.dataset), make("span", "id", strings[record.id]));
+    const cut = record.uncut > record.tokens ? `, cut from ${record.uncut.toLocaleString("en")}` : "";
+    head.append(make("span", "setting", `${record.tokens.toLocaleString("en")} prompt tokens${cut}`));
+    if (severalModels) head.append(make("span", "model", runs[record.run].model));
     const columns = make("div", "columns");
-    const [ofMethod, ofBaseline] = answers(record);
+    const gold = record.gold.map((number) => make("pre", "", strings[number]));
     columns.append(
       column("Prompt end", [make("pre", "", strings[record.end] || "not stored")], "prompt"),
-      column("Answer", [ofMethod], "method"),
-      column("Baseline's answer", [ofBaseline], "baseline"),
-      column("Gold", gold(record), "gold"),
+      column("Gold", gold.length ? gold : [make("p", "empty", "not stored")], "gold"),
     );
-    item.append(head, numbers(record, method, baseline), columns);
+    const reference = record.answers.find((answer) => isBaseline(record, answer));
+    for (const answer of shown(record)) {
+      const text = answer === reference || !reference ? make("pre", "", strings[answer.text]) : beside(answer, reference);
+      columns.append(column(label(record, answer), [numbers(answer), text], answer === reference ? "baseline" : "method"));
+    }
+    item.append(head, columns);
     return item;
   }
 
-  function numbers(record, method, baseline) {
+  function numbers({ score, gain, ttft, speedup, kl, answer_kl, pct, tokens }) {
     const list = make("dl", "numbers");
     const add = (name, text, className) => {
       const pair = make("div", className);
       pair.append(make("dt", "", name), make("dd", "", text));
       list.append(pair);
     };
-    const change = gain(record);
-    const trend = change > 0 ? "better" : change < 0 ? "worse" : "";
-    const sign = { better: " ▲", worse: " ▼", "": "" }[trend];
-    add("score", method.score.toFixed(1) + sign, trend);
-    if (baseline !== null) add("baseline", baseline.score.toFixed(1), "");
-    add("TTFT", seconds(method.ttft), "");
-    if (baseline !== null) add("TTFT speedup", `${speedup(record).toFixed(2)}×`, "");
-    if (method.kl !== null) add("KL", `${method.kl.toPrecision(3)} nats`, "");
-    if (method.pct !== null) add("% computed", method.pct.toFixed(1), "");
-    add("prompt tokens", record.tokens.toLocaleString("en") + (record.uncut > record.tokens ? `, cut from ${record.uncut.toLocaleString("en")}` : ""), "");
-    add("answer tokens", [method, baseline].filter((side) => side !== null).map((side) => side.tokens ?? "-").join(", baseline "), "");
+    const trend = gain > 0 ? "better" : gain < 0 ? "worse" : "";
+    add("score", score.toFixed(1) + { better: " ▲", worse: " ▼", "": "" }[trend], trend);
+    add("TTFT", seconds(ttft) + (speedup === null ? "" : `, ${speedup.toFixed(2)}×`), "");
+    if (answer_kl !== null) add("answer's KL", answer_kl.toPrecision(3), "");
+    if (kl !== null) add("KL", kl.toPrecision(3), "");
+    if (pct !== null) add("% computed", pct.toFixed(1), "");
+    add("tokens", `${tokens ?? "-"}`, "");
     return list;
   }
 
@@ -114,17 +120,11 @@
     return element;
   }
 
-  function gold({ gold: numbers_ }) {
-    if (numbers_.length === 0) return [make("p", "empty", "not stored")];
-    return numbers_.map((number) => make("pre", "", strings[number]));
-  }
-
-  function answers({ method, baseline }) {
-    if (baseline === null) return [make("pre", "", strings[method.text]), make("p", "empty", "not measured beside it")];
-    if (method.text === baseline.text) return [make("pre", "", strings[method.text]), make("p", "empty", "the same")];
-    const [ours, theirs] = [strings[method.text], strings[baseline.text]].map(words);
-    const same = commonWords(ours, theirs);
-    return [marked(ours, same?.[0]), marked(theirs, same?.[1])];
+  // The answer, with the words marked that the baseline's lacks.
+  function beside(answer, reference) {
+    if (answer.text === reference.text) return make("p", "empty", "the baseline's answer");
+    const [ours, theirs] = [strings[answer.text], strings[reference.text]].map(words);
+    return marked(ours, commonWords(ours, theirs)?.[0]);
   }
 
   const words = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) ?? [];

@@ -1,5 +1,6 @@
 """Every table and figure from stored runs, without a model: lazyllm-bench paper RUNS [RUNS ...] [--out FOLDER]
 
+OUT/index.html    all tables and figures, and the answers of every arm beside each other, on one page
 OUT/README.md     all tables and figures with captions, and a list of those without runs, which are not written
 OUT/tables/       each table as .md, .csv (full precision) and .tex
 OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
@@ -27,9 +28,7 @@ from lazyllm.files import write_whole
 if TYPE_CHECKING:
     from eval.analysis.table import Figure, Table
 
-log = logging.getLogger(__name__)
-
-FORMATS = ("md", "csv", "tex", "svg", "pdf", "png")
+FORMATS = ("md", "csv", "tex", "svg", "pdf", "png", "html")
 
 
 def write_paper(
@@ -38,50 +37,48 @@ def write_paper(
     tables: Mapping[str, Callable[[Results], Table]],
     figures: Mapping[str, Figure],
     formats: Sequence[str] = FORMATS,
+    most: int | None = None,
 ) -> list[Path]:
     """Write everything into `out`, created if missing. Returns the paths, README.md first.
 
     tables, figures: as in `eval.analysis.table`. formats: suffixes of the files; pictures in README.md are PNG.
-    Raises UserError if a file cannot be written.
+    most: of `render`. Raises UserError if a file cannot be written.
     """
     from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
     from eval.analysis.table import legend
+    from eval.report.content import content_of
 
-    paths, sections, written, missing = [], [], [], []
-    notes, total = results.unfinished, len(tables) + len(figures)
-    for number, (name, make) in enumerate(tables.items(), start=1):
-        log.info("%d of %d: table %s", number, total, name)
-        table = make(results)
-        if table.frame.empty:
-            _remove(out / "tables" / name)
-            missing.append(f"- {table.title}: `{table.command}`")
-            continue
-        table = replace(table, caption="\n".join([*notes, table.caption]))
+    content, notes = content_of(results, tables, figures), results.unfinished
+    for stem in [*(out / "tables" / name for name in tables), *(out / "figures" / name for name in figures)]:
+        _remove(stem)
+    paths, sections, written = [], [], []
+    for made in content.tables:
+        table = replace(made, caption="\n".join([*notes, made.caption]))
         forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
-        files = {suffix: out / "tables" / f"{name}.{suffix}" for suffix in forms if suffix in formats}
+        files = {suffix: out / "tables" / f"{table.name}.{suffix}" for suffix in forms if suffix in formats}
         for suffix, file in files.items():
             write_whole(file, forms[suffix]())
         sections.append(f"{table.to_markdown('##')}\n{_source(files, table.command)}\n")
         written.append(table)
         paths += files.values()
-    for number, (name, figure) in enumerate(figures.items(), start=1 + len(tables)):
-        log.info("%d of %d: figure %s", number, total, name)
-        data, stem = figure.data(results), out / "figures" / name
-        if data.empty:
-            _remove(stem)
-            missing.append(f"- {figure.title}: `{figure.command}`")
-            continue
+    for picture in content.pictures:
+        stem, figure = out / "figures" / picture.name, picture.figure
         pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
-        saved = save(figure.plot(data), stem, pictures) if pictures else []
+        saved = save(picture.drawn, stem, pictures) if pictures else []
         files = {file.suffix[1:]: file for file in saved}
         if "csv" in formats:
-            files["csv"] = stem.with_name(f"{name}.csv")
-            write_whole(files["csv"], data.to_csv(index=False, lineterminator="\n"))
+            files["csv"] = stem.with_name(f"{picture.name}.csv")
+            write_whole(files["csv"], picture.data.to_csv(index=False, lineterminator="\n"))
         texts = [text for text in (figure.caption, figure.notes) if text]
         if "png" in formats:
-            texts.insert(0, f"![{figure.title}](figures/{name}.png)")
+            texts.insert(0, f"![{figure.title}](figures/{picture.name}.png)")
         sections.append("\n\n".join([f"## {figure.title}", *texts, _source(files, figure.command)]) + "\n")
         paths += files.values()
+    if "html" in formats:
+        from eval.report.page import render
+
+        write_whole(out / "index.html", render(results, content, most))
+        paths.append(out / "index.html")
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     runs, answers = len(results.runs), len(results.counting)
     index = (
@@ -91,7 +88,10 @@ def write_paper(
     )
     if notes:
         index += "\n".join([*(f"**{note}**" for note in notes), "", ""])
-    if missing:
+    if "html" in formats:
+        index += "[index.html](index.html) has all of it on one page, with the answers of every arm.\n\n"
+    if content.missing:
+        missing = [f"- {title}: `{command}`" for title, command in content.missing]
         index += "\n".join(["No run yet for:", "", *missing, "", ""])
     index += f"In all tables, {signs}\n\n" if (signs := legend(written)) else ""
     write_whole(out / "README.md", index + "\n".join(sections))
@@ -105,7 +105,7 @@ def _source(files: Mapping[str, Path], command: str) -> str:
 
 
 def _remove(stem: Path) -> None:
-    """Remove what an earlier call wrote of a table or figure that has no run now."""
+    """Remove what an earlier call wrote of a table or figure: it may have no run now."""
     for suffix in FORMATS:
         stem.with_name(f"{stem.name}.{suffix}").unlink(missing_ok=True)
 
@@ -138,11 +138,13 @@ def main(arguments: Sequence[str]) -> int:
         "--within", type=float, default=1.0, metavar="X",
         help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument("--examples", type=int, metavar="N", help="of the page: only the first N of a run and dataset")
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="SUFFIX",
         help="the files to write: %(choices)s (default: all)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    require(options.examples is None or options.examples > 0, "--examples", options.examples, "1 or more")
     require(0 <= options.within < 100, "--within", options.within, "0 or more, and less than 100")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("fontTools").setLevel(logging.WARNING)
@@ -152,6 +154,6 @@ def main(arguments: Sequence[str]) -> int:
 
     made = tables() | {"effective_keep": partial(effective_keep, within=options.within)}
     out = options.out or options.runs[0] / "paper"
-    paths = write_paper(results, out, made, figures(), options.formats)
+    paths = write_paper(results, out, made, figures(), options.formats, options.examples)
     print(f"{counted(len(paths), 'file')} from {counted(len(results.runs), 'run')}: {paths[0]}")
     return 0

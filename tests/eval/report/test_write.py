@@ -12,7 +12,7 @@ import pytest
 
 from eval.analysis.style import new_figure
 from eval.analysis.table import Figure, figures, tables
-from eval.analysis.write import main, write_paper
+from eval.report.write import main, write_paper
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.conftest import ROOT
@@ -36,8 +36,8 @@ SOME, NONE = {"some": figure("some", pd.DataFrame({"a": [1]}))}, {"some": figure
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("written") / "runs"
     visits = [visit(number, dataset) for dataset in ("hotpotqa", "2wikimqa", "musique") for number in range(2)]
-    write_run(folder / "one", visits, PRESET, model="llama2", paper="llama2")
-    write_run(folder / "two", [visit(0, "hops"), visit(1, "hops")])
+    write_run(folder / "one", visits, PRESET, model="llama2", paper="llama2", warmup=1)
+    write_run(folder / "two", [visit(0, "hops"), visit(1, "hops")], warmup=1)
     return Results.read([folder])
 
 
@@ -49,7 +49,7 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
     made = {name: make(runs) for name, make in TABLES.items()}
     with_runs = {name for name, table in made.items() if len(table.frame)}
     assert {"field", "table1", "verdicts"} <= with_runs < made.keys()
-    expected = {"README.md", "provenance.json"}
+    expected = {"README.md", "provenance.json", "index.html"}
     expected |= {f"tables/{name}.{suffix}" for name in with_runs for suffix in ("md", "csv", "tex")}
     expected |= {f"figures/some.{suffix}" for suffix in ("svg", "pdf", "png", "csv")}
     there = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
@@ -67,15 +67,19 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
 
 
 def test_paper_removes_what_an_earlier_call_wrote_and_has_no_run_now(runs: Results, tmp_path: Path) -> None:
-    write_paper(runs, tmp_path, {"turns": TABLES["field"]}, SOME)
-    write_paper(runs, tmp_path, {"turns": TABLES["turns"]}, NONE)
-    assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {"README.md", "provenance.json"}
+    write_paper(runs, tmp_path, {"field": TABLES["field"]}, SOME)
+    write_paper(runs, tmp_path, {"field": TABLES["turns"]}, NONE)
+    assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {
+        "README.md",
+        "provenance.json",
+        "index.html",
+    }
 
 
 def test_paper_writes_only_the_formats_asked_for_and_names_what_it_makes(
     runs: Results, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", logger="eval.analysis.write"):
+    with caplog.at_level("INFO", logger="eval.report.content"):
         paths = write_paper(runs, tmp_path, {"table1": TABLES["table1"]}, SOME, ["md", "png"])
     assert caplog.messages == ["1 of 2: table table1", "2 of 2: figure some"]
     assert {path.suffix for path in paths} == {".md", ".png", ".json"}
@@ -110,7 +114,7 @@ def test_command_writes_the_real_figures(runs: Results, tmp_path: Path, capsys: 
 
 
 def test_import_of_the_command_loads_nothing_slow() -> None:
-    code = "import sys, eval.analysis.write; print({'pandas', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, eval.report.write; print({'pandas', 'matplotlib'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

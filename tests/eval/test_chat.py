@@ -6,14 +6,15 @@ import sys
 import pytest
 
 import lazyllm
+from eval.chat import main
 from lazyllm.errors import UserError
-from lazyllm.integrations.chat import Chat, main
+from lazyllm.integrations.chat import Chat
 from lazyllm.methods import Lazy
 from tests.helpers import tiny
 
 TEXT = "entry zanur lantern copper. the old house was quiet. Question: entry zanur"
 METHOD = Lazy({2: 0.5, 5: 0.5})
-SMALL = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6"]
+SMALL = ["model=tiny", "model.device=cpu", "max_new_tokens=6"]
 BARE = "{% for message in messages %}{{ message['content'] }}{{ END if message['role'] == 'assistant' }}{% endfor %}"
 THINKS = (
     "{{ 'Today: ' + strftime_now('%d %b %Y') }}\n{% for message in messages %}{{ message['role'] }}:"
@@ -25,7 +26,7 @@ THINKS = (
 def test_chat_answers_each_line_and_goes_on_after_an_error(monkeypatch, capsys, tmp_path) -> None:
     (tmp_path / "long.txt").write_text("entry zanur lantern copper. the old house was quiet.")
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"Question: entry zanur\n\n{'lantern ' * 4200}\nQuestion: entry\n"))
-    main([*SMALL, "--prompt-file", str(tmp_path / "long.txt"), "--schedule", "{2: 0.5, 5: 0.5}"])
+    main([*SMALL, "--prompt-file", str(tmp_path / "long.txt"), "method.schedule={2: 0.5, 5: 0.5}"])
     model, tokenizer = tiny()
     expected, shown = [], capsys.readouterr()
     for question in ("Question: entry zanur", "Question: entry"):
@@ -58,10 +59,10 @@ def test_chat_runs_only_what_the_template_writes_after_the_answer(template: str,
 
 
 REFUSED = [
-    (["--schedule", "{9: 0.5}"], "only 8 layers"), (["--max-new-tokens", "0"], "--max-new-tokens is 1"),
-    (["--dtype", "int8"], "dtype 'int8'"), (["--device", "warp"], "device 'warp'"),
-    (["--prompt-file", "no/such/file"], "No such file"),
-    (["--method", "random_drop keep=0.5"], "NAME {parameter"), (["--method", "nosuch"], "unknown method 'nosuch'"),
+    (["method.schedule={9: 0.5}"], "only 8 layers"), (["max_new_tokens=0"], "max_new_tokens=0: expected 1 or more"),
+    (["model.dtype=int8"], "dtype 'int8'"), (["model.device=warp"], "device 'warp'"),
+    (["--prompt-file", "no/such/file"], "No such file"), (["method=nosuch"], "method=nosuch"),
+    (["compare=[lazy,fastkv]"], "one method"), (["model=custom", "model.name=nosuch"], "is not a model"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""The answers of every arm to every example, beside each other, as data for the page's script."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from eval.store.runs import StoredRun
+from eval.store.visit import Answer
+
+
+def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
+    """The script's data: runs, strings, and an entry for each turn of each example of a run, with the answers of all
+    arms; its texts are indices of strings.
+
+    An answer's `speedup` and `gain` compare with the baseline's of the same visit; they are null without one, and of
+    the baseline. most: only the first N examples of each run and dataset; None for all. Scores are 0 to 100, times in
+    seconds.
+    """
+    strings = defaultdict[str, int]()  # {text: its number}: equal answers of several arms are embedded once
+    strings.default_factory = strings.__len__
+    shown, entries = list[dict[str, Any]](), list[dict[str, Any]]()
+    for run in runs:
+        baseline, names = run.identity["baseline"], [*run.arms]
+        of_turn = dict[tuple[str, str, int], dict[str, Any]]()
+        places = Counter[str]()
+        for visit in run.visits:
+            places[visit.dataset] += (*visit.key, 0) not in of_turn
+            if most is not None and places[visit.dataset] > most:
+                continue
+            for place, turn in enumerate(visit.turns):
+                entry = of_turn.setdefault((*visit.key, place), {
+                    "run": len(shown),
+                    "dataset": visit.dataset,
+                    "id": strings[f"{visit.id}, turn {place + 1}" if len(visit.turns) > 1 else visit.id],
+                    "tokens": turn.tokens,
+                    "uncut": turn.tokens_before_truncation,
+                    "end": strings[turn.end],
+                    "gold": [strings[answer] for answer in turn.answers],
+                    "answers": {},
+                })  # fmt: skip
+                for name in (name for name in names if name in visit.answers):
+                    beside = visit.answers.get(baseline) if name != baseline else None
+                    own, theirs = visit.answers[name][place], beside[place] if beside else None
+                    entry["answers"].setdefault(names.index(name), _embedded(own, theirs, strings))
+        for entry in of_turn.values():
+            entry["answers"] = [{"arm": place, **answer} for place, answer in sorted(entry["answers"].items())]
+        entries += [entry for entry in of_turn.values() if entry["answers"]]
+        labels = [f"{arm.label}, seed {arm.seed}" if "seed" in arm.name else arm.label for arm in run.arms.values()]
+        shown.append({"model": run.model, "arms": labels, "baseline": names.index(baseline) if baseline else None})
+    return {"runs": shown, "records": entries, "strings": list(strings)}
+
+
+def _embedded(own: Answer, theirs: Answer | None, strings: dict[str, int]) -> dict[str, Any]:
+    ids = own.token_ids  # None of a server's answer, which may tell their number
+    return {
+        "text": strings[own.text],
+        "tokens": own.request and own.request.completion_tokens if ids is None else len(ids),
+        "score": _short(100 * own.score),
+        "ttft": _short(own.times.ttft_s),
+        "pct": _short(own.cost and own.cost.pct_prompt_tokens_computed),
+        "kl": _short(own.fidelity and own.fidelity.kl),
+        "answer_kl": _short(own.fidelity and own.fidelity.answer_kl),
+        "speedup": _short(theirs and theirs.times.ttft_s / own.times.ttft_s),
+        "gain": _short(theirs and 100 * (own.score - theirs.score)),
+        "differs": theirs is not None and own.text != theirs.text,
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits: more than are shown, and fewer than a float has, for a smaller page."""
+    return None if value is None else float(f"{value:.6g}")

@@ -1,0 +1,54 @@
+"""TriangleMix: sinks, a window and the last queries in the later layers (He et al. 2025, arXiv 2507.21526)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lazyllm.engine.flops import windows_of
+from lazyllm.engine.inputs import Triangle
+from lazyllm.methods.support.bases import Sparse
+from lazyllm.methods.support.hyperparameters import check_count_or_ratio, check_int, checked, count_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TriangleMix(Sparse):
+    """Skip attention, not tokens: in the later layers, the prompt's tokens attend only to near and to first tokens.
+
+    dense: the first layers, whose attention stays dense, as a number (int) or share of the depth, rounded up (float).
+    sinks: first tokens of the prompt, which all tokens see.
+    window: tokens that a token sees, itself included.
+    last: last tokens of the prompt, which see everything.
+
+    A layer's own sliding window also holds. Prompts of at most `window` + `sinks` + `last` tokens are dense.
+
+    Source: the authors' code (microsoft/MInference, commit 2d4549d, `modules/tri_mix.py`, MIT), described and written
+    anew. Ours: pieces of the ordinary kernel, joined by their log-sum-exps, in place of a kernel of its own.
+    """
+
+    label = "TriangleMix"
+    order = 14
+    colour = "#287878"
+    marker = "H"
+    target_parameter = "dense"
+    shown_parameters = ("window",)
+
+    dense: float = checked(check_count_or_ratio, 0.5)
+    sinks: int = checked(check_int, 8, least=0)
+    window: int = checked(check_int, 512)
+    last: int = checked(check_int, 128)
+
+    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, num_layers: int) -> Triangle | None:
+        pattern = Triangle(self.sinks, self.window, self.last)
+        is_dense = layer <= count_of(self.dense, num_layers) or pattern.is_dense(query.shape[2])
+        return None if is_dense else pattern
+
+    def attended(self, config: Any, n: int) -> dict[int, int]:
+        pattern, windows = Triangle(self.sinks, self.window, self.last), windows_of(config)
+        pairs = {window: config.num_attention_heads * pattern.pairs(n, window) for window in {*windows}}
+        dense = count_of(self.dense, config.num_hidden_layers)
+        sparse = [] if pattern.is_dense(n) else windows[dense:]
+        return {layer: pairs[window] for layer, window in enumerate(sparse, start=dense + 1)}

@@ -1,0 +1,103 @@
+"""The real model that `make setup` installs: its baseline beside plain transformers, and the methods' invariants."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import lazyllm
+from lazyllm.check import invariants
+from lazyllm.errors import UserError
+from lazyllm.presets import PRESETS
+from tests.eval.official import SHARED, needs
+from tests.runs import run_of
+
+ROWS = SHARED / "minilongbench"
+LIMIT, NEW_TOKENS = 600, 8
+UNWRAPPED = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}  # of pred.py
+BEFORE = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\n"
+)
+AFTER = "<|im_end|>\n<|im_start|>assistant\n"
+
+try:
+    FILE = Path(PRESETS["smollm2"].find())
+except UserError as error:
+    pytest.skip(f"model=smollm2: {error}", allow_module_level=True)
+
+
+@cache
+def plain() -> tuple[Any, Any]:
+    """Model and tokenizer, as transformers itself reads the file."""
+    own = {"gguf_file": FILE.name, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(FILE.parent, **own), AutoTokenizer.from_pretrained(
+        FILE.parent, gguf_file=FILE.name
+    )
+
+
+@cache
+def ours() -> tuple[Any, Any]:
+    return lazyllm.load_model("smollm2", dtype="float32", device="cpu")
+
+
+def prompt_ids(dataset: str) -> list[int]:
+    """The first row's prompt as LongBench's pred.py builds it, in ChatML written out by hand."""
+    _, tokenizer = plain()
+    row = json.loads((ROWS / f"{dataset}.jsonl").read_bytes().split(b"\n")[0])
+    text = json.loads((ROWS / "config" / "dataset2prompt.json").read_text())[dataset].format(**row)
+    ids = tokenizer(text).input_ids
+    if len(ids) > LIMIT:
+        text = "".join(
+            tokenizer.decode(half, skip_special_tokens=True) for half in (ids[: LIMIT // 2], ids[-LIMIT // 2 :])
+        )
+    return tokenizer(text if dataset in UNWRAPPED else f"{BEFORE}{text}{AFTER}").input_ids
+
+
+def check_row(dataset: str) -> None:
+    model, _ = plain()
+    arguments = ["model=smollm2", "model.device=cpu", f"model.max_prompt_tokens={LIMIT}", f"data.dir={ROWS}", "limit=1"]
+    (case,) = run_of(*arguments, f"dataset={dataset}", "method=lazy").cases
+    ids = prompt_ids(dataset)
+    assert list(case.prompt.token_ids) == ids
+    with torch.no_grad():
+        asked = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=list(case.end_ids))
+        tokens = model.generate(torch.tensor([ids]), **asked)[0, len(ids) :].tolist()
+    out = lazyllm.generate(ours()[0], case.prompt.token_ids, lazyllm.methods.Baseline(), NEW_TOKENS, case.end_ids)
+    assert list(out.token_ids) == tokens
+
+
+@needs(ROWS)
+@pytest.mark.parametrize("dataset", ["hotpotqa", "lcc"])
+def test_baseline_s_tokens_are_plain_transformers(dataset: str) -> None:
+    check_row(dataset)
+
+
+@needs(ROWS)
+@pytest.mark.slow
+def test_baseline_s_tokens_are_plain_transformers_on_a_row_of_every_dataset() -> None:
+    datasets = sorted(file.stem for file in ROWS.glob("*.jsonl"))
+    assert len(datasets) == 16
+    for dataset in datasets:
+        check_row(dataset)
+
+
+def test_it_answers_a_question() -> None:
+    model, tokenizer = ours()
+    ids = tokenizer(f"{BEFORE}What is the capital of France?{AFTER}").input_ids
+    out = lazyllm.generate(model, ids, lazyllm.methods.Baseline(), 20)
+    assert tokenizer.decode(out.token_ids, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+@pytest.mark.parametrize(
+    "method", [lazyllm.methods.Lazy({9: 0.5, 19: 0.5}), lazyllm.methods.StaticPruning(9, 0.5)], ids=repr
+)
+def test_methods_keep_their_invariants_on_it(method: Any) -> None:
+    model, tokenizer = ours()
+    ids = tokenizer(Path(__file__).read_text(encoding="utf-8")).input_ids[:120]
+    for invariant in (invariants.counts_what_it_computes, invariants.has_no_state):
+        invariant(model, method, ids)
