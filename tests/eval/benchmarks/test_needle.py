@@ -21,7 +21,7 @@ from tests.eval.analysis import made
 from tests.runs import run_of
 
 DATASET = DATASETS["needle"]
-LLAMA2 = ModelSpec("tiny", tokenizer=str(official.LLAMA2))
+LLAMA2 = ModelSpec("llama2", load_format="dummy", tokenizer=str(official.LLAMA2))
 NEEDS_LLAMA2 = official.needs(official.LLAMA2)
 MODELS = [ModelSpec("tiny"), pytest.param(LLAMA2, marks=NEEDS_LLAMA2)]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
