@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from eval.run.asked import ask
 from eval.run.config import run_config
-from eval.run.run import Run
+from eval.run.local import LocalModel
 from lazyllm.errors import UserError, parser_of, reason_of
 from lazyllm.integrations.chat import Chat, check_text
 from lazyllm.models.checkpoint import read_config
@@ -31,28 +32,29 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--once", metavar="TEXT", help="answer TEXT and end; - reads it from standard input")
     options = parser.parse_intermixed_args(arguments)
     # the dataset, which none is needed for, is one that is here
-    run = Run(run_config(["dataset=lookup", "baseline=false", *options.run]))
-    if run.is_served or len(run.asked) > 1:
+    asked = ask(run_config(["dataset=lookup", "baseline=false", *options.run]))
+    subject = asked.subject
+    if not isinstance(subject, LocalModel) or len(asked.arms) > 1:
         raise UserError("chat takes a model of this process, model=NAME, and one method, method=NAME")
     try:
         context = "" if options.prompt_file is None else _text_of(options.prompt_file) + "\n"
         check_text(options.once or "")
-        read_config(run.spec)
-        (arm,) = run.arms
-        method = arm.method(run.datasets[0].name)
+        read_config(subject.spec)
+        (arm,) = subject.arms(asked.datasets, asked.suite.length(asked.data), None)
+        method = arm.method(asked.datasets[0].name)
 
-        # not at the top: it imports torch
-        from lazyllm.models.load import check_loading, load_tokenizer_of, load_weights
+        from lazyllm.models.load import load_weights  # not at the top: it imports torch
 
-        method.check(check_loading(run.spec))
-        model, tokenizer = load_weights(run.spec), load_tokenizer_of(run.spec)
-        chat = Chat(model, tokenizer, method, run.config.max_new_tokens or MAX_NEW_TOKENS)
+        method.check(subject.model_config)
+        chat = Chat(
+            load_weights(subject.spec), subject.tokenizer, method, asked.config.max_new_tokens or MAX_NEW_TOKENS
+        )
         if options.once is not None:
             chat.answer(context + (sys.stdin.read() if options.once == "-" else options.once))
             return
     except (OSError, TypeError, ValueError) as error:
         raise UserError(str(error)) from error
-    print(f"{run.spec.name}, {chat.method}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+    print(f"{subject.spec.name}, {chat.method}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
             if text := input("> " if sys.stdin.isatty() else "").strip():

@@ -29,9 +29,10 @@ from omegaconf import DictConfig, OmegaConf
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import setting
+from eval.run.asked import Asked, ask
 from eval.run.config import to_run_config
 from eval.run.job import job, start
-from eval.run.run import Run
+from eval.run.local import LocalModel
 from eval.run.settings import RunConfig, TrackerConfig
 from eval.run.targets import FILE, as_yaml
 from eval.store.folder import check_same, fingerprint
@@ -161,18 +162,23 @@ def tune(config: TuneConfig) -> Path:
     """Search, then report; returns the study's folder. Raises UserError, before a model loads if possible."""
     plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
     quiet: Any = {"baseline": False, "warmup": 0, "tracker": TrackerConfig(), "fidelity": None, "evidence": False}
-    trials = Run(replace(plain, split="dev", out=None, **quiet)).check()  # compared by score only
+    asked = ask(replace(plain, split="dev", out=None, **quiet)).check()  # compared by score only
+    model = asked.subject
+    if not isinstance(model, LocalModel):
+        raise UserError("a search runs a model in this process: model=NAME")
     from eval.run.identity import code_sha256  # not at the top, as all heavy imports: arguments are checked first
-    from eval.run.loop import loaded_once, measure
+    from eval.run.loop import measure
+    from eval.run.run import prepare
     from eval.store.aggregate import rows_of
 
+    trials, layers = prepare(asked), model.model_config.num_hidden_layers
     lengths = dict[str, Counter[int]]()
     for case in trials.cases:
         lengths.setdefault(case.dataset.name, Counter())[len(case.prompt.token_ids)] += 1
     assert config.target_speedup is not None  # as `to_tune_config` makes sure
-    method = trials.arms[0].method(trials.datasets[0].name)
-    space = Space(trials.model_config, method, lengths, config.layers, config.target_speedup)
-    first = range(1, trials.model_config.num_hidden_layers)[: config.layers]
+    method = trials.arms[0].method(asked.datasets[0].name)
+    space = Space(model.model_config, method, lengths, config.layers, config.target_speedup)
+    first = range(1, layers)[: config.layers]
     fastest = space.speedup(tuple((layer, space.ratios[0]) for layer in first))
     within = f"less, as the best ideal speedup with layers={config.layers} is {fastest:.2f}: lower it or raise layers"
     require(fastest >= space.target, "target_speedup", space.target, within)
@@ -187,17 +193,18 @@ def tune(config: TuneConfig) -> Path:
     folder = Path(config.out or f"studies/{name}")
     study = open_study(folder, identity, config.seed)
     log.info("%s: %d examples to tune on, %d schedules measured", folder, len(trials.cases), len(tried_in(study)))
-    with loaded_once(trials) as load:
+    with model.loaded_once() as load:
 
         def score(cuts: Cuts) -> float:
             label = "-".join(f"{layer}_{percent}" for layer, percent in cuts)
             arms = {label: {**config.method, "schedule": schedule_of(cuts)}}
-            run = measure(trials.changed(compare=arms, out=str(folder / "trials" / label)), show=False, load=load)
+            trial = prepare(asked.changed(compare=arms, out=str(folder / "trials" / label)))
+            run = measure(trial, show=False, load=load)
             return math.nan if run.failed else rows_of(run.rows, run.rows)[-1]["score"]
 
         search(study, space, score, config.trials, config.timeout_s)
     if tried_in(study):
-        report(config, Run(replace(plain, split="test", out=None)), space, study, folder)
+        report(config, ask(replace(plain, split="test", out=None)), space, study, folder)
     else:
         log.warning("%s: no schedule has been measured; the same command resumes the search", folder)
     return folder
@@ -274,12 +281,13 @@ def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:
     return sorted(tried, key=lambda cuts: (-tried[cuts], space.speedup(cuts)))
 
 
-def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, folder: Path) -> None:
+def report(config: TuneConfig, test: Asked, space: Space, study: optuna.Study, folder: Path) -> None:
     """Compare the best schedule and the reference on `test`; write the files. Raises UserError if it failed."""
     import pandas as pd
 
     from eval.analysis.columns import with_ends
     from eval.run.loop import measure
+    from eval.run.run import prepare
     from eval.store.aggregate import NO_INTERVAL, drawn_means, on_common_examples
 
     tried = tried_in(study)
@@ -291,7 +299,7 @@ def report(config: TuneConfig, test: Run, space: Space, study: optuna.Study, fol
     # a run refuses two arms of equal settings: a reference that is the best one has no arm of its own
     finalists = {name: cuts for name, cuts in references.items() if cuts != order[0]} | {"tuned": order[0]}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    run = measure(test.changed(compare=methods, label=f"tuned_{space.target:g}x"))
+    run = measure(prepare(test.changed(compare=methods, label=f"tuned_{space.target:g}x")))
     if run.failed:
         raise UserError("answers failed, so no schedule is written: the same command tries them again")
     frame: Any = run.rows

@@ -8,30 +8,33 @@ from typing import Any
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt
-from eval.run.arms import Arm
-from eval.run.cases import Case
+from eval.run import loop
+from eval.run.answers import Visits
+from eval.run.arms import Arm, MethodAsked
+from eval.run.asked import Asked, ask
+from eval.run.case import Case
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
-from eval.run.measure import Bench
-from eval.run.run import Run
+from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig
+from eval.run.subject import Answering
+from eval.store.runs import StoredRun
 
 registered = cache(register_schema)  # takes as long as half a run's settings; who registers another restores this one
 
 
-def run_of(*overrides: str) -> Run:
-    """The run of `python run.py OVERRIDES`; what can be refused without files and servers is."""
+def run_of(*overrides: str) -> Asked:
+    """The run that `python run.py OVERRIDES` asks for; what can be refused without files and servers is."""
     registered()
     check_arguments(overrides)
-    return settled(Run(to_run_config(compose_config(overrides))))
+    return ask(to_run_config(compose_config(overrides)))
 
 
-def settled(run: Run) -> Run:
-    """The run, once its settings have been looked at."""
-    _ = run.spec, run.chat, run.asked, run.datasets
-    return run
+def measure(asked: Asked, show: bool = True) -> StoredRun:
+    """What `eval.run.loop.measure` returns of the run."""
+    return loop.measure(prepare(asked), show)
 
 
-def small_run(out: Path | str | None, **changes: Any) -> Run:
+def small_run(out: Path | str | None, **changes: Any) -> Asked:
     """A quick run: three examples of each of two datasets, short prompts and answers, a method and the baseline."""
     settings: dict[str, Any] = dict(
         model=ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=96),
@@ -43,7 +46,7 @@ def small_run(out: Path | str | None, **changes: Any) -> Run:
         threads=1,
         out=None if out is None else str(out),
     )
-    return settled(Run(RunConfig(**(settings | changes))))
+    return ask(RunConfig(**(settings | changes)))
 
 
 def case_of(dataset: str, tokenizer: Any, max_new_tokens: int) -> Case:
@@ -55,14 +58,13 @@ def case_of(dataset: str, tokenizer: Any, max_new_tokens: int) -> Case:
 
 def bench_of(
     model: Any, tokenizer: Any, arms: Any, baseline: str | None = "baseline", chat: Any = None, **settings: Any
-) -> Bench:
-    """A bench for arms made by hand. settings: `fidelity`, `evidence`, `batch_size` of the run."""
-    config = SimpleNamespace(**{"fidelity": None, "evidence": True, "batch_size": 1} | settings)
-    run: Any = SimpleNamespace(tokenizer=tokenizer, arms=arms, baseline=baseline, chat=chat or ChatFormat())
-    run.config, run.batch_size = config, config.batch_size
-    return Bench(run, model)
+) -> Visits:
+    """Visits of arms made by hand. settings: `fidelity`, `evidence`, `batch_size` of the run."""
+    given: Any = SimpleNamespace(**{"fidelity": None, "evidence": True} | settings)
+    how = Answering(given, tuple(arms), baseline, settings.get("batch_size", 1))
+    return Visits.of(model, tokenizer, chat or ChatFormat(), how)
 
 
 def arm(label: str, **settings: Any) -> Arm:
     """An arm whose settings are the same for all datasets."""
-    return Arm(label, settings, dict.fromkeys(DATASETS, settings))
+    return Arm(label, settings, dict.fromkeys(DATASETS, MethodAsked.of(settings).make()))

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lazyllm.engine import kernels
 from lazyllm.methods import Method
+from tests.lazyllm.engine import test_chunks
 from tests.lazyllm.engine.test_probe import attention_in_order
 from tests.reference import attention_of, random_variant
 from tests.test_virtual_card import waits_and_most
@@ -90,6 +91,29 @@ def test_queries_attend_to_the_first_tokens_in_order(dtype: str, size: int, monk
     splits = dtype.endswith("float16")
     found, expected = attention_in_order(size, splits=splits, dtype=getattr(torch, dtype), device=CUDA)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", test_chunks.SHAPES)
+@pytest.mark.parametrize("by_head", [False, True])
+def test_chunks_are_attention_to_all_keys(shape: Any, dtype: torch.dtype, by_head: bool) -> None:
+    query, key, value, visible = test_chunks.drawn(shape, dtype, by_head)
+    expected = test_chunks.attention(query, key, value, visible)
+    mask = kernels.chunked_mask(visible.to(CUDA), query.shape[1] // key.shape[1], dtype, shape[-1])
+    found = kernels.attend_in_chunks(query.to(CUDA), key.to(CUDA), value.to(CUDA), mask, test_chunks.SCALING)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=test_chunks.TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("lazy")])
+def test_answers_in_chunks_are_those_of_the_cpu(name: str, monkeypatch) -> None:
+    """In float32: the kernel for masks takes no float64, and 16 bits may choose other tokens."""
+    monkeypatch.setattr(kernels, "CHUNK_KEYS", 4)
+    monkeypatch.setattr("lazyllm.engine.attention.gives_lse", lambda model, query, value: query.shape[-1] % 8 == 0)
+    on_cpu: Any = random_variant(VARIANTS[0], 3, "sdpa", torch.float32, hidden_size=64)
+    on_gpu = copy.deepcopy(on_cpu).to(CUDA)
+    for one, other in zip(answers_of(on_gpu, METHODS[name]), answers_of(on_cpu, METHODS[name]), strict=True):
+        assert (one.token_ids, one.selected) == (other.token_ids, other.selected)
+        assert (one.first_logits.cpu() - other.first_logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name.startswith("lazy")])

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 
 from eval.run.config import LAUNCHERS, check_arguments
-from eval.run.loop import measure
 from eval.store.folder import read_visits
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.conftest import ROOT
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 pytestmark = pytest.mark.slow
 

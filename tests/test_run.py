@@ -12,14 +12,13 @@ import pytest
 
 from eval.benchmarks.datasets import CHOICES
 from eval.cli import main
-from eval.run.loop import measure
 from eval.store.folder import read_about, read_visits
 from eval.store.visit import read_trace
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.conftest import ROOT
 from tests.eval.store.visits import flattened
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 SHORT = ("max_new_tokens=2", "warmup=0", "out=run")
 

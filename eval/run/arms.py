@@ -1,7 +1,7 @@
 """The arms of a run: the methods, or servers, that answer each of its examples."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import product
 from typing import Any
 
@@ -9,12 +9,13 @@ import yaml
 
 from eval.benchmarks.datasets import format_value
 from eval.benchmarks.rows import sha256_of
-from eval.run import targets
+from eval.benchmarks.suite import Dataset
 from eval.run.config import CONF
 from eval.run.settings import SERVER, RunConfig
+from eval.run.targets import Target, is_tuned, with_layers
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
-from lazyllm.methods import Method, about_the_method, by_name, make, name_of, settings_of
+from lazyllm.methods import Method, by_name, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
 AA_TEST = "baseline again"  # the label of the arm of `aa_test`
@@ -25,22 +26,119 @@ _NOT_THE_METHODS = ("name", "turns", "seeds")  # settings of an arm that are no 
 class Arm:
     """A method with its settings, or a server.
 
-    label: unique in its run. settings: `name` and hyperparameters, targets included, or a server's settings.
-    parameters: {dataset: the same with numbers for targets}; {} for a server.
+    label: unique in its run. settings: `name` and hyperparameters as asked for, or a server's settings.
+    methods: {dataset: its method, by the name of the dataset}; {} for a server.
+    solved: {dataset: `name` and hyperparameters}, if a target speedup gives some of them.
     """
 
     label: str
     settings: dict[str, Any]
-    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    methods: dict[str, Method] = field(default_factory=dict)
+    solved: dict[str, dict[str, Any]] | None = None
 
     def method(self, dataset: str) -> Method:
         """Its method for a dataset, by name."""
-        return build_method(self.parameters[dataset])
+        return self.methods[dataset]
 
     @property
     def turns(self) -> str:
         """What later turns of a conversation do, as in `lazyllm.start`."""
         return self.settings.get("turns", "continue")
+
+
+@dataclass(frozen=True)
+class MethodAsked:
+    """A method as an arm's settings ask for it, before the model is known.
+
+    settings: `name`, hyperparameters and `turns`, as written. hyperparameters: without the one that `target` gives.
+    """
+
+    settings: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    target: Target | None = None
+
+    @classmethod
+    def of(cls, settings: dict[str, Any], num_layers: int | None = None) -> "MethodAsked":
+        """num_layers: of the model; None if it is not known yet. Raises UserError for a target of another setting."""
+        if num_layers is not None and "schedule" in settings:
+            settings = settings | {"schedule": with_layers(settings["schedule"], num_layers)}
+        name, own, found = settings.get("name", ""), dict[str, Any](), None
+        kind = by_name(name)
+        turns = settings.get("turns", "continue")
+        require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
+        for key, value in settings.items():
+            target = Target.parse(value)
+            if key in _NOT_THE_METHODS:
+                continue
+            if target is None:
+                own[key] = value
+            elif key in kind.table1:
+                if target.speedup is not None:
+                    raise UserError(f"method {name!r} cannot be solved for {key}={value}: give a number")
+                own[key] = kind.table1[key]
+            elif key == kind.target_parameter:
+                found = target
+            else:
+                raise UserError(f"method {name!r} takes no preset as {key}={value}; give a number")
+        return cls(settings, own, found)
+
+    @property
+    def name(self) -> str:
+        return self.settings["name"]
+
+    def make(self, **solution: Any) -> Method:
+        """The method. solution: of its target. Raises UserError if no method has these hyperparameters."""
+        return make(self.name, self.hyperparameters | solution)
+
+    def sample(self) -> Method:
+        """A method with all hyperparameters that are known by now, to check them. Raises UserError."""
+        kind, unknown = by_name(self.name), dict[str, Any]()
+        if self.target is not None and settings_of(kind)[self.target_parameter] is MISSING:
+            unknown[self.target_parameter] = 0.5  # a target_parameter without a default is a keep ratio
+        if is_tuned(self.hyperparameters.get("schedule")):
+            unknown["schedule"] = "none"
+        return self.make(**unknown)
+
+    @property
+    def target_parameter(self) -> str:
+        return str(by_name(self.name).target_parameter)
+
+    def canonical(self) -> dict[str, Any]:
+        """The settings in a run's identity: equal for all ways to write the same method.
+
+        Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and
+        `shown_parameters`.
+        """
+        kind, settings = by_name(self.name), self.settings
+        written = {"name": name_of(self.name)}
+        for key, default in settings_of(kind).items():
+            value = settings.get(key, default)
+            if key in (kind.target_parameter, "seed", *kind.shown_parameters) or value != default:
+                written[key] = value
+        turns = settings.get("turns", "continue")
+        return written if turns == "continue" else written | {"turns": turns}
+
+    def arm(
+        self,
+        label: str,
+        datasets: Sequence[Dataset],
+        shape: Any,
+        column: str | None = None,
+        length: int | None = None,
+        limit: int | None = None,
+    ) -> Arm:
+        """The arm on a model. shape: the model's config; others: as of `Target.solved`. Raises as that."""
+        methods, solved = dict[str, Method](), dict[str, dict[str, Any]]()
+        for dataset in datasets:
+            solution = dict[str, Any]()
+            if self.target is not None:
+                given = by_name(self.name), self.name, self.hyperparameters, dataset, shape, column, length, limit
+                solution = {self.target_parameter: self.target.solved(*given)}
+            methods[dataset.name] = self.make(**solution)
+            methods[dataset.name].check(shape)
+            solved[dataset.name] = self.settings | self.hyperparameters | solution | {"name": name_of(self.name)}
+        uses_preset = any(Target.parse(value) is not None for value in self.settings.values())
+        return Arm(label, self.settings, methods, solved if uses_preset else None)
 
 
 def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -131,35 +229,3 @@ def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple
         if seeds is not None:
             named["seed"] = f"seed {chosen['seed']}"
         yield " ".join([label, *named.values()]), own | chosen
-
-
-def method_asked(settings: dict[str, Any]) -> Method:
-    """`build_method` of settings as they were asked for, with placeholders for presets and tuned schedules."""
-    with about_the_method():
-        return build_method(targets.check(settings))
-
-
-def build_method(settings: Mapping[str, Any]) -> Method:
-    """A method from its settings: `name` and hyperparameters. Raises UserError if no method has them."""
-    turns = settings.get("turns", "continue")
-    require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
-    own = {key: value for key, value in settings.items() if key not in _NOT_THE_METHODS}
-    return make(settings.get("name", ""), own)
-
-
-def canonical_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """A method's settings in a run's identity: equal for all ways to write the same method.
-
-    Hyperparameters at their default are left out, except a seed and the method's `target_parameter` and
-    `shown_parameters`.
-    """
-    with about_the_method():
-        settings = targets.with_layers(settings, num_layers)
-    kind = by_name(settings["name"])
-    written = {"name": name_of(settings["name"])}
-    for key, default in settings_of(kind).items():
-        value = settings.get(key, default)
-        if key in (kind.target_parameter, "seed", *kind.shown_parameters) or value != default:
-            written[key] = value
-    turns = settings.get("turns", "continue")
-    return written if turns == "continue" else written | {"turns": turns}

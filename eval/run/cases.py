@@ -1,67 +1,68 @@
-"""Examples with their prompts, without weights. Functions take an `eval.run.run.Run`, whose properties call them."""
+"""Examples with their prompts, without weights."""
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
-from eval.benchmarks.suite import Dataset, Example, LoadedDataset
+from eval.benchmarks.prompts import build_prompt, end_token_ids
+from eval.benchmarks.suite import Dataset, LoadedDataset
 from eval.run.arms import Arm
+from eval.run.asked import Asked, read_rows
+from eval.run.case import Case
+from eval.run.config import prompt_limit
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_end_ids
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One example with its prompt.
+def limit_of_prompts(asked: Asked, positions: int | None) -> int:
+    """Tokens of a prompt; longer ones lose their middle. positions: the model's, if known. Raises UserError."""
+    length, given = asked.suite.length(asked.data), asked.config.model.max_prompt_tokens
+    if length is not None and positions is not None and length > positions:  # before the rows are made
+        raise UserError(
+            f"{asked.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {positions} positions: "
+            f"{asked.suite.shorter}"
+        )
+    limit = given or (prompt_limit(positions) if positions is not None else length)
+    if limit is None:
+        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
+    if positions is not None and limit > positions:
+        raise UserError(f"model.max_prompt_tokens={limit}: the model has {positions} positions: give fewer")
+    return limit
 
-    end_ids: tokens that end an answer. arms: those that a visit is to measure, in this order.
+
+def limit_of_answers(asked: Asked, dataset: Dataset, most: int) -> int:
+    """The most tokens of an answer, thoughts included. most: those of the dataset's own answers."""
+    thinking = asked.subject.chat.thinking_tokens if dataset.chat_wrap else 0
+    return min(most, asked.config.max_new_tokens or most) + thinking
+
+
+def make_cases(asked: Asked, arms: Sequence[Arm], rows: Sequence[LoadedDataset], limit: int) -> list[Case]:
+    """The cases of a run, in order. limit: tokens of a prompt.
+
+    Raises UserError for a prompt that the subject, or an arm's method, cannot take.
     """
-
-    dataset: Dataset
-    example: Example
-    prompt: BuiltPrompt
-    max_new_tokens: int
-    end_ids: tuple[int, ...]
-    arms: tuple[Arm, ...] = ()
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.dataset.name, self.example.id
-
-    @property
-    def prompts(self) -> tuple[Any, ...]:
-        """The prompt, and the messages of later turns."""
-        return self.prompt, *self.prompt.turns
-
-    @property
-    def answering(self) -> dict[str, Any]:
-        """The options of `lazyllm.generate`."""
-        least = 1 if self.dataset.newline_ends else 0
-        return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
-
-
-def make_cases(run: Any) -> list[Case]:
-    """The cases of a run, in order. Raises UserError for a prompt that the model or an arm's method cannot take."""
-    model, longest, limit = run.config.model, run.positions, run.max_prompt_tokens
+    model, subject = asked.config.model, asked.subject
     if None in (model.max_prompt_tokens, model.chat):
-        has = "" if longest is None else f"has {longest} positions, so "
+        has = "" if subject.positions is None else f"has {subject.positions} positions, so "
         texts = ("it has no chat template: prompts are plain text", "prompts have its own chat template")
-        chat = texts[run.chat.uses_template(run.tokenizer)]
+        chat = texts[subject.chat.uses_template(subject.tokenizer)]
         log.info("%s: %sprompts beyond %d tokens lose their middle; %s", model.name, has, limit, chat)
-    return [case for data in run.loaded for case in _cases(run, data)]
+    return [case for data in rows for case in _cases(asked, arms, data, limit)]
 
 
-def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
-    dataset, limit, longest = data.dataset, run.max_prompt_tokens, run.positions
-    methods = [] if run.is_served else [arm.method(dataset.name) for arm in run.arms]
-    end_ids = end_token_ids(run.tokenizer, () if run.is_served else load_end_ids(run.spec), dataset)
-    max_new_tokens = run.answer_limit(dataset, data.max_new_tokens)
+def prompts_of(asked: Asked) -> list[Case]:
+    """The cases of a run whatever its arms are. Raises UserError."""
+    limit = limit_of_prompts(asked, asked.subject.positions)
+    return make_cases(asked, (), read_rows(asked), limit)
+
+
+def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -> Iterator[Case]:
+    dataset, subject, positions = data.dataset, asked.subject, asked.subject.positions
+    methods = [arm.method(dataset.name) for arm in arms if arm.methods]
+    end_ids = end_token_ids(subject.tokenizer, subject.end_ids, dataset)
+    max_new_tokens = limit_of_answers(asked, dataset, data.max_new_tokens)
     for example in data.examples:
-        prompt = build_prompt(example, dataset, run.tokenizer, limit if dataset.truncate else None, run.chat)
+        prompt = build_prompt(example, dataset, subject.tokenizer, limit if dataset.truncate else None, subject.chat)
         where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))
         for method in methods:
             try:
@@ -69,15 +70,15 @@ def _cases(run: Any, data: LoadedDataset) -> Iterator[Case]:
             except ValueError as error:
                 raise UserError(f"{where}: {error}") from error
         tokens = sum(len(message.token_ids) for message in (prompt, *prompt.turns))
-        needed = tokens + new_tokens - (not run.is_served)  # the last new token has no position here; servers count it
-        if longest is not None and needed > longest:
-            fits = longest - needed + min(prompt.tokens_before_truncation, limit)
-            instead = f"set model.max_prompt_tokens={fits}, or less" if dataset.truncate else run.suite.shorter
+        needed = tokens + new_tokens - (not subject.counts_last)
+        if positions is not None and needed > positions:
+            fits = positions - needed + min(prompt.tokens_before_truncation, limit)
+            instead = f"set model.max_prompt_tokens={fits}, or less" if dataset.truncate else asked.suite.shorter
             if fits < 1:
                 instead = "give a lower max_new_tokens or model.thinking_tokens"
             of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
             raise UserError(
                 f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
-                f"{longest} positions: {instead}"
+                f"{positions} positions: {instead}"
             )
         yield Case(dataset, example, prompt, max_new_tokens, end_ids)

@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING as MISSING_VALUE
-from omegaconf import DictConfig, MissingMandatoryValue, OmegaConf
+from omegaconf import DictConfig, ListConfig, MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from eval.benchmarks import SUITES
@@ -24,7 +24,7 @@ from eval.benchmarks.datasets import CHOICES, register_configs
 from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
-from eval.run.targets import is_preset
+from eval.run.targets import Target
 from lazyllm.errors import UserError, nearest, require
 from lazyllm.methods import by_name, is_file, known, name_of, settings_of
 from lazyllm.presets import PRESETS
@@ -121,7 +121,7 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse unknown options, a launcher that is not installed, Hydra's own keys without a sweep, and an unread method.
+    """Refuse unknown options, a launcher that is not installed, and Hydra's own keys without a sweep.
 
     arguments: the command line without the program's name.
     """
@@ -142,47 +142,13 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 raise UserError(f"{argument} {needs}") from error
         if key.startswith(("hydra/", "hydra.")) and value != "basic" and not sweep:
             raise UserError(f"{argument} configures the jobs of a sweep: give -m too")
-    _check_arms(arguments)
-
-
-def _check_arms(arguments: Sequence[str]) -> None:
-    """Refuse `method` beside `compare` or an experiment's arms, and arms that Hydra would merge into these."""
-    given = {key.lstrip("+"): value for key, _, value in (argument.partition("=") for argument in arguments)}
-    compare, by = given.get("compare"), f"compare={given.get('compare')}"
-    for name in given.get("experiment", "").split(",") if compare != "null" else ():
-        file = CONF / "experiment" / f"{name}.yaml"
-        arms = yaml.safe_load(file.read_text(encoding="utf-8")).get("compare") if file.is_file() else None
-        if arms is None:
-            continue
-        if "compare" in given:
-            adds = "'+compare.LABEL={name: NAME}' adds one, '~compare.LABEL' leaves one out"
-            raise UserError(f"{by}: experiment={name} has the arms {', '.join(arms)}: {adds}")
-        for label in arms:
-            if given.get(f"compare.{label}", "").startswith("{"):
-                instead = f"give another label, or change this arm by compare.{label}.KEY=VALUE"
-                raise UserError(f"compare.{label}: experiment={name} has an arm {label}: {instead}")
-        compare, by = str(arms), f"experiment={name}"
-    key = next((key for key in given if key == "method" or key.startswith("method.")), None)
-    if key is None or compare in (None, "null") or "${method" in compare:
-        return
-    value = given[key]
-    if key != "method":
-        instead = f"'compare.LABEL.{key.removeprefix('method.')}={value}' changes one of its arms"
-    elif compare.startswith("["):
-        instead = f"give compare={compare.rstrip(']')},{value}]"
-    else:
-        first = value.partition(",")[0]
-        label = name_of(first)
-        label += "_2" if re.search(rf"\b{re.escape(label)}\b['\"]?:", compare) else ""
-        instead = f"'+compare.{label}={{name: {first}}}' adds an arm"
-    raise UserError(f"{key}={value}: {by} has arms of its own, which do not read it: {instead}")
 
 
 def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> list[str]:
     """Hydra's arguments, checked. Registers the schema and the files of `dataset` and `method`."""
     register_schema(schema)
     check_arguments(arguments)
-    return [_as_text(argument) for argument in _with_own_files(_with_own_model(arguments))]
+    return _with_own_files(_with_own_model(arguments))
 
 
 def _with_own_model(arguments: Sequence[str]) -> list[str]:
@@ -190,15 +156,6 @@ def _with_own_model(arguments: Sequence[str]) -> list[str]:
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     is_own = "model" not in given and given.get("model.name", "tiny") not in PRESETS
     return [*(["model=custom"] if is_own else []), *arguments]
-
-
-def _as_text(argument: str) -> str:
-    """The argument with an arm's schedule as text, as Hydra would merge a mapping into the experiment's own."""
-    key, equals, value = argument.partition("=")
-    if re.fullmatch(r"\+{0,2}compare\.[^.]+\.schedule", key) is None or value.startswith("["):  # a list replaces
-        return argument
-    quoted = re.sub(r"(?<![$'\"])\{[^{}]+\}", lambda match: repr(match[0].replace("'", '"')), value)
-    return key + equals + quoted.replace("{}", "none")
 
 
 def _with_own_files(arguments: Sequence[str]) -> list[str]:
@@ -240,13 +197,58 @@ def names() -> str:
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """The config of one run: the defaults in conf with the overrides."""
+    others, whole = without_whole_arms(overrides)
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose("config", list(overrides))
+            return with_whole_arms(compose("config", others), others, whole)
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
+    except UserError:
+        raise
     except (ValueError, TypeError) as error:  # Hydra's, of a group's choice that is no name
         raise UserError(f"{' '.join(overrides)}: {error}") from error
+
+
+def without_whole_arms(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(overrides for Hydra, those that give arms as a whole: a list, or a mapping, which Hydra would merge)."""
+    whole = [override for override in overrides if _gives_whole_arms(override)]
+    return [override for override in overrides if override not in whole], whole
+
+
+def _gives_whole_arms(override: str) -> bool:
+    key = override.lstrip("+").partition("=")[0]
+    if key != "compare" and not key.startswith("compare."):
+        return False
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:  # which Hydra then raises
+        return False
+    return not parsed.is_sweep_override() and isinstance(parsed.value(), dict if "." in key else dict | list)
+
+
+def with_whole_arms(config: DictConfig, overrides: Sequence[str], whole: Sequence[str]) -> DictConfig:
+    """The composed config with arms in the place of an experiment's. Raises UserError for a `method` that none reads.
+
+    overrides, whole: of `without_whole_arms`.
+    """
+    given = {one.key_or_group: one for one in OverridesParser.create().parse_overrides([*overrides, *whole])}
+    for one in OverridesParser.create().parse_overrides([*whole]):
+        OmegaConf.update(config, one.key_or_group, one.value(), merge=False, force_add=True)
+    of_method = next((key for key in given if key.partition(".")[0] == "method"), None)
+    if of_method is None or config.compare is None or "${method" in OmegaConf.to_yaml(config.compare):
+        return config
+    experiment, arms = given.get("experiment"), [str(arm) for arm in config.compare]
+    by = f"compare={given['compare'].get_value_element_as_str()}" if "compare" in given else ""
+    by = by or f"experiment={experiment.value() if experiment is not None else ''}"
+    written = given[of_method].get_value_element_as_str()
+    if of_method != "method":
+        instead = f"'compare.LABEL.{of_method.removeprefix('method.')}={written}' changes one of its arms"
+    elif isinstance(config.compare, ListConfig):
+        instead = f"give compare=[{','.join([*arms, written])}]"
+    else:
+        label = name_of(written.strip("\"'"))
+        instead = f"'+compare.{label}{'_2' if label in arms else ''}={{name: {written}}}' adds an arm"
+    raise UserError(f"{of_method}={written}: {by} has arms of its own, which do not read it: {instead}")
 
 
 def run_config(arguments: Sequence[str]) -> RunConfig:
@@ -265,7 +267,8 @@ def one_line(error: Exception) -> UserError:
         return UserError(f"{group}={name}: {nearest(name, options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]
-    message = ": ".join(line.rstrip(".") for line in dict.fromkeys(lines))
+    first, *others = (line.rstrip(".:") for line in dict.fromkeys(lines))
+    message = ": ".join(filter(None, [first, "; ".join(others)]))
     message = message.replace("LexerNoViableAltException: ", "cannot read ")
     unknown = re.match(r"(?:Could not override|Key) '([^']+)'", message)
     if unknown is not None and unknown[1].startswith("method."):
@@ -335,5 +338,10 @@ def to_run_config(config: DictConfig) -> RunConfig:
         value, reference = getattr(plain, key), f"${{{key}}}"
         expected = f"experiment=field with it, or an arm with {reference} (of one method: {of_one})"
         require(value is None or reference in methods, key, value, expected)
-    require(plain.speedup is None or is_preset(plain.speedup), "speedup", plain.speedup, "a number and x, such as 2x")
+    require(
+        plain.speedup is None or Target.parse(plain.speedup) is not None,
+        "speedup",
+        plain.speedup,
+        "a number and x, such as 2x",
+    )
     return plain

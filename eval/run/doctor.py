@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+from eval.run.asked import Asked, ask, read_rows
 from eval.run.job import jobs_of
-from eval.run.run import Run
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError, parser_of, require
 from lazyllm.machine import machine_warnings, torch_build
@@ -139,14 +139,14 @@ def _preset(spec: ModelSpec) -> Preset:
     return PRESETS.get(spec.name, Preset(spec.name))
 
 
-def check_rows(runs: Sequence[Run]) -> State:
+def check_rows(runs: Sequence[Asked]) -> State:
     """The rows of suites that are read from files: those in `data.dir` are loaded."""
     found = list[str]()
     for run in runs:
         suite = run.suite
         if run.data.dir is not None:
             try:
-                rows = sum(len(data.examples) for data in run.loaded)
+                rows = sum(len(data.examples) for data in read_rows(run))
             except UserError as error:
                 return MISSING, str(error)
             found.append(f"{rows} rows of {suite.name} are in {run.data.dir}")
@@ -194,8 +194,8 @@ def nvidia_smi(*query: str) -> list[str] | None:
 
 def examine(arguments: Sequence[str]) -> dict[str, State]:
     """The state of each thing that a run or a sweep needs, by its arguments. Raises UserError for unknown ones."""
-    runs = [Run(config) for config in jobs_of(arguments)]
-    specs = dict.fromkeys(spec for run in runs if not run.is_served for spec in (run.spec, *run.other_models))
+    runs = [ask(config) for config in jobs_of(arguments)]
+    specs = dict.fromkeys(spec for run in runs for spec in run.subject.models)
     gpu, faults = first_gpu(), {spec: fault_of(spec) for spec in specs}
     absent = [spec for spec, fault in faults.items() if isinstance(fault, HubError)]
     checks: dict[str, Callable[[], State]] = {

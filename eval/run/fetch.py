@@ -10,8 +10,8 @@ datasets' rows and templates, unless they are in the caches.
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
+from eval.run.asked import Asked, ask
 from eval.run.job import jobs_of
-from eval.run.run import Run
 from lazyllm.errors import UserError, parser_of
 from lazyllm.models.checkpoint import HubError, checkpoint_folder, read_config
 
@@ -22,27 +22,27 @@ def main(arguments: Sequence[str]) -> int:
     say_once = cache(partial(print, flush=True))
     try:
         for config in jobs_of(arguments):
-            for line in fetched(Run(config)):
+            for line in fetched(ask(config)):
                 say_once(line)
     except HubError as error:
         raise UserError(f"{error.reason}. Fetch it where the hub answers, without HF_HUB_OFFLINE") from error
     return 0
 
 
-def fetched(run: Run) -> Iterator[str]:
+def fetched(asked: Asked) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards."""
-    models = () if run.is_served else (run.spec, *run.other_models)
-    for spec in models:
+    subject = asked.subject
+    for spec in subject.models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
     from lazyllm.models.load import check_loading, load_tokenizer_of
 
-    if run.is_served:
-        load_tokenizer_of(run.spec)
-        yield f"{run.spec.name}: tokenizer only"
-    for spec in models:
+    if subject.spec not in subject.models:
+        load_tokenizer_of(subject.spec)
+        yield f"{subject.spec.name}: tokenizer only"
+    for spec in subject.models:
         check_loading(spec)
         load_tokenizer_of(spec)
         yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec)}"
-    for dataset in run.datasets:
-        rows = run.suite.load(dataset, run.data)
+    for dataset in asked.datasets:
+        rows = asked.suite.load(dataset, asked.data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"

@@ -6,12 +6,9 @@ from itertools import takewhile
 import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from eval.store.visit import Fidelity
-from lazyllm import Generation, Prompt, start
-from lazyllm.engine.generation import Forced
-from lazyllm.methods import Method
+from lazyllm import Generation
 
 
 def of_generations(baseline: Generation, own: Generation) -> Fidelity:
@@ -35,17 +32,6 @@ def of_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tup
     p, q = _log_probabilities(baseline), _log_probabilities(method)
     chosen = torch.tensor(token_ids)[:, None]
     return mean_kl(p, q), float((q.gather(1, chosen) - p.gather(1, chosen)).mean())
-
-
-def forced_logits(model: PreTrainedModel, prompt: Prompt, method: Method, token_ids: Sequence[int]) -> Tensor:
-    """[t, v] the method's logits before each of t tokens, if its answer is forced to be these tokens.
-
-    Each token but the last is run as a decoding step of the method. The logits are on the host.
-    """
-    forced = Forced(token_ids)
-    with start(model, prompt, method) as conversation:
-        conversation.answer_with(forced, None, len(token_ids))
-    return torch.stack(forced.logits).cpu()
 
 
 def mean_kl(p: Tensor, q: Tensor) -> float:

@@ -1,25 +1,30 @@
-"""A run's identity, and its numbers' provenance. Functions take an `eval.run.run.Run`, whose properties call them."""
+"""A run's identity, and its numbers' provenance."""
 
-import ast
+from __future__ import annotations
+
 import hashlib
 import importlib.metadata
 import inspect
 import json
 import os
 import platform
+import re
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from eval.benchmarks.rows import sha256_of
-from eval.run import targets
-from eval.run.arms import Arm, canonical_settings, method_asked
+from eval.benchmarks.suite import LoadedDataset
+from eval.run.arms import Arm, MethodAsked
+from eval.run.asked import Asked
+from eval.run.settings import RunConfig
 from lazyllm.machine import device_name, git_commit, version_of
-from lazyllm.methods import by_name, code_of, name_of
+from lazyllm.methods import about_the_method, by_name, code_of
 from lazyllm.models.checkpoint import gguf_of, title_of
 from lazyllm.models.gguf_file import quantisation_of
 from lazyllm.models.gguf_file import sha256_of as sha256_of_file
@@ -36,11 +41,13 @@ ENGINE = (
     "lazyllm/engine",
     "lazyllm/models",
     "lazyllm/methods/support",
-    "eval/run/measure.py",
+    "eval/run/decode.py",
+    "eval/run/memory.py",
+    "eval/run/answers.py",
+    "eval/run/visits.py",
     "eval/run/fidelity.py",
     "eval/run/evidence.py",
 )
-SERVED = ("eval/serving/client.py", "eval/serving/subject.py", "eval/run/measure.py")  # the same for runs of servers
 _PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
@@ -53,14 +60,14 @@ def versions() -> dict[str, str]:
 
 @cache
 def code_sha256(parts: tuple[str, ...]) -> str:
-    """16 hex digits of the SHA-256 of sources, Python's without comments, docstrings and layout.
+    """16 hex digits of the SHA-256 of sources.
 
     parts: files, and folders with their subfolders, relative to the folder of the packages.
     """
     digest = hashlib.sha256()
     for part in parts:
         for file in _sources(_ROOT / part):
-            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0{_content(file)}\0".encode())
+            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -99,99 +106,70 @@ def _own_files(module: str, package: str) -> set[str]:
 
 
 @cache
-def _content(file: Path) -> str:
-    """A source as it is hashed."""
-    if file.suffix == ".py":
-        return json.dumps(_meaning(ast.parse(file.read_bytes())))
-    return file.read_text(encoding="utf-8")
-
-
-@cache
 def _imports(file: Path) -> list[str]:
     """The modules from which a source imports names."""
-    nodes = ast.walk(ast.parse(file.read_bytes()))
-    return [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module is not None]
+    return re.findall(r"^\s*from ([\w.]+) import", file.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def _meaning(node: Any) -> Any:
-    """A syntax tree as nested lists, without positions, docstrings and empty fields, which new Pythons add."""
-    match node:
-        case ast.Expr(value=ast.Constant(value=str())):  # only a text, like a docstring
-            return None
-        case ast.AST():
-            filled = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
-            return [type(node).__name__, *([name, _meaning(value)] for name, value in filled)]
-        case list():
-            return [meaning for item in node if (meaning := _meaning(item)) is not None]
-    return repr(node)
-
-
-def identity_of(run: Any) -> dict[str, Any]:
-    """What must agree for two visits of a run to share a folder."""
-    config = run.config
-    limit, chat = run.max_prompt_tokens, _chat_identity(run)  # refused before rows are made, which may take minutes
+def identity_of(
+    asked: Asked, arms: Sequence[Arm], rows: Sequence[LoadedDataset], limit: int, batch_size: int
+) -> dict[str, Any]:
+    """What must agree for two visits of a run to share a folder. limit: tokens of a prompt."""
+    config, own = asked.config, dict(asked.subject.identity(arms))
     # splits share no table; rounding differs by the number of answers that decode together
     optional = {"turns": config.turns, "split": config.split, "fidelity": config.fidelity}
-    optional["batch_size"] = run.batch_size if run.batch_size > 1 else None
+    optional["batch_size"] = batch_size if batch_size > 1 else None
+    of_arms = own.pop("arms")
     identity = {
-        **(_served_identity(run) if run.is_served else _model_identity(run)),
-        **_data_identity(run),
-        **chat,
-        "suite_code": suite_code(run.suite.load.__module__),
-        "tokenizer": tokenizer_sha256(run.tokenizer)[:16],
+        **own,
+        **_of_data(asked, rows),
+        **_of_chat(asked),
+        "suite_code": suite_code(asked.suite.load.__module__),
+        "tokenizer": tokenizer_sha256(asked.subject.tokenizer)[:16],
         "max_prompt_tokens": limit,
         "seed": config.seed,
         "warmup": config.warmup,
         **{key: value for key, value in optional.items() if value is not None},
-        "arms": {arm.label: _arm_identity(run, arm) for arm in run.arms},
-        "baseline": run.baseline,
+        "arms": of_arms,
+        "baseline": asked.baseline,
     }
     return json.loads(json.dumps(identity))  # with keys and lists as in run.json
 
 
-def _data_identity(run: Any) -> dict[str, Any]:
+def _of_data(asked: Asked, rows: Sequence[LoadedDataset]) -> dict[str, Any]:
     """What identifies rows and answers. `limit` is left out, so it may be raised."""
-    config, longest = run.config, max(data.max_new_tokens for data in run.loaded)
-    rows = {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in run.loaded}
+    config, longest = asked.config, max(data.max_new_tokens for data in rows)
     identity: dict[str, Any] = {
-        "data": rows,
+        "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in rows},
         "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
     }
     if config.subset == "by_length":  # equal for all who chose the same rows
-        ids = {one.dataset.name: [example.id for example in one.examples] for one in run.loaded}
+        ids = {one.dataset.name: [example.id for example in one.examples] for one in rows}
         identity["subset"] = sha256_of(ids)[:16]
     return identity
 
 
-def _arm_identity(run: Any, arm: Arm) -> dict[str, Any]:
-    if run.is_served:
-        server = run.servers[arm.label]
-        reported = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
-        method = {key: value for key, value in arm.settings.items() if key != "turns"}
-        return {"method": method, "server": reported}
-    # of the method's other models: a local one's hash, a hub model's commit
-    others = [
-        weights_sha256(spec) or getattr(load_config(spec), "_commit_hash", None)
-        for spec in method_asked(arm.settings).models()
-    ]
-    solved = {data: settings | {"name": name_of(settings["name"])} for data, settings in arm.parameters.items()}
-    return {
-        "method": canonical_settings(arm.settings, run.model_config.num_hidden_layers),
-        "parameters": solved if targets.uses_preset(arm.settings) else None,
-        "code": method_code(arm.settings["name"]),
-        **({"weights": others} if others else {}),
-    }
+def _of_chat(asked: Asked) -> dict[str, Any]:
+    """What identifies the chat format: all that can change a number. Raises UserError if there is no template."""
+    chat, tokenizer = asked.subject.chat, asked.subject.tokenizer
+    about: dict[str, Any] = {"chat": asked.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
+    if chat.uses_template(tokenizer):
+        today = chat.today if chat.reads_clock(tokenizer) else None
+        about |= {"chat": "auto", "chat_args": chat.template_args(tokenizer), "system": chat.system, "today": today}
+    return {key: value for key, value in about.items() if value}
 
 
-def _model_identity(run: Any) -> dict[str, Any]:
-    """What identifies a model in this process."""
-    config, model, devices = run.config, run.config.model, devices_in_use(run.spec)
+def of_local_model(
+    config: RunConfig, spec: ModelSpec, model_config: PreTrainedConfig, arms: Sequence[Arm]
+) -> dict[str, Any]:
+    """What identifies a model in this process, and its arms."""
+    model, devices = config.model, devices_in_use(spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-    quantiser = packages.get(run.spec.quantise or quantised_by(run.model_config) or "")
-    file = gguf_of(run.spec)
+    quantiser = packages.get(spec.quantise or quantised_by(model_config) or "")
+    file = gguf_of(spec)
     readers = [*([quantiser] if quantiser else []), *(["gguf"] if file else [])]
     return {
-        "model": title_of(run.spec),
+        "model": title_of(spec),
         **({} if file is None else {"gguf": quantisation_of(file)}),
         "load_format": model.load_format,
         "dtype": model.dtype,
@@ -199,42 +177,40 @@ def _model_identity(run: Any) -> dict[str, Any]:
         "sdpa_backend": model.sdpa_backend,
         "quantise": model.quantise,
         "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
-        "revision": model.revision or getattr(run.model_config, "_commit_hash", None),
-        "weights": f"random, seed {config.seed}" if run.spec.is_dummy else weights_sha256(run.spec),
-        "end_ids": list(load_end_ids(run.spec)),
+        "revision": model.revision or getattr(model_config, "_commit_hash", None),
+        "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
+        "end_ids": list(load_end_ids(spec)),
         "engine": code_sha256(ENGINE),
         "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
         "device": " + ".join(map(device_name, devices)),
         "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
+        "arms": {arm.label: _of_method(arm, model_config.num_hidden_layers) for arm in arms},
     }
 
 
-def _served_identity(run: Any) -> dict[str, Any]:
-    """What identifies how all servers are asked."""
-    config = run.config
+def _of_method(arm: Arm, num_layers: int) -> dict[str, Any]:
+    with about_the_method():
+        asked = MethodAsked.of(arm.settings, num_layers)
+    # of the method's other models: a local one's hash, a hub model's commit
+    others = [
+        weights_sha256(spec) or getattr(load_config(spec), "_commit_hash", None)
+        for spec in next(iter(arm.methods.values())).models()
+    ]
     return {
-        "model": config.model.name,
-        "server": {key: getattr(config.server, key) for key in ("api", "cache", "extra_body")},
-        "load": {"concurrency": config.load.concurrency, "rate": config.load.rate},
-        "engine": code_sha256(SERVED),
-        "versions": versions(),
+        "method": asked.canonical(),
+        "parameters": arm.solved,
+        "code": method_code(asked.name),
+        **({"weights": others} if others else {}),
     }
 
 
-def _chat_identity(run: Any) -> dict[str, Any]:
-    """What identifies the chat format: all that can change a number."""
-    chat, tokenizer = run.chat, run.tokenizer
-    about: dict[str, Any] = {"chat": run.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
-    if chat.uses_template(tokenizer):
-        today = chat.today if chat.reads_clock(tokenizer) else None
-        about |= {"chat": "auto", "chat_args": chat.template_args(tokenizer), "system": chat.system, "today": today}
-    return {key: value for key, value in about.items() if value}
+def provenance_of(device: str) -> dict[str, Any]:
+    """Where, when and with which code a run's first job ran: not part of the identity, without folders and hosts.
 
-
-def provenance_of(run: Any) -> dict[str, Any]:
-    """Where, when and with which code the run's first job ran: not part of the identity, without folders and hosts."""
+    device: of the subject.
+    """
     machine = {
-        "device": "server" if run.is_served else device_name(devices_in_use(run.spec)[0]),
+        "device": device,
         "cpu": device_name(torch.device("cpu")),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
 
@@ -27,8 +28,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.run.config import CONF, compose_config, names, one_line, prepared, to_run_config
-from eval.run.run import RUNS, Run, check_writable
+from eval.run.asked import RUNS, ask, check_writable
+from eval.run.config import (
+    CONF,
+    compose_config,
+    names,
+    one_line,
+    prepared,
+    to_run_config,
+    with_whole_arms,
+    without_whole_arms,
+)
+from eval.run.receipt import complete_run, leave, receipt_of, show
 from eval.run.settings import RunConfig
 from lazyllm.errors import FailedExamplesError, UserError
 
@@ -61,20 +72,29 @@ def main(arguments: Sequence[str]) -> int:
 
     def work(config: DictConfig) -> None:
         with job():
-            run = Run(to_run_config(config)).check()
+            asked = ask(to_run_config(config), _sweep_folder())
+            receipt = receipt_of(asked)
+            if (complete := complete_run(asked, receipt)) is not None:
+                show(complete)
+                finished.append(complete)
+                return
+            asked.check()
             logging.info("loading torch and transformers")
             from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
+            from eval.run.run import prepare
 
-            finished.append(measure(run))
+            finished.append(measure(prepare(asked)))
+            leave(receipt, finished[-1])
         if failures := finished[-1].failures:
             raise FailedExamplesError(failures)
 
     try:
         start(work, arguments)
     finally:  # a job that failed does not hide the others
-        whole = [run for run in finished if not run.unvisited]
+        is_joined = len(finished) > 1 or bounds is not None
+        whole = [run for run in finished if is_joined and not run.unvisited]
         if len(whole) > 1:
-            from eval.run.loop import show_together  # the jobs have imported it
+            from eval.run.summary import show_together  # the jobs have imported it
 
             show_together(whole)
     if bounds is None or (finished and not whole):  # the last shard to end checks the gate
@@ -98,8 +118,10 @@ def parse_gate(text: str) -> dict[str, float]:
 def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
     """Do `work` once, or as a sweep through a Hydra launcher if there is an option such as -m. Raises UserError."""
     arguments = prepared(arguments, schema)
+    of_sweep = dict(argument.split("=", 1) for argument in arguments if argument.startswith("hydra.sweep.dir="))
+    runs = Path(of_sweep.get("hydra.sweep.dir", RUNS))
     if {"-m", "--multirun"} & set(arguments):
-        check_writable(RUNS)
+        check_writable(runs)
     _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
         work(compose_config(arguments))
@@ -112,7 +134,7 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
     except KeyboardInterrupt:
         end()
     finally:
-        (RUNS / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; each run has its settings in run.json
+        (runs / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; each run has its settings in run.json
 
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
@@ -130,14 +152,25 @@ def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str
     """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
     before = sys.argv
+    others, whole = without_whole_arms(arguments)
     # Hydra refuses -m among the settings
-    sys.argv = ["run.py", *sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))]
+    sys.argv = ["run.py", *sorted(others, key=lambda word: word not in ("-m", "--multirun"))]
+
+    def job_of(config: DictConfig) -> None:
+        work(with_whole_arms(config, HydraConfig.get().overrides.task, whole))
+
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job_of)()
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
     finally:
         sys.argv = before
+
+
+def _sweep_folder() -> Path:
+    """The folder of this job's run, unless it has an own one: `hydra.sweep.dir` in a sweep."""
+    is_sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    return Path(HydraConfig.get().sweep.dir) if is_sweep else RUNS
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from eval.run.asked import Asked, ask
 from eval.run.job import jobs_of
-from eval.run.run import Run, limit_of_prompts
+from eval.run.local import LocalModel
 from eval.run.work import Model, Work, fitting_batch
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
@@ -79,23 +80,39 @@ class Cost:
         return sum(self.memory.values())
 
 
-def groups_of(run: Run) -> list[Group]:
+def model_of(asked: Asked) -> LocalModel:
+    """The run's model in this process. Raises UserError for servers."""
+    if not isinstance(asked.subject, LocalModel):
+        raise UserError("a plan counts the work of a model in this process; a server's is unknown")
+    return asked.subject
+
+
+def _limit(asked: Asked) -> int:
+    """Tokens of a prompt."""
+    from eval.run.cases import limit_of_prompts  # not at the top: it imports torch
+
+    return limit_of_prompts(asked, model_of(asked).shape.max_position_embeddings)
+
+
+def groups_of(asked: Asked) -> list[Group]:
     """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
-    if is_estimated(run):
-        return estimated_groups(run)
-    here = replace(run.config.model, device="cpu", quantise=None, device_map=None)
-    cases = run.changed(model=here, method={"name": "baseline"}, compare=None, shard=None).cases
+    from eval.run.cases import prompts_of
+
+    if is_estimated(asked):
+        return estimated_groups(asked)
+    here = replace(asked.config.model, device="cpu", quantise=None, device_map=None)
+    cases = prompts_of(asked.changed(model=here, shard=None))
     messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Group(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
 
 
-def is_estimated(run: Run) -> bool:
+def is_estimated(asked: Asked) -> bool:
     """Whether data or tokenizer are in no cache and the suite publishes sizes. Rows in `data.dir` are counted."""
-    suite, spec = run.suite, run.spec
-    if not suite.published(run.data) or run.data.dir is not None:
+    suite, data, spec = asked.suite, asked.data, asked.subject.spec
+    if not suite.published(data) or data.dir is not None:
         return False
-    if not suite.cached(run.data):
+    if not suite.cached(data):
         return True
     try:
         read_config(spec)
@@ -105,40 +122,43 @@ def is_estimated(run: Run) -> bool:
     return False
 
 
-def estimated_groups(run: Run) -> list[Group]:
+def estimated_groups(asked: Asked) -> list[Group]:
     """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
-    config, limit = run.config, limit_of_prompts(run, run.shape.max_position_embeddings)
-    groups, sizes = list[Group](), run.suite.published(run.data)
-    for dataset in run.datasets:
+    from eval.run.cases import limit_of_answers
+
+    config, limit = asked.config, _limit(asked)
+    groups, sizes = list[Group](), asked.suite.published(asked.data)
+    for dataset in asked.datasets:
         size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
-        new_tokens = run.answer_limit(dataset, size.max_new_tokens)
+        new_tokens = limit_of_answers(asked, dataset, size.max_new_tokens)
         whole = size.examples if config.split is None else -(-size.examples // 2)
         groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole)))
     return groups
 
 
-def costs_of(run: Run, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
+def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
-    from eval.run.measure import WARMUP_TOKENS
+    from eval.run.decode import WARMUP_TOKENS
 
-    model, first, costs, is_estimate = Model.of(run.spec), groups[0], list[Cost](), is_estimated(run)
-    every = [arm.method(dataset.name) for arm in run.arms for dataset in run.datasets]
+    spec, first, costs, is_estimate = asked.subject.spec, groups[0], list[Cost](), is_estimated(asked)
+    model, arms = Model.of(spec), model_of(asked).arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
+    every = [method for arm in arms for method in arm.methods.values()]
     # tokens of the last turn's text
     lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
     most, memory = max(group.new_tokens for group in groups), 1e9 * device.gigabytes or None
-    batch_size = fitting_batch(run.config.batch_size, run.spec, every, max(lengths), most, memory)
-    warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), run.config.warmup)
-    for arm in run.arms:
+    batch_size = fitting_batch(asked.config.batch_size, spec, every, max(lengths), most, memory)
+    warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), asked.config.warmup)
+    for arm in arms:
         works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
         for group in (*groups, warm_up):
-            method, asked = arm.method(group.dataset), (group.messages, group.new_tokens)
-            works += [(work, group.count) for work in model.conversation(method, *asked, arm.turns, batch_size)]
+            method, turn = arm.method(group.dataset), (group.messages, group.new_tokens)
+            works += [(work, group.count) for work in model.conversation(method, *turn, arm.turns, batch_size)]
         for group, length in zip(groups, lengths, strict=True):
             peaks.append(model.memory(arm.method(group.dataset), length, group.new_tokens, batch_size))
         costs.append(
             Cost(
-                run=Path(run.spec.name).name,
+                run=Path(spec.name).name,
                 arm=arm.label,
                 examples=sum(group.count for group in groups),
                 prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
@@ -155,7 +175,7 @@ def costs_of(run: Run, groups: Sequence[Group], device: Accelerator) -> list[Cos
     return costs
 
 
-def device_of(run: Run) -> Accelerator:
+def device_of(asked: Asked) -> Accelerator:
     """The device on which a run would run here. Raises UserError if it is not here."""
     import torch  # this and others not at the top: planning refuses arguments before it imports torch
 
@@ -163,26 +183,24 @@ def device_of(run: Run) -> Accelerator:
     from lazyllm.models.load import devices_in_use
 
     try:
-        device = devices_in_use(run.spec)[0]
+        device = devices_in_use(asked.subject.spec)[0]
     except UserError as error:
         raise UserError(f"{error}; or plan for another machine: --gpu {', '.join(ACCELERATORS)}") from error
-    return this_machine(device, getattr(torch, run.spec.dtype), run.shape, run.config.threads)
+    return this_machine(device, getattr(torch, asked.subject.spec.dtype), model_of(asked).shape, asked.config.threads)
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[Cost]:
     """The cost of each arm of each run; shards are one run, arms out of reach are left out. device: None for ours."""
     whole = [argument for argument in arguments if not argument.startswith("shard=")]
-    runs = [Run(config) for config in jobs_of(whole)]
-    if any(run.is_served for run in runs):
-        raise UserError("a plan counts the work of a model in this process; a server's is unknown")
+    runs = [ask(config) for config in jobs_of(whole)]
     try:
-        for run in runs:
-            _ = run.asked, run.datasets
+        for asked in runs:
+            spec = model_of(asked).spec
             # refuse what the caches lack before torch is imported; an estimate needs only the model's shape
-            read_config(replace(run.spec, load_format="dummy") if is_estimated(run) else run.spec)
+            read_config(replace(spec, load_format="dummy") if is_estimated(asked) else spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
-    return [cost for run in runs for cost in costs_of(run, groups_of(run), device or device_of(run))]
+    return [cost for asked in runs for cost in costs_of(asked, groups_of(asked), device or device_of(asked))]
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ from omegaconf import MISSING as MISSING_VALUE
 from eval.benchmarks.chat_format import TODAY
 from eval.benchmarks.datasets import SuiteSettings
 from eval.benchmarks.suite import setting
+from lazyllm.errors import require
 
 # The name of an arm's method that is a server, and its settings: `server.*` and `model.name`, unless they differ
 SERVER = "server"
@@ -174,3 +175,10 @@ def documented(schema: Any) -> list[tuple[str, str, str]]:
             default = "" if value == MISSING_VALUE else "null" if value is None else str(value)
             rows.append((item.name, default.lower() if isinstance(value, bool) else default, item.metadata["text"]))
     return rows
+
+
+def check_unused(group: str, settings: Any, instead: str) -> None:
+    """Refuse settings of a group that were changed and would change nothing. Raises UserError."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        require(value == getattr(type(settings)(), item.name), f"{group}.{item.name}", value, instead)

@@ -6,8 +6,11 @@ Ours are solved for (`Method.solve`): a method's `target_parameter` is set so th
 `Method.table1` holds the parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
+import csv
 import re
-from dataclasses import MISSING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,12 @@ import yaml
 from eval.benchmarks import SUITES
 from eval.benchmarks.suite import Dataset
 from lazyllm.errors import UserError, require
-from lazyllm.methods import by_name, settings_of
+from lazyllm.methods import Method
 from lazyllm.methods.support.schedule import Schedule
 
 # Prompt lengths: the paper's mean for Llama 2, LongBench's limit for XGen (most prompts are truncated to it)
 REFERENCE_TOKENS = {"llama2": 3376, "xgen": 7500}
+TABLE1 = Path(__file__).parents[1] / "analysis" / "published" / "table1.csv"
 
 PREFIX = "tuned/"
 SHIPPED = Path(__file__).parents[1] / "conf" / "tuned"
@@ -32,85 +36,84 @@ class OutOfReachError(UserError):
     """A method cannot reach its target speedup on this model."""
 
 
-def is_preset(value: Any) -> bool:
-    """Whether a setting is `table1` or a speedup such as `2.0x`."""
-    return isinstance(value, str) and (value == "table1" or _SPEEDUP.fullmatch(value) is not None)
+@dataclass(frozen=True)
+class Target:
+    """An ideal TTFT speedup, for which a method's `target_parameter` is solved. None: the paper's, for each task."""
 
+    speedup: float | None
 
-def uses_preset(settings: dict[str, Any]) -> bool:
-    """Whether a method's settings depend on the task and the model."""
-    return any(is_preset(value) for value in settings.values())
+    @classmethod
+    def parse(cls, value: Any) -> "Target | None":
+        """The target that a setting names: `table1`, or a speedup such as `2.0x`; None for any other value."""
+        if value == "table1":
+            return cls(None)
+        match = _SPEEDUP.fullmatch(value) if isinstance(value, str) else None
+        return None if match is None else cls(float(match[1]))
 
+    def solved(
+        self,
+        kind: type[Method],
+        name: str,
+        others: Mapping[str, Any],
+        dataset: Dataset,
+        shape: Any,
+        column: str | None,
+        length: int | None = None,
+        limit: int | None = None,
+    ) -> Any:
+        """The value of the method's `target_parameter` for a dataset and a model.
 
-def check(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with placeholders for presets and tuned schedules, to check the others."""
-    if is_tuned(settings.get("schedule")):
-        settings = settings | {"schedule": "none"}
-    name = settings.get("name", "")
-    kind, checked = by_name(name), dict(settings)
-    for key, value in settings.items():
-        if not is_preset(value):
-            continue
-        if key in kind.table1 and value != "table1":
-            raise UserError(f"method {name!r} cannot be solved for {key}={value}: give a number")
-        if key != kind.target_parameter and key not in kind.table1:
-            raise UserError(f"method {name!r} takes no preset as {key}={value}; give a number")
-        default = settings_of(kind)[key]
-        checked[key] = 0.5 if default is MISSING else default  # a target_parameter without a default is a keep ratio
-    return checked
-
-
-def with_layers(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The settings with layers for a schedule's shares of the depth (`50%`) and for `tuned/NAME`. Raises ValueError."""
-    schedule: Any = settings.get("schedule")
-    if is_tuned(schedule):
-        return settings | {"schedule": read_tuned(schedule, num_layers)}
-    if not isinstance(schedule, dict) and ":" not in str(schedule):  # a name
-        return settings
-    return settings | {"schedule": dict(Schedule.parse(schedule, num_layers).keep)}
-
-
-def solved(
-    settings: dict[str, Any], dataset: Dataset, model_config: Any, column: str | None, length: int | None = None
-) -> dict[str, Any]:
-    """A method's settings for one dataset and model, presets replaced by numbers.
-
-    settings: `name` and hyperparameters, as `check` takes them. column: the paper's for this model, llama2 or xgen;
-    None takes llama2's. length: the prompt length in tokens to solve for; None for the suite's.
-    Raises OutOfReachError if the method cannot reach the speedup.
-    """
-    if not uses_preset(settings):
-        return settings
-    kind = by_name(settings["name"])
-    settings = settings | {key: value for key, value in kind.table1.items() if settings.get(key) == "table1"}
-    value = settings.get(kind.target_parameter or "")
-    if not is_preset(value):
-        return settings
-    column = column or "llama2"
-    reference = SUITES[dataset.suite].reference_tokens
-    tokens = length or (REFERENCE_TOKENS[column] if reference is None else reference)
-    key, expected = f"dataset.{dataset.name}.prompt_tokens", f"the rows' mean, for which {value} is solved"
-    require(tokens > 0, key, tokens, expected)
-    target = table1_speedup(dataset.task, settings["name"], column) if value == "table1" else float(str(value)[:-1])
-    others = {key: value for key, value in settings.items() if key not in ("name", "turns")}
-    solution = kind.solve(others, model_config, tokens, target)
-    if solution is None:
-        instead = "name a draft" if others.get("draft", "") is None else "give less" if target > 1 else "give 1x"
-        raise OutOfReachError(
-            f"method {settings['name']!r} cannot reach an ideal TTFT speedup of {target} on "
-            f"{model_config.num_hidden_layers} layers; {instead}"
-        )
-    return settings | {str(kind.target_parameter): solution}
+        name: the method's. others: its other hyperparameters. shape: the model's config. column: the paper's for this
+        model, llama2 or xgen; None takes llama2's. length: the prompt length in tokens to solve for; None for the
+        suite's. limit: of the run's prompts; `table1` is solved for no more tokens.
+        Raises OutOfReachError if the method cannot reach the speedup, UserError if Table 1 has none.
+        """
+        column = column or "llama2"
+        tokens = length or SUITES[dataset.suite].reference_tokens
+        if tokens is None:
+            tokens = REFERENCE_TOKENS[column]
+            tokens = tokens if limit is None or self.speedup is not None else min(tokens, limit)
+        key, expected = f"dataset.{dataset.name}.prompt_tokens", "the rows' mean, for which a speedup is solved"
+        require(tokens > 0, key, tokens, expected)
+        speedup = self.speedup or table1_speedup(dataset.task, name, column)
+        solution = kind.solve(others, shape, tokens, speedup)
+        if solution is None:
+            instead = "name a draft" if others.get("draft", "") is None else "give less" if speedup > 1 else "give 1x"
+            raise OutOfReachError(
+                f"method {name!r} cannot reach an ideal TTFT speedup of {speedup} on {shape.num_hidden_layers} layers; "
+                f"{instead}"
+            )
+        return solution
 
 
 def table1_speedup(task: str, method: str, column: str) -> float:
     """The TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
-    from eval.analysis.paper_tables import paper_values  # not at the top: pandas is slow to import
-
-    speedup = paper_values().get((column, task, method, "ttft_speedup"))
+    speedup = _table1().get((task, method, column))
     if speedup is None:
         raise UserError(f"Table 1 has no speedup of method {method!r}: give a speedup such as 2.0x instead of table1")
     return speedup
+
+
+@cache
+def _table1() -> dict[tuple[str, str, str], float]:
+    """{(task, method, llama2 or xgen): TTFT speedup}."""
+    with TABLE1.open(encoding="utf-8", newline="") as opened:
+        rows = [*csv.DictReader(opened)]
+    return {
+        (row["task"], row["method"], column): float(row[f"{column}_ttft_speedup"])
+        for row in rows
+        for column in REFERENCE_TOKENS
+        if row[f"{column}_ttft_speedup"]
+    }
+
+
+def with_layers(schedule: Any, num_layers: int) -> Any:
+    """A schedule with layers for shares of the depth (`50%`) and for `tuned/NAME`. Raises ValueError."""
+    if is_tuned(schedule):
+        return read_tuned(schedule, num_layers)
+    if not isinstance(schedule, dict) and ":" not in str(schedule):  # a name
+        return schedule
+    return dict(Schedule.parse(schedule, num_layers).keep)
 
 
 def is_tuned(schedule: Any) -> bool:

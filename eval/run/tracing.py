@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.run.arms import Arm
-from eval.run.cases import Case
+from eval.run.case import Case
 from eval.run.evidence import selections_that_ran
 from eval.store.visit import Trace, compact_counts
 from lazyllm import generate

@@ -21,19 +21,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from eval.analysis.run_table import row_name
-from eval.analysis.table import Table
 from eval.run.config import QUIET
 from eval.run.settings import TrackerConfig
-from eval.store.aggregate import beside
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun
 from eval.store.visit import SCALES, Answer, Visit, numbers_of
 from lazyllm.errors import reason_of
+
+if TYPE_CHECKING:
+    from eval.analysis.table import Table
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,8 @@ class Tracker:
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
         """Show the arm's rows of the run's table, and every turn. results: of this run. pictures: PNG ones count."""
+        from eval.analysis.run_table import row_name  # not at the top: it imports pandas
+
         rows: Any = table.frame[table.frame["method"] == row_name(self.arm)]
         named = rows.assign(name=rows["name"].where(rows["kind"] != "all", "all"))
         values = named.drop(columns=["run", "kind", "task", "method"]).astype(object).melt("name").dropna()
@@ -132,6 +134,8 @@ class Tracker:
                 self._run.log({f"figures/{file.stem}": self._wandb.Image(str(file))})
 
     def _per_example(self, results: Results) -> Any:
+        from eval.store.aggregate import beside
+
         frame: Any = results.frame
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]].drop(columns="token_s")
         turns = list(results.answers(rows))
@@ -152,7 +156,7 @@ class Tracker:
 def _mean(name: str, turns: Sequence[Answer]) -> float:
     """The mean of a column of the frames, as stored; NaN if a turn lacks it."""
     place = [*SCALES].index(name)
-    return float(np.mean([numbers_of(turn)[place] for turn in turns], dtype=float))
+    return float(np.array([numbers_of(turn)[place] for turn in turns], dtype=float).mean())
 
 
 @contextmanager

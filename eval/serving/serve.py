@@ -16,9 +16,10 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from eval.run.asked import Asked, ask
 from eval.run.config import run_config
 from eval.run.job import job
-from eval.run.run import Run
+from eval.run.local import LocalModel
 from lazyllm.errors import UserError, parser_of, require
 
 if TYPE_CHECKING:
@@ -34,14 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     others = [word for word in arguments if word.partition("=")[0] not in own]
     own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
     # the dataset, which none is needed for, is one that is made here
-    run = Run(run_config(["dataset=lookup", "baseline=false", *others]))
-    if run.is_served:
-        raise UserError("serve takes a model of this process: model=NAME, with method=NAME or compare=[...]")
+    asked = ask(run_config(["dataset=lookup", "baseline=false", *others]))
+    model_of(asked)
     missing = [package for package in ("fastapi", "uvicorn") if find_spec(package) is None]
     if missing:
         raise UserError(f"serve needs {missing[0]}: pip install --editable '.[serve]' in the repository's folder")
     with job(), listen(**own) as listening, suppress(KeyboardInterrupt):
-        serve(endpoint_of(run), listening)
+        serve(endpoint_of(asked), listening)
     return 0
 
 
@@ -74,14 +74,23 @@ def serve(endpoint: Endpoint, listening: socket.socket) -> None:
     EndingServer(uvicorn.Config(make_app(endpoint), **options)).run([listening])
 
 
-def endpoint_of(run: Run) -> Endpoint:
+def model_of(asked: Asked) -> LocalModel:
+    """The model in this process. Raises UserError for servers."""
+    if not isinstance(asked.subject, LocalModel):
+        raise UserError("serve takes a model of this process: model=NAME, with method=NAME or compare=[...]")
+    return asked.subject
+
+
+def endpoint_of(asked: Asked) -> Endpoint:
     """The methods of a run, by the names that requests give them, around its model. Raises UserError."""
     from eval.serving.api import Endpoint
     from lazyllm.methods import Baseline
-    from lazyllm.models.load import load_tokenizer_of, load_weights
+    from lazyllm.models.load import load_weights
 
-    methods = {arm.label: arm.method(run.datasets[0].name) for arm in run.arms}
+    model = model_of(asked)
+    arms = model.arms(asked.datasets, asked.suite.length(asked.data), None)
+    methods = {arm.label: arm.method(asked.datasets[0].name) for arm in arms}
     methods = {"": next(iter(methods.values())), **methods, "baseline": Baseline()}
-    name, tokenizer = run.config.model.name, load_tokenizer_of(run.spec)  # refused before weights load
+    name, tokenizer = asked.config.model.name, model.tokenizer  # refused before weights load
     named = {f"{name}/{key}".rstrip("/"): method for key, method in methods.items()}
-    return Endpoint(load_weights(run.spec), tokenizer, named)
+    return Endpoint(load_weights(model.spec), tokenizer, named)

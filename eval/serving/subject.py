@@ -1,4 +1,6 @@
-"""Measuring servers: one beside another, or one alone, on the prompts that a model in this process would get."""
+"""Servers as the subject of a run: one beside another, or one alone, on the prompts of a model in this process."""
+
+from __future__ import annotations
 
 import json
 import logging
@@ -6,60 +8,215 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count, islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from eval.analysis.columns import PROMPT_ENDS
-from eval.benchmarks.chat_format import THOUGHT_END
-from eval.run.arms import Arm
-from eval.run.cases import Case
-from eval.run.measure import WARMUP_TOKENS, in_turn, scored, visit_of
-from eval.run.run import Run
-from eval.serving.client import Completion, RequestError, Server
-from eval.store.visit import Answer, Failure, Fidelity, Times, Visit
-from lazyllm.errors import UserError
+from eval.benchmarks.chat_format import THOUGHT_END, ChatFormat, chat_format
+from eval.benchmarks.suite import Dataset
+from eval.run.arms import Arm, check_distinct
+from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
+from eval.run.subject import Answering, Load, in_turn
+from eval.run.visits import scored, visit_of
+from eval.serving.client import Completion, RequestError, Server, describe
+from eval.store.visit import Answer, Failure, Fidelity, Times, Trace, Visit
+from lazyllm.errors import UserError, require
+from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from eval.run.case import Case
 
 log = logging.getLogger(__name__)
 
 BLOCK = 32  # requests to one arm before the next under load, or four times those at once
 
 
+_OF_THE_RUN = {"model", "prompt", "messages", "stream", "stream_options", "max_tokens", "stop"}  # fields of a request
+SOURCES = ("eval/serving/client.py", "eval/serving/subject.py", "eval/run/visits.py")  # that can change a number
+WARMUP_TOKENS = 4
+
+
 @dataclass(frozen=True)
 class Servers:
-    """Measures the servers of a run, as `eval.run.measure.Bench` measures a model in this process.
+    """Servers in the place of a model (`eval.run.subject`). asked: {label of an arm: its settings}.
+
+    spec: the model behind them, whose tokenizer is known.
+    """
+
+    config: RunConfig
+    asked: Mapping[str, dict[str, Any]]
+    spec: ModelSpec
+    chat: ChatFormat
+    counts_last = True  # as servers do
+
+    @property
+    def name(self) -> str:
+        return self.config.model.name
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        return ()
+
+    @cached_property
+    def servers(self) -> dict[str, Server]:
+        """{label of an arm: its server}, asked what they are. Raises UserError."""
+        server, asked, servers = self.config.server, dict[str, Server](), dict[str, Server]()
+        for label, settings in self.asked.items():
+            url: Any = settings.get("url") or server.url
+            kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
+            extra = {**(server.extra_body or {}), **(settings.get("extra_body") or {})}
+            name = settings.get("model") or self.config.model.name
+            asked[label] = Server(url, name, kind, server.api, extra, server.api_key_env, server.timeout_s)
+            same = next(other for other in asked if asked[other] == asked[label])
+            servers[label] = servers[same] if same in servers else describe(asked[label])
+        return servers
+
+    def check(self) -> None:
+        from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
+
+        has_chat_template(*tokenizer_of(self.spec))  # refuses what is no tokenizer
+        _ = self.servers
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from lazyllm.models.load import load_tokenizer_of
+
+        tokenizer = load_tokenizer_of(self.spec)
+        assert tokenizer is not None
+        return tokenizer
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def positions(self) -> int | None:
+        reported = [server.positions for server in self.servers.values() if server.positions is not None]
+        return min(reported, default=None)
+
+    def arms(self, datasets: Sequence[Dataset], tokens: int | None, limit: int | None) -> tuple[Arm, ...]:
+        check_distinct(self.asked)
+        return tuple(Arm(label, settings) for label, settings in self.asked.items())
+
+    def batch_size(self, arms: Sequence[Arm], prompt_tokens: int, new_tokens: int) -> int:
+        return 1
+
+    def identity(self, arms: Sequence[Arm]) -> dict[str, Any]:
+        from eval.run.identity import code_sha256, versions
+
+        config = self.config
+        return {
+            "model": config.model.name,
+            "server": {key: getattr(config.server, key) for key in ("api", "cache", "extra_body")},
+            "load": {"concurrency": config.load.concurrency, "rate": config.load.rate},
+            "engine": code_sha256(SOURCES),
+            "versions": versions(),
+            "arms": {arm.label: self._of_arm(arm) for arm in arms},
+        }
+
+    def _of_arm(self, arm: Arm) -> dict[str, Any]:
+        server = self.servers[arm.label]
+        reported = {"url": server.url, "kind": server.kind, "version": server.version, "model": server.name}
+        return {"method": {key: value for key, value in arm.settings.items() if key != "turns"}, "server": reported}
+
+    @property
+    def device(self) -> str:
+        return "server"
+
+    @contextmanager
+    def ready(self, how: Answering, load: Load | None = None) -> Iterator[Client]:
+        yield Client(self, how)
+
+
+def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> Servers:
+    """The servers that the settings name. Raises UserError for what servers cannot do, and for URLs of none."""
+    model, server = config.model, config.server
+    spec = ModelSpec(model.tokenizer or model.name, revision=model.revision, seed=config.seed)
+    by_server = server.api == "chat"  # which applies the model's template
+    chat = chat_format(
+        "none" if by_server else model.chat,
+        args={} if by_server else model.chat_args or {},
+        system=None if by_server else model.system,
+        today=model.today,
+        thinking_tokens=model.thinking_tokens,
+    )
+    for extra in (server.extra_body or {}, *(settings.get("extra_body") or {} for settings in arms.values())):
+        require(isinstance(extra, dict), "extra_body", extra, "a mapping of fields, such as {top_k: 1}")
+        own = ", ".join(sorted(_OF_THE_RUN & extra.keys()))
+        require(not own, "extra_body", own, "other fields: the run gives these itself")
+    for settings in arms.values():
+        name, unknown = settings.get("name", ""), settings.keys() - {*SERVER_SETTINGS, "name", "turns"}
+        if name not in ("baseline", SERVER):
+            raise UserError(
+                f"method={name} runs inside transformers: serve it (lazyllm-bench serve model=NAME method={name} "
+                "port=8123), then give method=server method.url=http://127.0.0.1:8123/v1"
+            )
+        if unknown:
+            raise UserError(f"method server has no setting {min(unknown)!r}; it has {', '.join(SERVER_SETTINGS)}")
+        kind = settings.get("kind")
+        require(kind in (None, *SERVER_KINDS), "method.kind", kind, " or ".join(SERVER_KINDS))
+    for url in (server.url, *(settings["url"] for settings in arms.values() if settings.get("url") is not None)):
+        parts = urlsplit(url or "")
+        if parts.username is not None:
+            raise UserError(f"a URL with a name or password would be stored: give a key in {server.api_key_env}")
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.query
+        require(is_address, "url", url, "a URL such as http://127.0.0.1:8000/v1")
+    is_source = model.tokenizer is not None or "/" in model.name or Path(model.name).exists()
+    require(is_source, "model.tokenizer", "null", "FOLDER_OR_HUB_ID of the served model, as prompts are made here")
+    has_own = by_server and model.chat not in (None, "none")
+    require(not has_own, "model.chat", model.chat, "none: the server applies its own template")
+    one = config.load.rate is None or config.load.concurrency == 1
+    require(one, "load.concurrency", config.load.concurrency, "1 with load.rate")
+    require(config.trace == 0, "trace", config.trace, "0, as a server does not tell what its layers compute")
+    expected = "null, as a server does not tell the probabilities that it needs"
+    require(config.fidelity is None, "fidelity", config.fidelity, expected)
+    return Servers(config, arms, spec, chat)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Asks the servers of a run (`eval.run.subject.Answerer`).
 
     The prompts are text, or token ids if the server takes them. By default every prompt is kept out of the prefix
     caches (`Kind.cold`), and refused if the server counts other prompt tokens than we.
     """
 
-    run: Run
+    subject: Servers
+    how: Answering
     _secret: str = field(default_factory=secrets.token_hex)
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
         """Short answers to the longest prompt of each range of lengths, as servers compile for each."""
+        from eval.analysis.columns import PROMPT_ENDS  # not at the top: it imports pandas
+
         ordered = sorted(cases, key=lambda case: len(case.prompt.token_ids))
         longest = {sum(len(case.prompt.token_ids) > end for end in PROMPT_ENDS): case for case in ordered}
         for case in longest.values():
-            for arm in self.run.arms * runs:
+            for arm in self.how.arms * runs:
                 try:
                     self._timed(arm, case, [], WARMUP_TOKENS, secrets.token_hex(8))
                 except RequestError as error:
                     log.warning("warming up on %s, row %s failed (%s)", *case.key, error)
 
-    def measure(self, cases: Sequence[Case]) -> Iterator[Visit]:
+    def visits(self, cases: Sequence[Case]) -> Iterator[Visit]:
         """The arms answer in turn: prompt by prompt in each visit's order, or under load in blocks with theirs.
 
         Under load, an arm has the run's number of conversations at once, or they begin at the run's rate.
         """
-        load, rng, waiting = self.run.config.load, random.Random(self.run.config.seed), iter(cases)
+        load, rng, waiting = self.how.config.load, random.Random(self.how.config.seed), iter(cases)
         most = max(BLOCK, 4 * load.concurrency) if load.is_shared else 1
         for number in count():
             if not (block := list(islice(waiting, most))):
                 return
-            order = [arm.label for arm in (in_turn(self.run.arms, number) if load.is_shared else block[0].arms)]
+            order = [arm.label for arm in (in_turn(self.how.arms, number) if load.is_shared else block[0].arms)]
             answers: list[dict[str, list[Completion] | Failure]] = [{} for _ in block]
             for label in order:
                 asked = [(place, arm) for place, case in enumerate(block) for arm in case.arms if arm.label == label]
@@ -74,11 +231,11 @@ class Servers:
                     answers[place][label] = future.result()
             for case, given in zip(block, answers, strict=True):
                 arms = tuple(sorted(case.arms, key=lambda arm: order.index(arm.label)))
-                baseline, measured = given.get(self.run.baseline or ""), dict[str, list[Answer] | Failure]()
+                baseline, measured = given.get(self.how.baseline or ""), dict[str, list[Answer] | Failure]()
                 for label, own in given.items():
                     is_failure = isinstance(own, Failure)
                     measured[label] = own if is_failure else self._measurements(case, own, baseline)
-                yield visit_of(replace(case, arms=arms), self.run.arms, measured)
+                yield visit_of(replace(case, arms=arms), self.how.arms, measured)
 
     def _converse_until(self, is_over: threading.Event, arm: Arm, case: Case) -> list[Completion] | Failure:
         """`_converse`. An error that ends the run sets `is_over`; no conversation begins after it, so that a server
@@ -94,7 +251,7 @@ class Servers:
     def _converse(self, arm: Arm, case: Case) -> list[Completion] | Failure:
         """The answers of a conversation; each message follows the server's own answers."""
         # arms that share a server must not share its prefix cache
-        roots = [server.root for server in self.run.servers.values()]
+        roots = [server.root for server in self.subject.servers.values()]
         has_own_cache = len({*roots}) == len(roots)
         answers: list[Completion] = []
         try:
@@ -103,12 +260,12 @@ class Servers:
                 mark = random.Random(seed).randbytes(8).hex()
                 answers.append(self._timed(arm, case, answers, case.max_new_tokens, mark))
         except RequestError as error:
-            return Failure(reason=f"{self.run.servers[arm.label].url}: {error}", traceback=repr(error))
+            return Failure(reason=f"{self.subject.servers[arm.label].url}: {error}", traceback=repr(error))
         return answers
 
     def _timed(self, arm: Arm, case: Case, earlier: Sequence[Completion], most: int, mark: str) -> Completion:
         """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has."""
-        config, server = self.run.config, self.run.servers[arm.label]
+        config, server = self.how.config, self.subject.servers[arm.label]
         is_warm = config.server.cache == "warm"
         cold = "nothing" if is_warm else server.takes.cold
         if cold == "flush" and config.load.is_shared:
@@ -141,11 +298,11 @@ class Servers:
         self, case: Case, server: Server, noise: str, earlier: Sequence[Completion]
     ) -> tuple[dict[str, Any], int | None]:
         """The request's fields with the conversation, and its tokens by our tokenizer; None if unknown."""
-        model, prompt, tokenizer = self.run.config.model, case.prompt, self.run.tokenizer
+        model, prompt, tokenizer = self.how.config.model, case.prompt, self.subject.tokenizer
         texts = [prompt.text]
         for answer, turn in zip(earlier, prompt.turns, strict=False):
             texts += [answer.text, turn.text]
-        if self.run.config.server.api == "chat":
+        if self.how.config.server.api == "chat":
             texts[0] = noise + texts[0]
             messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
             messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []
@@ -168,7 +325,7 @@ class Servers:
     def _measurements(
         self, case: Case, answers: list[Completion], baseline: list[Completion] | Failure | None
     ) -> list[Answer]:
-        chat, measured, so_far = self.run.chat, list[Answer](), 0.0
+        chat, measured, so_far = self.subject.chat, list[Answer](), 0.0
         for turn, answer in enumerate(answers):
             thinks, so_far = chat.thinking_tokens and answer.reasoning, so_far + answer.last_token_s
             text = f"{answer.reasoning}{THOUGHT_END}{answer.text}" if thinks else answer.text
@@ -179,3 +336,6 @@ class Servers:
             own = scored(case, text, chat, turn)
             measured.append(Answer(**own, times=times, fidelity=fidelity, request=answer.request))
         return measured
+
+    def traces(self, case: Case, arms: Sequence[Arm]) -> Iterator[Trace]:
+        raise AssertionError("a run of servers has no traces")  # `subject_of` refuses them

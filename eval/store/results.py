@@ -8,16 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS
-from eval.store.folder import fingerprint
 from eval.store.runs import COLUMNS, StoredRun, stored_runs
 from eval.store.visit import Answer, Turn, Visit
 from lazyllm.errors import UserError
@@ -29,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # Keys of an identity that may differ between runs that share a table
 _FREE = {"arms", "baseline", "data", "seed", "warmup", "fidelity", "batch_size", "suite_code"}
+_SHOWN = 20  # characters of a value in a name
 _ROWS = "rows of "  # key of a dataset: the hashes of its rows and templates
 _MEASURED_ONCE = ["model", "method", "settings", "seed", "dataset"]
 
@@ -145,7 +144,8 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
 
     Runs share a table if those of one model agree in everything but arms, data and seed, those of one method or suite
     in its code, and all in the rows and templates of a dataset. `differences` holds the values that are not the most
-    common of the model (of equally common ones, the newest run's is). `variant` names the fewest that tell it apart.
+    common of the model (of equally common ones, the newest run's is). `variant` names the first of these, how many
+    there are more, and a number where that is the name of several.
     """
     compared = _compared_values(runs)
     seen = defaultdict[tuple[str, str], list[str]](list)
@@ -153,33 +153,20 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
         for key, value in own.items():
             seen[run.model, key].append(value)
     usual = {key: max(reversed(values), key=values.count) for key, values in seen.items()}
-    runs = [
-        replace(run, differences={key: text.strip('"') for key, text in own.items() if text != usual[run.model, key]})
+    found = [
+        {key: text.strip('"') for key, text in own.items() if text != usual[run.model, key]}
         for run, own in zip(runs, compared, strict=True)
     ]
-    for digits in (4, 8, 64):  # of hashes, so that no two names are equal
-        words = [(run.model, *_in_words(run.differences, digits)) for run in runs]
-        if len(set(words)) == len({(run.model, *run.differences.items()) for run in runs}):
-            break
-    return [replace(run, variant=_variant(own, set(words))) for run, own in zip(runs, words, strict=True)]
-
-
-def _variant(words: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
-    """The first words after the model's name that tell a run from all others, in brackets."""
-    begins = [words[:length] for length in range(2, len(words) + 1)]
-    unique = [begin for begin in begins if sum(other[: len(begin)] == begin for other in others) == 1]
-    return f" ({', '.join((unique or begins[-1:])[0][1:])})" if begins else ""
-
-
-def _in_words(differences: Mapping[str, str], digits: int) -> list[str]:
-    """The differences, shortened; the hashes of rows come last, as a single one."""
-
-    def short(value: str) -> str:
-        return value[: digits if re.fullmatch("[0-9a-f]{16,}", value) else 6 * digits]
-
-    words = [f"{key}={short(value)}" for key, value in differences.items() if not key.startswith(_ROWS)]
-    rows = {key: value for key, value in differences.items() if key.startswith(_ROWS)}
-    return [*words, f"rows {fingerprint(rows)[:digits]}"] if rows else words
+    variants, named = dict[tuple[Any, ...], str](), Counter[tuple[str, str]]()
+    for kind in sorted({(run.model, *own.items()) for run, own in zip(runs, found, strict=True) if own}):
+        model, (key, value), *others = kind
+        text = f"{key}={value[:_SHOWN]}" + (f" and {len(others)} more" if others else "")
+        named[model, text] += 1
+        variants[kind] = f" ({text})" if named[model, text] == 1 else f" ({text}, {named[model, text]})"
+    return [
+        replace(run, differences=own, variant=variants.get((run.model, *own.items()), ""))
+        for run, own in zip(runs, found, strict=True)
+    ]
 
 
 def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:

@@ -59,6 +59,11 @@ class GroupCache:
         """Bytes of K and V of the stored tokens, over the group's layers (spare slots not counted)."""
         return sum(stored.nbytes for stored in self._stored.values()) // self._capacity * self.length
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of K and V with the spare slots, over the group's layers."""
+        return sum(stored.nbytes for stored in self._stored.values())
+
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer of the group.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
@@ -46,12 +46,53 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A prompt to answer, as `make_request` checks it. sampler: a new one for each request."""
+    """A prompt to answer, as `make_request` checks it.
+
+    sampler: a new one for each request.
+    after_prefill: called once the first token is chosen. Its time is in no step's.
+    """
 
     prompt: Prompt
     method: Method
     max_new_tokens: int
     sampler: Sampler
+    after_prefill: Callable[[Prefilled], None] | None = None
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt that has run. Of a generation that goes on, `fork` takes a copy.
+
+    first_logits: [v] after the prompt.
+    """
+
+    session: Session
+    first_logits: Tensor
+
+    @torch.inference_mode()
+    def fork(self) -> Prefilled:
+        """An independent copy, caches included."""
+        return replace(self, session=self.session.fork())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the caches take, room for more tokens included."""
+        return self.session.allocated_bytes
+
+    @torch.inference_mode()
+    def forced_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[t, v] on the host: the logits before each of t tokens, if the answer is forced to be these tokens.
+
+        Each token but the last is run as a decoding step of the method, in a fork. t: at most `max_new_tokens` of the
+        generation. Raises UserError for a model that is generating, and for a bad selection.
+        """
+        session, logits = self.session.fork(), [self.first_logits]
+        decoder = session.decoder
+        with open_decoder(decoder.model, decoder), _naming_bad_selections(session):
+            for token_id in token_ids[:-1]:
+                logits.append(session.step(torch.full((1,), token_id, device=decoder.device)))
+        session.check_selected_values()
+        return torch.stack(logits).cpu()
 
 
 def make_request(
@@ -60,11 +101,12 @@ def make_request(
     method: Method,
     max_new_tokens: int,
     sampler: Sampler,
+    after_prefill: Callable[[Prefilled], None] | None = None,
 ) -> Request:
     """A checked `Request`. Other arguments and errors are those of `generate`."""
     prompt = prompt_for(model, input_ids, method)
     check_length(model, len(prompt), max_new_tokens)
-    return Request(prompt, method, max_new_tokens, sampler)
+    return Request(prompt, method, max_new_tokens, sampler, after_prefill)
 
 
 @dataclass(frozen=True)
@@ -123,6 +165,7 @@ def generate(
     max_new_tokens: int = 64,
     eos_token_ids: Sequence[int] | None = None,
     min_new_tokens: int = 0,
+    after_prefill: Callable[[Prefilled], None] | None = None,
 ) -> Generation:
     """Continue one prompt greedily.
 
@@ -133,13 +176,14 @@ def generate(
     max_new_tokens: at least 1.
     eos_token_ids: tokens that end the answer; None takes the model's own, () none.
     min_new_tokens: number of new tokens before an end token can be chosen, as in transformers.
+    after_prefill: as of `Request`.
 
     Only the last position's logits are computed. The clock is read after the device has finished.
     Raises ValueError for bad arguments, TypeError if `method` is not a method, UserError for a model that the loop over
     layers cannot reproduce or that is generating already, FloatingPointError if the logits are not finite.
     """
     with start(model, input_ids, method) as conversation:
-        return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens)
+        return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens, after_prefill)
 
 
 def start(
@@ -179,6 +223,11 @@ class RunningGeneration:
     times: list[float] = field(default_factory=list)
     is_done: bool = False
 
+    def leave_out(self, seconds: float) -> None:
+        """Count these seconds, which have just passed, in no step."""
+        self.began += seconds
+        self.times = [time + seconds for time in self.times]
+
     def result(self) -> Generation:
         """The finished generation. Raises UserError for a bad selection."""
         session = self.session
@@ -212,6 +261,9 @@ def begin(decoder: Decoder, request: Request, session: Session | None = None) ->
         logits = begun.turn(token_ids, request.max_new_tokens) if session else begun.prefill(token_ids)
         running = RunningGeneration(begun, request, began, logits)
         _choose([running], logits[None])
+    if request.after_prefill is not None:
+        request.after_prefill(Prefilled(begun, logits))
+        running.leave_out(read_clock(*decoder.devices) - running.times[0])
     return running
 
 
@@ -289,6 +341,7 @@ class Conversation:
         max_new_tokens: int = 64,
         eos_token_ids: Sequence[int] | None = None,
         min_new_tokens: int = 0,
+        after_prefill: Callable[[Prefilled], None] | None = None,
     ) -> Generation:
         """Answer greedily: the prompt in the first turn; in later turns the text so far and `more_ids` after it.
 
@@ -297,11 +350,15 @@ class Conversation:
         Raises as `generate` and `answer_with`.
         """
         end_ids = end_ids_of(self._model) if eos_token_ids is None else eos_token_ids
-        return self.answer_with(Greedy(end_ids, min_new_tokens), more_ids, max_new_tokens)
+        return self.answer_with(Greedy(end_ids, min_new_tokens), more_ids, max_new_tokens, after_prefill)
 
     @torch.inference_mode()
     def answer_with(
-        self, sampler: Sampler, more_ids: Tensor | Sequence[int] | None = None, max_new_tokens: int = 64
+        self,
+        sampler: Sampler,
+        more_ids: Tensor | Sequence[int] | None = None,
+        max_new_tokens: int = 64,
+        after_prefill: Callable[[Prefilled], None] | None = None,
     ) -> Generation:
         """`answer` with the tokens that `sampler` chooses, in inference mode.
 
@@ -320,7 +377,8 @@ class Conversation:
                     prompt = Prompt(torch.tensor(text[len(self.token_ids) - 1 :]))  # an answer's last token has not run
                 elif self._has_answered:
                     session, prompt = None, with_more(prompt, text)  # frees the memory of the old session
-                running = begin(self._decoder, Request(prompt, self._method, max_new_tokens, sampler), session)
+                request = Request(prompt, self._method, max_new_tokens, sampler, after_prefill)
+                running = begin(self._decoder, request, session)
                 while not running.is_done:
                     advance([running])
                 generation = running.result()

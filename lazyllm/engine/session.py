@@ -115,6 +115,11 @@ class Session:
         """Bytes of hidden states of the tokens that may be revived."""
         return 0
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all that grows with the text, room for more tokens included."""
+        return sum(cache.allocated_bytes for cache in self.caches)
+
     def prefill(self, token_ids: Tensor) -> Tensor:
         """Run the prompt [n]: the logits [v] of its last token. Only an `adaptive` method waits for the device."""
         n = token_ids.shape[0]

@@ -89,11 +89,11 @@ class SpecPrefill(Select):
         if self.draft is None:
             return
         from lazyllm.engine.decoder import longest_text
-        from lazyllm.methods.support.other_models import config_beside, read_beside
+        from lazyllm.methods.support.other_models import config_of, read_for
 
         (spec,) = self.models()
-        read = read_beside(spec, prompt.text) if prompt.spans else prompt
-        scored, positions = len(read) + self.lookahead - 1, longest_text(config_beside(spec))
+        read = read_for(spec, prompt.text) if prompt.spans else prompt
+        scored, positions = len(read) + self.lookahead - 1, longest_text(config_of(spec))
         expected = f"{scored} positions, not {positions}: give another, or in a run a lower model.max_prompt_tokens"
         require(scored <= positions, "draft", self.draft, expected)
         if not prompt.spans:
@@ -121,9 +121,9 @@ class SpecPrefill(Select):
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
         from lazyllm.methods.support.look_ahead import look_ahead
-        from lazyllm.methods.support.other_models import open_beside
+        from lazyllm.methods.support.other_models import HELPERS
 
-        with open_beside(self.models()[0], decoder) if self.draft else nullcontext(decoder) as draft:
+        with HELPERS.open(self.models()[0], decoder) if self.draft else nullcontext(decoder) as draft:
             return self.choose(look_ahead(draft, prompt.token_ids, self.lookahead, self.pool)).to(decoder.device)
 
     def choose(self, scores: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from eval.analysis.run_table import run_table
 from eval.report.overview import warnings
 from eval.run import doctor
-from eval.run.loop import measure
 from eval.store.results import Results
 from eval.store.runs import StoredRun, stored_runs
 from eval.store.visit import Visit
@@ -29,7 +28,7 @@ from tests.eval.store.made import PROVENANCE, write_run
 from tests.eval.store.visits import measurement, visit
 from tests.helpers import prompt_of
 from tests.reference import random_model
-from tests.runs import small_run
+from tests.runs import measure, small_run
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 import yaml
 
-import eval.run.measure
+import eval.run.decode
 from eval.run.config import compose_config, prepared, register_schema
+from eval.run.run import prepare
 from eval.store.folder import read_visits
 from eval.tune import Cuts, Space, TuneConfig, open_study, ranked, search, to_tune_config, tried_in, tune
 from lazyllm.errors import UserError
@@ -182,7 +183,7 @@ def test_study_of_real_runs(
         for name in ("study/trials", "runs")
     }
     assert len(list(Path("study/trials").iterdir())) == 2  # a run for each schedule
-    both = {case.key for case in run_of("dataset=[lookup,shots]", "limit=4").cases}
+    both = {case.key for case in prepare(run_of("dataset=[lookup,shots]", "limit=4")).cases}
     assert len(keys["study/trials"]) == len(keys["runs"]) == 4
     assert keys["study/trials"] | keys["runs"] == both  # the search touches nothing of the other split
     table = pd.read_csv("study/schedules.csv")
@@ -198,8 +199,8 @@ def test_study_of_real_runs(
     assert content["test_score"] == pytest.approx(ends, abs=0.02)
     assert re.search(r"on test \S+, [+-]\S+ \[\S+, \S+\] to paper's\nRun it: .* model=tiny ", capsys.readouterr().out)
     run = run_of("method.schedule=tuned/study", "dataset=lookup", "limit=1")
-    assert run.identity["arms"]["lazy"]["method"]["schedule"] == schedule
-    monkeypatch.setattr(eval.run.measure, "generate", None)  # nothing is measured again
+    assert prepare(run).identity["arms"]["lazy"]["method"]["schedule"] == schedule
+    monkeypatch.setattr(eval.run.decode, "generate", None)  # nothing is measured again
     tune(config_of(*QUICK))
     for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms.")):
         with pytest.raises(UserError, match=named):

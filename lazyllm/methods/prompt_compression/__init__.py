@@ -85,10 +85,10 @@ class PromptCompression(Select):
             check_spacy()
         window_size(self.scoring_config(config), self.window)
         for spec in self.models():
-            from lazyllm.methods.support.other_models import matrices_beside, tokenizer_beside
+            from lazyllm.methods.support.other_models import matrices_of, tokenizer_of
 
-            tokenizer_beside(spec)
-            matrices_beside(spec)
+            tokenizer_of(spec)
+            matrices_of(spec)
 
     def check_prompt(self, prompt: Prompt) -> None:
         if not prompt.text and (self.unit, self.scoring, self.scorer) != ("token", "context", None):
@@ -115,10 +115,10 @@ class PromptCompression(Select):
         """FLOPs for token ids without text. A scorer's tokenizer is assumed to give as many tokens."""
         if self.scorer is None:
             return scoring_flops(config, n - 1, self.window)
-        from lazyllm.methods.support.other_models import matrices_beside
+        from lazyllm.methods.support.other_models import matrices_of
 
         (spec,) = self.models()
-        return scoring_flops(self.scoring_config(config), n - 1, self.window, matrices_beside(spec))
+        return scoring_flops(self.scoring_config(config), n - 1, self.window, matrices_of(spec))
 
     def select(self, decoder: Decoder, prompt: Prompt) -> np.ndarray:
         may_go = droppable(prompt)
@@ -163,11 +163,11 @@ class PromptCompression(Select):
 
     def _by_scorer(self, decoder: Decoder, text: str) -> tuple[Prompt, np.ndarray]:
         """The text in the scorer's tokens, and their self-information."""
-        from lazyllm.methods.support.other_models import load_beside, read_beside
+        from lazyllm.methods.support.other_models import HELPERS, read_for
 
         (spec,) = self.models()
-        own = read_beside(spec, text, special_tokens=False)
-        scorer = load_beside(spec, decoder.model, plain=True)
+        own = read_for(spec, text, special_tokens=False)
+        scorer = HELPERS.load(spec, decoder.model, plain=True)
         return own, self_information(decoder, own.token_ids.to(scorer.device), self.window, scorer)
 
     def _of_tokens(self, decoder: Decoder, prompt: Prompt, may_go: np.ndarray) -> np.ndarray:

@@ -205,9 +205,9 @@ class Select(Method):
 
     def prepare(self, model: PreTrainedModel) -> None:
         for spec in self.models():
-            from lazyllm.methods.support.other_models import load_beside
+            from lazyllm.methods.support.other_models import HELPERS
 
-            load_beside(spec, model, self.plain_models)
+            HELPERS.load(spec, model, self.plain_models)
 
     @abstractmethod
     def kept(self, n: int) -> int:
@@ -223,9 +223,9 @@ class Select(Method):
 
     def scoring_config(self, config: Any) -> Any:
         """The transformers config of the model that scores: the first of `models`, else the model under test."""
-        from lazyllm.methods.support.other_models import config_beside
+        from lazyllm.methods.support.other_models import config_of
 
-        return next(map(config_beside, self.models()), config)
+        return next(map(config_of, self.models()), config)
 
     def selected_at(self, num_layers: int) -> int:
         """The layer, from 1, whose attention selects; 0 if there is none. It is the key in `Generation.selected`."""

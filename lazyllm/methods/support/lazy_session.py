@@ -83,6 +83,11 @@ class LazySession(Session):
         waiting = self.length - self.caches[-1].length if self._method.revive else 0
         return waiting * self.decoder.shape.width * self.decoder.dtype.itemsize
 
+    @property
+    def allocated_bytes(self) -> int:
+        held = [self._aux, self._rope] if self._revives_after(0) else []
+        return super().allocated_bytes + sum(part.nbytes for part in held)
+
     def prefill(self, token_ids: Tensor) -> Tensor:
         self._set = StepSet(self._everything[: self.prompt_tokens], self.prompt_tokens, self._stays)
         return super().prefill(token_ids)

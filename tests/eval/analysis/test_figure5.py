@@ -6,6 +6,7 @@ import pytest
 
 from eval.analysis.figure5 import _undominated, data, paper_points, plot
 from eval.analysis.paper_tables import PUBLISHED
+from eval.analysis.table import figures
 from eval.store.results import Results
 from tests.eval.analysis.made import drawn, example, stored, texts
 
@@ -140,3 +141,13 @@ def test_undominated_by_hand() -> None:
 def test_figure5_speaks_of_faint_points_only_if_there_are_some() -> None:
     beaten, alone = data(Results(runs())), data(Results(runs()[:1]))
     assert [any("faint" in text for text in texts(drawn(plot, frame))) for frame in (beaten, alone)] == [True, False]
+
+
+def test_every_kl_that_was_measured_has_panels_of_its_own() -> None:
+    kls = {"kl": 0.1, "answer_kl": 0.2}
+    runs = [stored([example("trec", row, **kls) for row in "ab"], settings={"schedule": {"2": 0.5}})]
+    for name, one in (("figure5", figures()["figure5"]), ("figure6", figures()["figure6"])):
+        written = texts(drawn(one.plot, one.data(Results(runs))))
+        assert "KL over the baseline's answer, nats" in written, name
+        assert "KL from the baseline's first token, nats" in written, name
+        assert "KL over the gold answer, nats" not in written, name

@@ -232,3 +232,17 @@ def test_several_runs_show_the_seed_in_which_they_differ() -> None:
     assert table.frame["run"].unique().tolist() == ["one", "two"]
     alike = run_table(Results([runs[0], stored(VISITS[3:], folder=Path("two"))]), "")
     assert alike.cells["run"].unique().tolist() == ["one", "two"]
+
+
+def test_kl_of_the_first_token_alone_points_to_whole_answers() -> None:
+    def table(**own: float) -> Any:
+        return run_table(Results([stored([example("hops", row, **own) for row in "ab"])]), "")
+
+    alone, forced = table(kl=0.1), table(kl=0.1, answer_kl=0.2, gold_kl=0.3, gold_log_likelihood=-0.5)
+    pointer = "fidelity=answer measures whole answers"
+    assert (pointer in alone.caption, pointer in forced.caption, pointer in table().caption) == (True, False, False)
+    shown = ["KL, nats", "answer's KL", "gold KL", "gold log-likelihood"]
+    assert [heading for heading in forced.cells if "KL" in heading or "gold" in heading] == shown
+    assert [heading for heading in alone.cells if "KL" in heading] == shown[:1]
+    row = forced.cells[forced.cells["method"] == ARM].iloc[0]
+    assert [row[heading] for heading in shown] == ["0.10000", "0.20000", "0.30000", "-0.500"]

@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from eval.benchmarks import SUITES
-from eval.run.loop import measure
 from eval.store.folder import read_visits
 from lazyllm.methods import METHODS
 from tests.eval import official
 from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED
 from tests.eval.store.visits import flattened
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 # With settings where they keep short prompts whole by default, and LazyLLM's other ways
 ARMS = {name: f"{{name:{name}}}" for name in METHODS if name != "baseline"} | {

@@ -12,6 +12,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.needle import SUITE, NeedleConfig
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
+from eval.run.run import prepare
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
@@ -125,9 +126,9 @@ def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypat
     with pytest.raises(
         UserError, match=r"needle\.lengths: 20 is too short: needle, question and answer alone take \d+ tokens"
     ):
-        _ = run_of("dataset=needle", "needle.lengths=[20]").cases
+        _ = prepare(run_of("dataset=needle", "needle.lengths=[20]")).cases
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: lower needle\.lengths"):
-        _ = run_of("dataset=needle", "needle.lengths=[512,5000]").cases
+        _ = prepare(run_of("dataset=needle", "needle.lengths=[512,5000]")).cases
     (tmp_path / "one.txt").write_text(" \n")
     with pytest.raises(UserError, match=r"no text to hide needles in; give needle\.haystack=FILE"):
         SUITE.load(DATASET, settings_of(LLAMA2, haystack=str(tmp_path)))

@@ -22,7 +22,7 @@ from eval.benchmarks.own import OwnDataset, described, missing, own_dataset
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.cli import main
-from eval.run import targets
+from eval.run.arms import MethodAsked
 from eval.run.config import run_config
 from lazyllm.errors import UserError
 from lazyllm.models.load import shape_of
@@ -281,7 +281,8 @@ def test_datasets_of_the_hub_in_conf_become_rows_and_scores(hub_rows: Any, shipp
 def test_a_target_speedup_is_solved_for_the_rows_own_length_or_refused() -> None:
     def solved(prompt_tokens: int) -> dict[str, Any]:
         (own,) = add_own({"mine": ABOUT | {"file": "rows.csv", "prompt_tokens": prompt_tokens}})
-        return targets.solved({"name": "lazy", "schedule": "2x"}, own, shape_of(ModelSpec("llama2", "dummy")), None)
+        shape = shape_of(ModelSpec("llama2", "dummy"))
+        return MethodAsked.of({"name": "lazy", "schedule": "2x"}).arm("lazy", [own], shape).solved[own.name]
 
     with pytest.raises(UserError, match=r"^dataset\.mine\.prompt_tokens=0: expected .*2x"):
         solved(0)

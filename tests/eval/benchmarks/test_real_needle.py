@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.run.loop import measure
 from lazyllm.methods import METHODS
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 # {method: settings at which SmolLM2-135M finds the needle of 512 tokens}. Milder than anyone would choose: what fails
 # here is broken, and what passes is not yet good

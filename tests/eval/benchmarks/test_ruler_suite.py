@@ -14,6 +14,7 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.ruler import SUITE, TASKS, RulerConfig, sources
 from eval.benchmarks.suite import DataSettings, Example
+from eval.run.run import prepare
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks.test_prompts import Characters, prompt_of
@@ -110,16 +111,18 @@ def test_answer_prefix_follows_the_chat_template(chat, around):
 def test_prompts_are_never_truncated_but_refused_beyond_the_positions(folder):
     arguments = ["dataset=niah_single_1", "ruler.length=1024", f"data.dir={folder}", "limit=1"]
 
-    cases = run_of(*arguments, "model.max_prompt_tokens=100").cases
+    cases = prepare(run_of(*arguments, "model.max_prompt_tokens=100")).cases
     assert [(case.prompt.truncated, len(case.prompt.token_ids) > 500) for case in cases] == [(False, True)]
     with pytest.raises(UserError, match=r"exceed the model's 4096 positions: lower ruler\.length"):
-        _ = run_of(*arguments, "ruler.length=6000").cases
+        _ = prepare(run_of(*arguments, "ruler.length=6000")).cases
 
 
 def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(folder):
     def refusal(*datasets):
         try:
-            _ = run_of(f"dataset=[{','.join(datasets)}]", f"data.dir={folder}", "limit=1", "ruler.length=700").cases
+            _ = prepare(
+                run_of(f"dataset=[{','.join(datasets)}]", f"data.dir={folder}", "limit=1", "ruler.length=700")
+            ).cases
         except UserError as error:
             return str(error)
         return ""
@@ -135,8 +138,8 @@ def test_tasks_that_do_not_fit_are_named_together_with_what_leaves_them_out(fold
 def test_target_speedup_is_solved_for_the_length(folder):
     def keep(length):
         run = ["method=random_drop", "method.keep=2.0x", "dataset=niah_single_1", "limit=1", f"data.dir={folder}"]
-        arms = run_of(*run, f"ruler.length={length}").arms
-        return arms[-1].parameters["niah_single_1"]["keep"]
+        arms = prepare(run_of(*run, f"ruler.length={length}")).arms
+        return arms[-1].solved["niah_single_1"]["keep"]
 
     # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
     assert keep(4000) > keep(1024)

@@ -13,11 +13,10 @@ from eval.benchmarks.datasets import CHOICES, DATASETS
 from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.scbench import SUITE, TASKS, prompts_sha256
 from eval.benchmarks.suite import DataSettings
-from eval.run.loop import measure
 from eval.store.folder import read_visits
 from lazyllm.errors import UserError
 from tests.eval.benchmarks.test_prompts import Characters
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 # Our own prompts with the official placeholders: SCBench's must not enter the repository
 OPTIONS = "A) {OPTION_A} B) {OPTION_B} C) {OPTION_C} D) {OPTION_D}"

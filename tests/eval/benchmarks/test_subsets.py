@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from eval.benchmarks.subsets import SPLITS, SUBSETS, in_split, in_subset, parse_shard, shard_numbers
 from eval.benchmarks.suite import Example
-from eval.run.loop import measure
+from eval.run.run import prepare
 from eval.store.results import Results
 from lazyllm.errors import UserError
-from tests.runs import small_run
+from tests.runs import measure, small_run
 
 IDS = st.lists(st.text(max_size=8), unique=True, max_size=40)
 
@@ -58,12 +58,12 @@ def test_split_depends_on_the_hash_and_not_the_place() -> None:
 
 def test_run_takes_its_split_and_the_limit_counts_in_it(tmp_path: Path) -> None:
     whole = small_run(tmp_path)
-    keys = {split: [case.key for case in whole.changed(limit=2, split=split).cases] for split in SPLITS}
+    keys = {split: [case.key for case in prepare(whole.changed(limit=2, split=split)).cases] for split in SPLITS}
     assert {key[0] for split in SPLITS for key in keys[split]} == {"lookup", "shots"}
     assert [len(keys[split]) for split in SPLITS] == [4, 4]
-    assert {*keys["dev"], *keys["test"]} == {case.key for case in whole.changed(limit=4).cases}
+    assert {*keys["dev"], *keys["test"]} == {case.key for case in prepare(whole.changed(limit=4)).cases}
     for split in SPLITS:
-        assert len(whole.changed(dataset={"lookup": True}, limit=1, split=split).cases) == 1
+        assert len(prepare(whole.changed(dataset={"lookup": True}, limit=1, split=split)).cases) == 1
 
 
 def test_splits_have_folders_of_their_own_and_share_no_table(tmp_path: Path, monkeypatch) -> None:
@@ -72,12 +72,12 @@ def test_splits_have_folders_of_their_own_and_share_no_table(tmp_path: Path, mon
     runs = [config.changed(split=split) for split in SPLITS]
     for run in runs:
         measure(run, show=False)
-    folders = {run.folder for run in runs}
+    folders = {prepare(run).folder for run in runs}
     assert len(folders) == 2
     assert [len(Results.read([folder]).runs[0].visits) for folder in folders] == [1, 1]
     assert len({run.model for run in Results.read([tmp_path]).runs}) == 2
     with pytest.raises(UserError, match=r"holds a run that differs \(split: "):
-        measure(config.changed(split="dev", out=str(config.changed(split="test").folder)))
+        measure(config.changed(split="dev", out=str(prepare(config.changed(split="test")).folder)))
 
 
 LENGTHS = st.lists(st.integers(1, 4000), max_size=40)
@@ -157,6 +157,9 @@ def test_random_subset_depends_on_the_seed() -> None:
 def test_subset_by_length_is_the_same_for_everyone_and_a_part_of_identity(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"dataset": {"lookup": True}, "limit": 3, "subset": "by_length"}
     one, other = (small_run(tmp_path / name, seed=seed, **settings) for name, seed in (("a", 0), ("b", 7)))
-    assert [case.key for case in one.cases] == [case.key for case in other.cases]
-    assert one.identity["subset"] == other.identity["subset"]
-    assert small_run(tmp_path / "c", **settings | {"limit": 2}).identity["subset"] != one.identity["subset"]
+    assert [case.key for case in prepare(one).cases] == [case.key for case in prepare(other).cases]
+    assert prepare(one).identity["subset"] == prepare(other).identity["subset"]
+    assert (
+        prepare(small_run(tmp_path / "c", **settings | {"limit": 2})).identity["subset"]
+        != prepare(one).identity["subset"]
+    )

@@ -32,7 +32,7 @@ import torch
 
 import eval.run.loop
 from eval.benchmarks.datasets import load
-from eval.run.run import Run
+from eval.run.asked import Asked
 from eval.store.folder import read_visits
 from lazyllm.methods import StaticPruning
 from tests.eval.store.visits import flat
@@ -58,7 +58,7 @@ class Counts:
     runs: int = 0
 
 
-def quick_run(rows: int) -> Run:
+def quick_run(rows: int) -> Asked:
     settings: dict[str, Any] = {"batch_size": rows}
     if rows == 0:
         settings = {"batch_size": 1, "turns": 2, "dataset": {"lookup": True, "hops": True}}

@@ -14,18 +14,18 @@ from hydra.core.config_store import ConfigStore
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS
-from eval.run.arms import build_method
+from eval.run.arms import MethodAsked
+from eval.run.asked import ask, read_rows
 from eval.run.config import (
     CONF,
     LAUNCHERS,
-    check_arguments,
     compose_config,
     model_nodes,
     prepared,
     run_config,
     to_run_config,
 )
-from eval.run.run import Run
+from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig, documented
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
@@ -35,7 +35,7 @@ from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
 from tests.conftest import ROOT
-from tests.runs import registered, run_of, settled
+from tests.runs import registered, run_of
 
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 
@@ -63,7 +63,7 @@ def test_method_has_the_settings_of_its_class(name: str) -> None:
     registered()
     config = to_run_config(compose_config([f"method={name}"]))
     kind = METHODS["prompt_compression" if name == "selective_context" else name]
-    assert isinstance(build_method(config.method), kind)
+    assert isinstance(MethodAsked.of(config.method).make(), kind)
     own = settings_of(kind)
     assert config.method.keys() == {"name", "turns", *own, *(["seeds"] if "seed" in own else [])}
 
@@ -119,13 +119,13 @@ def test_preset_has_longbench_prompt_limit() -> None:
 @pytest.mark.parametrize("chosen", [[], ["dataset=embedded"], ["dataset=[lookup,hops]"], ["dataset=lookup"]])
 def test_embedded_suite_has_its_limit_however_it_is_chosen(chosen: list[str]) -> None:
     assert run_of(*chosen).limit == 12
-    assert {len(data.examples) for data in run_of(*chosen).loaded} == {12}
+    assert {len(data.examples) for data in read_rows(run_of(*chosen))} == {12}
     assert run_of(*chosen, "limit=3").limit == 3
     assert run_of("dataset=all").limit is None
 
 
 def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
-    assert run_of("dataset=lookup", "label=a/b").folder.parent == Path("runs")
+    assert prepare(run_of("dataset=lookup", "label=a/b")).folder.parent == Path("runs")
 
 
 @pytest.mark.parametrize(
@@ -162,23 +162,23 @@ def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
 )
 def test_settings_make_arms_behind_the_baseline(overrides: list[str], methods: dict[str, object]) -> None:
     run = run_of(*overrides)
-    found = [(label, build_method(settings)) for label, settings in run.asked.items()]
+    found = [(label, MethodAsked.of(settings).make()) for label, settings in run.arms.items()]
     assert found == [("baseline", Baseline()), *methods.items()]
     assert run.baseline == "baseline"
 
 
 def test_baseline_may_be_an_arm_with_a_label_or_none() -> None:
     named = run_of("compare={mine: {name: lazy}, standard: {name: baseline}}")
-    assert (list(named.asked), named.baseline) == (["standard", "mine"], "standard")
+    assert (list(named.arms), named.baseline) == (["standard", "mine"], "standard")
     alone = run_of("baseline=false")
-    assert (list(alone.asked), alone.baseline) == (["lazy"], None)
+    assert (list(alone.arms), alone.baseline) == (["lazy"], None)
 
 
 def test_published_experiments_have_their_arms() -> None:
     """One baseline, and Table 1's eight others: nine prefills of each prompt."""
     counts = {"demo": 5, "claim": 5, "table1": 9, "figure5": 39, "figure6": 36, "table2": 2, "turns": 19}
-    assert {name: len(run_of(f"experiment={name}").asked) for name in counts} == counts
-    labels = list(run_of("experiment=table1").asked)
+    assert {name: len(run_of(f"experiment={name}").arms) for name in counts} == counts
+    labels = list(run_of("experiment=table1").arms)
     assert labels[-5:] == [f"random_drop seed {number}" for number in range(5)]
 
 
@@ -204,6 +204,10 @@ def test_published_experiments_have_their_arms() -> None:
         (["draft=tiny", "method=specprefill"], "(of one method: method.draft=NAME)"),
         (["dataset=[1]"], "dataset=[1]: "),
         # values
+        (
+            ["dataset=hotpotqa,trec"],
+            "'dataset=hotpotqa,trec': 1. To use it as a list, use key=[value1,value2]; 2. To use it",
+        ),
         (["warmup=many"], "warmup=many: Value 'many' of type 'str' could not be converted to Integer"),
         (["method.name=nosuch"], "unknown method 'nosuch': the nearest names are "),
         (["model.load_format=fast"], "unknown load_format 'fast': give one of auto, dummy"),
@@ -245,17 +249,13 @@ def test_published_experiments_have_their_arms() -> None:
         (["speedup=3x"], "speedup=3x: expected experiment=field with it, or an arm with ${speedup} (of one method: me"),
         (["dataset=hops", "ruler.length=99"], "ruler.length=99: expected dataset=ruler with it: hops is of embedded"),
         (["dataset.trec=false"], "Could not override 'dataset.trec'"),
-        (["experiment=field", "method=my/mine.py"], "'+compare.mine={name: my/mine.py}' adds an arm"),
+        (["experiment=claim", "method=claa"], "'+compare.claa={name: claa}' adds an arm"),
         (["compare=[lazy,fastkv]", "method=claa"], "give compare=[lazy,fastkv,claa]"),
         (["compare={a: {name: lazy}}", "method=claa"], "'+compare.claa={name: claa}' adds an arm"),
         (["experiment=demo", "method.schedule=paper"], "'compare.LABEL.schedule=paper' changes one of its arms"),
         (["experiment=demo", "method=lazy"], "'+compare.lazy_2={name: lazy}' adds an arm"),
-        (["experiment=demo", "+compare.lazy={name: lazy}"], "experiment=demo has an arm lazy: give another label"),
-        (["experiment=demo", "compare.lazy={name: lazy}"], "experiment=demo has an arm lazy: give another label"),
         (["compare={lazy: {name: lazy}}", "method=lazy"], "'+compare.lazy_2={name: lazy}' adds an arm"),
         (["++compare=[lazy]", "method=claa"], "give compare=[lazy,claa]"),
-        (["experiment=demo", "++compare=[lazy]"], "experiment=demo has the arms lazy, static_pruning"),
-        (["experiment=demo", "compare=[lazy]"], "experiment=demo has the arms lazy, static_pruning"),
         (["load.rate=0"], "load.rate=0.0: expected more than 0"),
         (["server.timeout_s=-1"], "server.timeout_s=-1.0: expected more than 0"),
     ],
@@ -278,7 +278,7 @@ def test_config_refuses(overrides: list[str], message: str) -> None:
 def test_two_arms_of_one_setting_are_refused(a: str, b: str) -> None:
     run = run_of(f"compare={{a: {{{a}}}, b: {{{b}}}}}")
     with pytest.raises(UserError, match=r"^compare\.b=\w+: expected settings that differ from those of a "):
-        _ = run.arms
+        _ = prepare(run).arms
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
         (tmp_path / which / "mine.py").write_text(f"{text}# {which}\n", encoding="utf-8")
     arms = [f"{which}: {{name: {tmp_path}/{which}/mine.py, layer: 2, keep: 0.5}}" for which in ("old", "new")]
     with pytest.raises(UserError, match="another version of a file takes another name"):
-        _ = run_of(f"compare={{{', '.join(arms)}}}").arms
+        _ = prepare(run_of(f"compare={{{', '.join(arms)}}}")).arms
 
 
 def test_sweep_names_a_file_of_a_method_as_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,10 +318,27 @@ def test_sweep_names_a_file_of_a_method_as_it_is_given(tmp_path: Path, monkeypat
 )
 def test_schedule_of_an_experiments_arm_is_replaced(written: str, schedule: dict[int, float]) -> None:
     """Hydra alone would merge a mapping into the experiment's {2: 0.3}."""
-    run = settled(Run(run_config(["experiment=claim", written])))
-    (method,) = [arm.method("lookup") for arm in run.arms if arm.label == "lazy"]
+    run = ask(run_config(["experiment=claim", written]))
+    (method,) = [arm.method("lookup") for arm in prepare(run).arms if arm.label == "lazy"]
     assert isinstance(method, Lazy)
     assert Schedule.parse(method.schedule, 8) == Schedule(schedule)
+
+
+@pytest.mark.parametrize(
+    ("written", "labels"),
+    [
+        ("compare=[lazy,fastkv]", ["lazy", "fastkv"]),
+        ("++compare={mine: {name: lazy}}", ["mine"]),
+        ("compare.lazy={name: fastkv}", ["lazy", "lazy_without_revival", "static_pruning", "random_drop"]),
+        ("+compare.mine={name: fastkv}", ["lazy", "lazy_without_revival", "static_pruning", "random_drop", "mine"]),
+    ],
+)
+def test_arms_that_are_given_take_the_place_of_an_experiments(written: str, labels: list[str]) -> None:
+    """Hydra alone refuses some of these, and merges the others."""
+    asked = ask(run_config(["experiment=claim", written]))
+    assert list(asked.arms) == ["baseline", *labels]
+    if written.startswith("compare.lazy="):
+        assert asked.arms["lazy"] == {"name": "fastkv"}
 
 
 def test_sweep_of_experiments_composes_each() -> None:
@@ -329,24 +346,25 @@ def test_sweep_of_experiments_composes_each() -> None:
 
 
 def test_config_accepts_method_and_dataset_keys() -> None:
-    assert run_of("experiment=field", "speedup=3x", "draft=tiny").asked["specprefill"]["draft"] == "tiny"
-    assert run_of("experiment=compression", "draft=tiny").asked["prompt_compression keep=0.5"]["scorer"] == "tiny"
+    assert run_of("experiment=field", "speedup=3x", "draft=tiny").arms["specprefill"]["draft"] == "tiny"
+    assert run_of("experiment=compression", "draft=tiny").arms["prompt_compression keep=0.5"]["scorer"] == "tiny"
     own = run_of("compare={mine: {name: random_drop, keep: ${speedup}}}", "speedup=3x")
-    assert own.asked["mine"]["keep"] == "3x"
+    assert own.arms["mine"]["keep"] == "3x"
     drop = run_of("method=random_drop", "method.keep=${speedup}", "speedup=3x")
-    assert drop.asked["random_drop"]["keep"] == "3x"
+    assert drop.arms["random_drop"]["keep"] == "3x"
     assert run_of("dataset=needle", "needle.seed=3").config.needle.seed == 3
-    assert "claa" in run_of("compare=null", "method=claa").asked
-    check_arguments(["experiment=null", "method=claa"])
+    assert "claa" in run_of("compare=null", "method=claa").arms
     read = run_of("compare={mine: {name: random_drop, keep: ${method.keep}}}", "method=claa", "method.keep=0.3")
-    assert read.asked["mine"]["keep"] == 0.3
+    assert read.arms["mine"]["keep"] == 0.3
 
 
 @pytest.mark.parametrize("tokens", [512, 1024, 2048])
 def test_claim_compares_at_the_same_ideal_speedup(tokens: int) -> None:
-    methods = [arm for label, arm in run_of("experiment=claim").asked.items() if label != "baseline"]
+    methods = [arm for label, arm in run_of("experiment=claim").arms.items() if label != "baseline"]
     assert len(methods) == 4
-    speedups = [build_method(method).ideal_speedup(load_config(ModelSpec("tiny")), tokens) for method in methods]
+    speedups = [
+        MethodAsked.of(method).make().ideal_speedup(load_config(ModelSpec("tiny")), tokens) for method in methods
+    ]
     assert max(speedups) / min(speedups) < 1.05
 
 
@@ -368,25 +386,25 @@ def custom(folder: Path, template: str | None, turns: Sequence[dict] = (), **con
 def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO)
     run = run_of(*custom(tmp_path, None), "model.thinking_tokens=7")
-    bare, _ = run.identity, run.cases
+    bare, _ = prepare(run).identity, prepare(run).cases
     assert (bare["chat"], bare["max_prompt_tokens"], bare["thinking_tokens"]) == ("none", 3500, 7)
     assert "has 4096 positions, so prompts beyond 3500 tokens lose their middle; it has no chat template" in caplog.text
     template = "{{ strftime_now('%Y') }}{% if enable_thinking %}!{% endif %}{{ messages[0]['content'] }}"
     plan = run_of(*custom(tmp_path, template, max_position_embeddings=2048))
-    assert plan.cases[0].prompt.text.startswith("2024")
-    assert plan.identity.items() >= {
+    assert prepare(plan).cases[0].prompt.text.startswith("2024")
+    assert prepare(plan).identity.items() >= {
         "chat": "auto", "chat_args": {"enable_thinking": False}, "today": "2024-07-26", "max_prompt_tokens": 1024
     }.items()  # fmt: skip
     assert "prompts have its own chat template" in caplog.text
     thinks = run_of(*custom(tmp_path, template), "model.thinking_tokens=100", "model.today=2025-01-01")
-    assert thinks.cases[0].prompt.text.startswith("2025!")
-    assert thinks.cases[0].max_new_tokens == plan.cases[0].max_new_tokens + 100
-    assert (thinks.identity["today"], thinks.identity["thinking_tokens"]) == ("2025-01-01", 100)
+    assert prepare(thinks).cases[0].prompt.text.startswith("2025!")
+    assert prepare(thinks).cases[0].max_new_tokens == prepare(plan).cases[0].max_new_tokens + 100
+    assert (prepare(thinks).identity["today"], prepare(thinks).identity["thinking_tokens"]) == ("2025-01-01", 100)
 
 
 def test_answer_limit_beyond_every_dataset_is_the_same_run() -> None:
     plain, longer, shorter = (
-        run_of("dataset=[lookup,complete]", "limit=1", *limit).identity["max_new_tokens"]
+        prepare(run_of("dataset=[lookup,complete]", "limit=1", *limit)).identity["max_new_tokens"]
         for limit in ((), ("max_new_tokens=99999",), ("max_new_tokens=2",))
     )
     assert (plain, longer, shorter) == (None, None, 2)
@@ -398,20 +416,20 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
     turns = [{"input": "Why? " * 9, "answers": ["so"]}] * later
     arguments = custom(tmp_path, template, turns, max_position_embeddings=400)
     with pytest.raises(UserError, match="exceed the model's 400 positions") as refused:
-        _ = run_of(*arguments, "model.max_prompt_tokens=390").cases
+        _ = prepare(run_of(*arguments, "model.max_prompt_tokens=390")).cases
     with pytest.raises(UserError, match="400 positions: give a lower max_new_tokens or"):
-        _ = run_of(*arguments, "model.max_prompt_tokens=390", "model.thinking_tokens=390").cases
+        _ = prepare(run_of(*arguments, "model.max_prompt_tokens=390", "model.thinking_tokens=390")).cases
     (fits,) = re.findall(r"set model.max_prompt_tokens=(\d+), or less", str(refused.value))
-    (case,) = run_of(*arguments, f"model.max_prompt_tokens={fits}").cases
+    (case,) = prepare(run_of(*arguments, f"model.max_prompt_tokens={fits}")).cases
     tokens = [len(message.token_ids) for message in (case.prompt, *case.prompt.turns)]
     assert len(tokens) == 1 + later
     assert 0 <= 400 - sum(tokens) - len(tokens) * case.max_new_tokens + 1 < 8  # the last new token is not run
     if later:
-        fewer = run_of(*arguments, f"model.max_prompt_tokens={fits}", "turns=2").cases[0]
+        fewer = prepare(run_of(*arguments, f"model.max_prompt_tokens={fits}", "turns=2")).cases[0]
         assert fewer.prompt.turns == case.prompt.turns[:1]
     else:
         with pytest.raises(UserError, match="turns=2: the rows of qasper hold one question each"):
-            _ = run_of(*arguments, "turns=2").cases
+            _ = prepare(run_of(*arguments, "turns=2")).cases
 
 
 @pytest.mark.parametrize(
@@ -425,14 +443,13 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
 def test_what_takes_torch_to_know_is_refused_before_rows_are_made(overrides: list[str], message: str) -> None:
     run = run_of("model=tiny", *overrides)
     with pytest.raises(UserError, match=message):
-        _ = run.identity
-    assert "loaded" not in vars(run)
+        _ = prepare(run).identity
 
 
 @pytest.mark.quantised
 def test_identity_holds_quantisation_and_devices() -> None:
     identities = {
-        setting: run_of("model=tiny", "dataset=lookup", "limit=1", *setting).identity
+        setting: prepare(run_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity
         for setting in ((), ("model.quantise=int8",), ("model.device_map=auto",), ("+model.device_map.lm_head=cpu",))
     }
     assert len({fingerprint(identity) for identity in identities.values()}) == len(identities)

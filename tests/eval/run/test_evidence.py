@@ -112,14 +112,14 @@ def test_visit_has_a_share_for_each_layer(tiny: tuple[Any, Any]) -> None:
     case = case_of("lookup", tokenizer, 8)
     prompt = case.prompt
     arms = (arm("lazy", name="lazy", schedule={2: 0.3, 5: 0.3}),)
-    (visit,) = bench_of(model, tokenizer, arms, None).measure([replace(case, arms=arms)])
-    (found,) = visit.answers["lazy"]
+    (visit,) = bench_of(model, tokenizer, arms, None).visits([replace(case, arms=arms)])
+    found = visit.answers["lazy"][0].evidence
     (needle,) = [prompt.text[start:end] for start, end in prompt.evidence]
     assert found.evidence_tokens == len(tokenizer.encode(f" {needle}", add_special_tokens=False))
     assert len(found.evidence_prefill) == len(found.evidence_revived) == 8
     assert found.evidence_prefill[:2] == [1, 1]
     assert 1 > found.evidence_prefill[2] >= found.evidence_prefill[5]
     assert found.evidence_prefill[7] == found.evidence_recall
-    (visit,) = bench_of(model, tokenizer, arms, None, evidence=False).measure([replace(case, arms=arms)])
+    (visit,) = bench_of(model, tokenizer, arms, None, evidence=False).visits([replace(case, arms=arms)])
     (silent,) = visit.answers["lazy"]
-    assert (silent.evidence_tokens, silent.evidence_prefill) == (None, None)
+    assert silent.evidence is None

@@ -17,14 +17,17 @@ from torch.nn import functional as F
 
 import lazyllm
 from eval.benchmarks.prompts import gold_token_ids
-from eval.run.cases import Case
-from eval.run.fidelity import edit_similarity, forced_logits, of_forced, of_generations
+from eval.run.case import Case
+from eval.run.fidelity import edit_similarity, of_forced, of_generations
 from lazyllm import Prompt
-from lazyllm.methods import Baseline, Lazy, StaticPruning
+from lazyllm.engine import generation
+from lazyllm.engine.generation import Forced, Prefilled
+from lazyllm.methods import Baseline, Lazy, Method, StaticPruning
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval.store.visits import flat
 from tests.helpers import tiny
+from tests.lazyllm.methods.method_matrix import ROWS, Row
 from tests.reference import lazy_reference, random_model
 from tests.runs import arm, bench_of, case_of
 
@@ -41,12 +44,20 @@ def compared(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tupl
     return kl.item(), (q - p)[range(len(token_ids)), token_ids].mean().item()
 
 
+def forced_logits(model: Any, prompt: Prompt, method: Method, token_ids: Sequence[int]) -> Tensor:
+    """[T, V] the logits before each of T forced tokens, from a prefill of their own: the slow way."""
+    forced = Forced(token_ids)
+    with lazyllm.start(model, prompt, method) as conversation:
+        conversation.answer_with(forced, None, len(token_ids))
+    return torch.stack(forced.logits)
+
+
 def measured(dataset: str, fidelity: str | None = None, **method: Any) -> tuple[Case, Any, Any]:
     """A case, and the measurements of a method and of the baseline in a visit of it."""
     case = case_of(dataset, TOKENIZER, 8)
     arms = arm("baseline", name="baseline"), arm("method", **method)
     bench = bench_of(MODEL, TOKENIZER, arms, fidelity=fidelity)
-    (visit,) = bench.measure([replace(case, arms=arms)])
+    (visit,) = bench.visits([replace(case, arms=arms)])
     return case, flat(visit.answers["method"][0]), flat(visit.answers["baseline"][0])
 
 
@@ -117,6 +128,37 @@ def test_forced_decoding_is_the_methods_own(name: str, revive: bool) -> None:
     expected = compared(full, pruned, answer)
     assert of_forced(theirs, ours, answer) == pytest.approx(expected, abs=1e-9)
     assert expected[0] > 1e-4
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_forks_of_a_prefill_are_forced_runs_of_their_own(row: Row) -> None:
+    """For every method, two answers one after the other; the answer from whose prefill they are forked is unchanged."""
+    model, method, kept = random_model("qwen3", 4, num_layers=4), row.pruning, list[Prefilled]()
+    prompt = Prompt(torch.tensor(RNG.integers(0, 97, 24).tolist()))
+    alone = lazyllm.generate(model, prompt, method, 6, ())
+    out = lazyllm.generate(model, prompt, method, 6, (), after_prefill=lambda prefilled: kept.append(prefilled.fork()))
+    assert (out.token_ids, out.selected, out.kv_bytes) == (alone.token_ids, alone.selected, alone.kv_bytes)
+    assert np.array_equal(out.computed, alone.computed)
+    (prefilled,) = kept
+    assert prefilled.nbytes >= out.kv_bytes // 2 > 0
+    answers = [alone.token_ids, RNG.integers(0, 97, 6).tolist(), RNG.integers(0, 97, 2).tolist()]
+    for answer in answers[: 2 if method.diagnostic else 3]:  # the oracle selects by an answer of the longest length
+        expected = forced_logits(model, prompt, method, answer)
+        torch.testing.assert_close(prefilled.forced_logits(answer), expected, atol=1e-9, rtol=1e-9)
+
+
+def test_time_after_the_prefill_is_in_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(generation, "read_clock", lambda *_: float(next(clock)))
+    plain = lazyllm.generate(MODEL, [5, 6, 7], Baseline(), 4, ())
+
+    def wait(_: Prefilled) -> None:
+        for _ in range(100):
+            next(clock)
+
+    waited = lazyllm.generate(MODEL, [5, 6, 7], Baseline(), 4, (), after_prefill=wait)
+    assert (waited.ttft_s, waited.decode_step_s) == (plain.ttft_s, plain.decode_step_s)
+    assert waited.total_s == plain.total_s
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,12 @@ SHORT = ["dataset=lookup", "limit=4", "max_new_tokens=2", "warmup=0", "threads=1
 # A measurement that Ctrl-C interrupts, without our thread, and with work at the interpreter's exit
 HEARS = """
 import atexit, sys, time
-import eval.cli, eval.run.job, eval.run.measure
+import eval.cli, eval.run.job, eval.run.decode
 
 def hear(*arguments, **settings):
     print("blocked", flush=True)
     time.sleep(10**6)
-eval.run.measure.generate = hear
+eval.run.decode.generate = hear
 eval.run.job._end_soon_after_ctrl_c = lambda: print("watched", file=sys.stderr)
 atexit.register(print, "waited for", flush=True)
 sys.exit(eval.cli.main({arguments!r}))
@@ -87,8 +87,8 @@ def interrupt(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("module", "function", "call", "visits"),
     [
-        ("eval.run.loop", "load_weights", 1, 0),
-        ("eval.run.measure", "generate", 6, 2),  # two arms answer each example
+        ("lazyllm.models.load", "load_weights", 1, 0),
+        ("eval.run.decode", "generate", 6, 2),  # two arms answer each example
     ],
 )
 def test_run_ends_while_it_loads_and_within_a_step(tmp_path: Path, module, function, call, visits: int) -> None:

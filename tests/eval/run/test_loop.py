@@ -12,12 +12,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import eval.run.measure
+import eval.run.decode
 from eval.analysis.field import field
 from eval.analysis.run_table import comparisons
 from eval.cli import main
-from eval.run.loop import measure
-from eval.run.measure import free
+from eval.run.memory import free
+from eval.run.run import prepare
 from eval.store.folder import RunStore, read_about, read_visits
 from eval.store.results import Results
 from eval.store.runs import stored_runs
@@ -29,9 +29,9 @@ from lazyllm.methods import TriangleMix, XAttention
 from lazyllm.models.load import load_weights
 from tests.eval.run.kill_run import outcomes
 from tests.eval.store.test_folder import full_disk
-from tests.runs import small_run
+from tests.runs import measure, small_run
 
-generate = eval.run.measure.generate
+generate = eval.run.decode.generate
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception]) -> None:
@@ -43,7 +43,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, errors: dict[int, Exception]) -> No
             raise errors[call]
         return generate(*arguments, **settings)
 
-    monkeypatch.setattr(eval.run.measure, "generate", generate_or_fail)
+    monkeypatch.setattr(eval.run.decode, "generate", generate_or_fail)
 
 
 def test_method_without_a_kernel_has_no_ttft(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_method_without_a_kernel_has_no_ttft(tmp_path: Path) -> None:
         assert (times["blocks"].ttft_s, times["blocks"].total_s, costs["blocks"].prefill_mfu) == (None, None, None)
         assert all((times["triangle"].ttft_s, times["blocks"].decode_step_s))
         flops = {label: cost.prefill_flops or 0 for label, cost in costs.items()}
-        n, config = visit.turns[0].tokens, run.model_config
+        n, config = visit.turns[0].tokens, run.subject.model_config
         assert flops["triangle"] == TriangleMix(1, 1, 8, 8).first_token_flops(config, n)
         least = XAttention(0.0001, 4, 8).first_token_flops(config, n)  # two blocks of keys
         assert least <= flops["blocks"] < XAttention(0.9999, 4, 8).first_token_flops(config, n)
@@ -92,7 +92,7 @@ def test_failure_of_an_arm_is_its_own_and_the_same_command_visits_that_example_a
     assert "2 answers failed and are not in the table, the first of lazy on lookup" in result.failures
     assert "1 answer failed, left out here" in (tmp_path / "run" / "summary.md").read_text()
 
-    monkeypatch.setattr(eval.run.measure, "generate", generate)
+    monkeypatch.setattr(eval.run.decode, "generate", generate)
     caplog.clear()
     assert not measure(small_run(tmp_path / "run"), show=False).failed
     visits = read_visits(tmp_path / "run")
@@ -107,7 +107,7 @@ def test_later_visit_holds_the_missing_arms_and_the_baseline_for_the_clock(tmp_p
     run = small_run(tmp_path / "run", compare=arms, dataset={"lookup": True}, limit=1)
     failing(monkeypatch, {2: RuntimeError("no kernel image")})
     assert measure(run, show=False).failed
-    monkeypatch.setattr(eval.run.measure, "generate", generate)
+    monkeypatch.setattr(eval.run.decode, "generate", generate)
     assert not measure(run, show=False).failed
     first, second = read_visits(tmp_path / "run")
     assert (list(first.answers), list(second.answers)) == (["baseline", "one"], ["baseline", "two"])
@@ -149,11 +149,11 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
     arms = {"mine": {"name": "lazy", "schedule": {2: 0.5}}, "drop": {"name": "random_drop", "keep": 0.5, "seeds": 2}}
     run = small_run(None, compare=arms, dataset={"lookup": True}, limit=2, split="test", label="two")
     generations = Mock(side_effect=generate)
-    monkeypatch.setattr(eval.run.measure, "generate", generations)
+    monkeypatch.setattr(eval.run.decode, "generate", generations)
     measure(run)
     assert generations.call_count == 2 * 4  # the baseline once for all
     (folder,) = Path("runs").iterdir()
-    assert folder == run.folder
+    assert folder == prepare(run).folder
     assert folder.name.startswith("tiny-two-lookup-")
     assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup, test\n")
     assert {file.name for file in (folder / "figures").iterdir()} == {"comparison.png", "comparison.svg"}
@@ -174,7 +174,7 @@ def test_model_loads_once_only_if_needed_and_leaves_the_memory(tmp_path: Path, m
         loaded.append(weakref.ref(model := load_weights(spec)))
         return model
 
-    monkeypatch.setattr("eval.run.loop.load_weights", counted)
+    monkeypatch.setattr("lazyllm.models.load.load_weights", counted)
     runs = [measure(small_run(tmp_path / "run"), show=False) for _ in range(2)]
     assert len(loaded) == 1
     assert runs[0].visits == runs[1].visits
@@ -189,14 +189,14 @@ def test_arm_out_of_reach_is_left_out_with_a_line(tmp_path: Path, caplog) -> Non
         "specprefill": {"name": "specprefill", "draft": None, "keep": "2x"},
     }
     run = small_run(tmp_path, compare=asked)
-    assert [arm.label for arm in run.arms] == ["baseline", "random_drop"]
+    assert [arm.label for arm in prepare(run).arms] == ["baseline", "random_drop"]
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0 on 8 layers" in caplog.text
     assert "left out: specprefill" in caplog.text
     assert "name a draft" in caplog.text
     with pytest.raises(UserError, match="no method reaches its speedup on this model: give another"):
-        _ = run.changed(compare={"fastkv": asked["fastkv"]}).arms
+        _ = prepare(run.changed(compare={"fastkv": asked["fastkv"]})).arms
     with pytest.raises(UserError, match="takes no preset as layer=2x"):  # a mistake is one still
-        _ = run.changed(compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}}).arms
+        _ = prepare(run.changed(compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}})).arms
 
 
 def test_shards_visit_each_example_once_and_the_last_makes_the_table(tmp_path: Path, monkeypatch) -> None:
@@ -225,7 +225,7 @@ def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(tmp_path: Pat
         if event["event"] == "end":
             raise UserError("jobs.jsonl: no room")
 
-    monkeypatch.setattr("eval.run.loop.load_weights", Mock(side_effect=UserError("no such weights")))
+    monkeypatch.setattr("lazyllm.models.load.load_weights", Mock(side_effect=UserError("no such weights")))
     with pytest.raises(UserError, match="no such weights"):
         measure(small_run(tmp_path / "run"), show=False)
     begin, end = (json.loads(line) for line in (tmp_path / "run" / "jobs.jsonl").read_text().splitlines())
@@ -239,7 +239,7 @@ def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(tmp_path: Pat
 
 def test_device_that_does_not_recover_ends_the_run_with_its_visits_safe(tmp_path: Path, monkeypatch, caplog) -> None:
     broken = Mock(side_effect=RuntimeError("CUDA error: an illegal memory\naccess was encountered"))
-    monkeypatch.setattr("eval.run.measure.release_memory", broken)
+    monkeypatch.setattr("eval.run.memory.release_memory", broken)
     failing(monkeypatch, {5: RuntimeError("CUDA error: an illegal memory access was encountered")})
     with pytest.raises(UserError, match=r"cpu does not recover .*illegal memory access.*give the same command again"):
         measure(small_run(tmp_path / "run"), show=False)
@@ -249,7 +249,7 @@ def test_device_that_does_not_recover_ends_the_run_with_its_visits_safe(tmp_path
 
 def test_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
     synchronize = Mock(side_effect=[None, RuntimeError("CUDA error: unspecified launch failure")])
-    monkeypatch.setattr("eval.run.measure.release_memory", lambda _: None)
+    monkeypatch.setattr("eval.run.memory.release_memory", lambda _: None)
     monkeypatch.setattr("torch.accelerator.synchronize", synchronize)
     free(torch.device("cuda", 1))
     synchronize.assert_called_once_with(torch.device("cuda", 1))

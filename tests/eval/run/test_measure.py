@@ -16,10 +16,12 @@ from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.benchmarks.suite import Example
-from eval.run import measure
+from eval.run import decode, memory
+from eval.run.answers import Visits
 from eval.run.arms import Arm
-from eval.run.cases import Case
-from eval.run.measure import WARMUP_TOKENS, Bench, in_turn
+from eval.run.case import Case
+from eval.run.decode import WARMUP_TOKENS
+from eval.run.subject import in_turn
 from eval.store.visit import Visit
 from lazyllm import Generation
 from lazyllm.methods import Baseline, Lazy
@@ -50,18 +52,18 @@ def calls(monkeypatch) -> list[tuple]:
     """All calls of `generate` and of the peak's reset, in order; methods answer token 5, the baseline 6."""
     seen: list[tuple] = []
 
-    def generate(model, prompt, method, **settings):
+    def generate(model, prompt, method, after_prefill=None, **settings):
         seen.append((method, prompt, settings))
         return generation(6 if isinstance(method, Baseline) else 5)
 
-    monkeypatch.setattr(measure, "generate", generate)
-    monkeypatch.setattr(measure, "reset_peak", lambda *devices: seen.append(("reset",)))
-    monkeypatch.setattr(measure, "read_peak", lambda *devices: 123)
-    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {})  # none that an earlier test left
+    monkeypatch.setattr(decode, "generate", generate)
+    monkeypatch.setattr(memory, "reset_peak", lambda *devices: seen.append(("reset",)))
+    monkeypatch.setattr(memory, "read_peak", lambda *devices: 123)
+    monkeypatch.setattr("lazyllm.methods.support.other_models.HELPERS.loaded", {})  # none that an earlier test left
     return seen
 
 
-def bench(*arms: Arm, baseline: str | None = "baseline", chat: str = "none") -> Bench:
+def bench(*arms: Arm, baseline: str | None = "baseline", chat: str = "none") -> Visits:
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, config=CONFIG)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: TEXTS[ids[0]])
     return bench_of(model, tokenizer, arms or ARMS, baseline, CHAT_FORMATS[chat])
@@ -73,8 +75,8 @@ def case(name: str, text: str = "text") -> Case:
     return Case(DATASETS[name], example, prompt, 40, (2,))
 
 
-def visit(on: Bench, of: Case | None = None, number: int = 0) -> Visit:
-    (made,) = on.measure([replace(of or case("qasper"), arms=in_turn(on.run.arms, number))])
+def visit(on: Visits, of: Case | None = None, number: int = 0) -> Visit:
+    (made,) = on.visits([replace(of or case("qasper"), arms=in_turn(on.how.arms, number))])
     return made
 
 
@@ -133,14 +135,14 @@ def test_visit_keeps_the_prompts_end_and_the_gold_answers(calls) -> None:
 
 def fail(monkeypatch, fails: Callable[[Any], bool]) -> None:
     """From now on, generations of such methods lack memory."""
-    original = measure.generate
+    original = decode.generate
 
     def failing(model, prompt, method, **settings):
         if fails(method):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(model, prompt, method, **settings)
 
-    monkeypatch.setattr(measure, "generate", failing)
+    monkeypatch.setattr(decode, "generate", failing)
 
 
 def test_without_the_baselines_answer_the_others_count_and_are_not_compared(calls, monkeypatch) -> None:
@@ -161,7 +163,7 @@ def test_without_the_baselines_answer_the_others_count_and_are_not_compared(call
     ],
 )
 def test_out_of_memory_has_several_names(error: Exception, is_memory: bool) -> None:
-    assert measure.is_out_of_memory(error) == is_memory
+    assert memory.is_out_of_memory(error) == is_memory
 
 
 def test_methods_get_the_tokens_and_what_they_stand_for(calls) -> None:
@@ -231,7 +233,7 @@ class Draft:
 def draft(calls, monkeypatch) -> Draft:
     """A draft that lies beside the model, on its device, where there is memory for all."""
     made = Draft(calls)
-    monkeypatch.setattr("lazyllm.methods.support.other_models._LOADED", {(DRAFT, True): made})
+    monkeypatch.setattr("lazyllm.methods.support.other_models.HELPERS.loaded", {(DRAFT, True): made})
     return made
 
 

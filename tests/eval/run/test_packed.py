@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from eval.run import measure
-from eval.run.loop import measure as measure_run
+from eval.run import decode
+from eval.run.run import prepare
 from eval.run.settings import ModelConfig
 from eval.run.work import Model, fitting_batch
 from eval.store.folder import read_about, read_visits
@@ -19,6 +19,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.engine.test_batch import Unbatchable
+from tests.runs import measure as measure_run
 from tests.runs import run_of, small_run
 
 ARMS = {
@@ -69,12 +70,12 @@ def test_first_tokens_of_a_visit_come_in_its_order_with_nothing_between_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: list[Any] = []
-    join, run = measure.Batch.add, measure.Batch.run
-    monkeypatch.setattr(measure.Batch, "add", lambda batch, row: [joined.append(row.method), join(batch, row)][1])
-    monkeypatch.setattr(measure.Batch, "run", lambda batch: [joined.append(None), run(batch)][1])
+    join, run = decode.Batch.add, decode.Batch.run
+    monkeypatch.setattr(decode.Batch, "add", lambda batch, row: [joined.append(row.method), join(batch, row)][1])
+    monkeypatch.setattr(decode.Batch, "run", lambda batch: [joined.append(None), run(batch)][1])
     visits = visits_of(tmp_path, 6, compare=ARMS, limit=2)
     planned = small_run(None, compare=ARMS)
-    methods = {arm.label: arm.method("lookup") for arm in planned.arms}
+    methods = {arm.label: arm.method("lookup") for arm in prepare(planned).arms}
     order = [methods[label] for visit in visits.values() for label in visit.order]
     prefills = [method for method in joined if method is not None]
     assert sorted(map(repr, prefills)) == sorted(map(repr, order))
@@ -109,14 +110,14 @@ def test_answers_in_a_batch_start_again_fewer_at_once_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = visits_of(tmp_path / "whole", 8)
-    original = measure.Batch.run
+    original = decode.Batch.run
 
     def run_out(batch: Any) -> Any:
         if len(batch.running) > 3:
             raise torch.OutOfMemoryError("no memory for 4 rows")
         return original(batch)
 
-    monkeypatch.setattr(measure.Batch, "run", run_out)
+    monkeypatch.setattr(decode.Batch, "run", run_out)
     found = visits_of(tmp_path / "fewer", 8)
     assert [*map(untimed, found.values())] == [untimed(expected[key]) for key in found]
     assert found.keys() == expected.keys()
@@ -130,9 +131,9 @@ def test_only_the_answer_that_fails_alone_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     run = small_run(tmp_path, batch_size=8)
-    lengths = {case.key: len(case.prompt.token_ids) for case in run.cases}
+    lengths = {case.key: len(case.prompt.token_ids) for case in prepare(run).cases}
     longest = max(lengths.values())
-    place, name = (measure.Batch, "add") if when == "it joins the batch" else (measure, "make_request")
+    place, name = (decode.Batch, "add") if when == "it joins the batch" else (decode, "make_request")
     original = getattr(place, name)
 
     def refuse(*given: Any) -> Any:
@@ -166,11 +167,11 @@ def test_rows_are_as_many_as_fit_into_memory() -> None:
 
 def test_memory_is_for_the_longest_answer_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Mock(return_value=3)
-    monkeypatch.setattr("eval.run.run.fitting_batch", asked)
+    monkeypatch.setattr("eval.run.local.fitting_batch", asked)
     run = run_of("dataset=needle", "needle.lengths=[300]", "model.thinking_tokens=700", "max_new_tokens=5")
-    assert run.batch_size == 3
+    assert prepare(run).how.batch_size == 3
     (*_, new_tokens, _) = asked.call_args.args
-    assert new_tokens == 5 + 700 == max(case.max_new_tokens for case in run.cases)
+    assert new_tokens == 5 + 700 == max(case.max_new_tokens for case in prepare(run).cases)
 
 
 def test_a_method_that_cannot_be_batched_is_refused_before_anything_runs() -> None:

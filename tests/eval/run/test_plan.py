@@ -13,7 +13,6 @@ import yaml
 
 import lazyllm
 from eval.benchmarks.longbench import PUBLISHED
-from eval.run.loop import measure
 from eval.run.plan import RATE, amount, as_text, costs, costs_of, duration, groups_of, main, seconds_on
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
@@ -27,7 +26,7 @@ from lazyllm.models.load import load_weights
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.spec import ModelSpec
 from tests.lazyllm.methods.method_matrix import ROWS
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 TINY = ModelSpec("tiny", dtype="float32", device="cpu")
 LLAMA2 = ModelSpec("llama2", "dummy")
@@ -244,7 +243,7 @@ def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
     assert baseline.work.flops > pruned.work.flops
     _, warmed = costs_of(run.changed(warmup=2), rows, ACCELERATORS["l4"])
     (row,) = rows
-    warm_up = Model.of(run.spec).conversation(StaticPruning(2, 0.3), row.messages, 4)
+    warm_up = Model.of(run.subject.spec).conversation(StaticPruning(2, 0.3), row.messages, 4)
     assert warmed.work == sum(2 * warm_up, pruned.work)
     again = costs_of(run.changed(aa_test=True), rows, ACCELERATORS["l4"])
     assert [one.arm for one in again] == ["baseline", "static_pruning", "baseline again"]

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from eval.run import measure
+from eval.run import decode
 from eval.run.arms import Arm
-from eval.run.loop import load_model
-from eval.run.measure import Bench, in_turn
-from eval.run.run import Run
+from eval.run.asked import Asked
+from eval.run.decode import Bench
+from eval.run.run import prepare
+from eval.run.subject import in_turn
 from lazyllm.engine import decoder, session
 from lazyllm.methods.support import other_models
 from tests.runs import arm, bench_of, small_run
@@ -31,11 +32,11 @@ def arms(**settings: Any) -> list[Arm]:
 
 
 @cache
-def plan(turns: int) -> Run:
+def plan(turns: int) -> Asked:
     return small_run(None, limit=2, turns=turns, dataset={"lookup": True})
 
 
-model = cache(lambda: load_model(plan(1)))
+model = cache(lambda: plan(1).subject.load())
 
 
 class Recorder:
@@ -78,8 +79,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     for module in (decoder, session):
         monkeypatch.setattr(module, "backends", chosen)
     monkeypatch.setattr(Bench, "_rehearse", rehearsing)
-    monkeypatch.setattr(measure, "builds_plans", lambda model, devices: True)
-    monkeypatch.setattr(other_models, "_LOADED", {})
+    monkeypatch.setattr(decode, "builds_plans", lambda model, devices: True)
+    monkeypatch.setattr(other_models.HELPERS, "loaded", {})
     return found
 
 
@@ -90,9 +91,9 @@ def test_no_timed_prefill_is_the_first_of_its_shapes(
 ) -> None:
     """Those of a draft too, and those of each later turn that runs the whole text again."""
     made, compared = plan(turns), arms(turns=later)
-    bench = bench_of(model(), made.tokenizer, compared, chat=made.chat, batch_size=batch_size)
-    todo = [replace(case, arms=in_turn(compared, number)) for number, case in enumerate(made.cases)]
-    assert not any(visit.failures for visit in bench.measure(todo))
+    bench = bench_of(model(), made.subject.tokenizer, compared, chat=made.subject.chat, batch_size=batch_size)
+    todo = [replace(case, arms=in_turn(compared, number)) for number, case in enumerate(prepare(made).cases)]
+    assert not any(visit.failures for visit in bench.visits(todo))
     assert len(recorded.timed) > len(compared)
     assert not +recorded.early
     assert recorded.untimed >= recorded.timed  # the draft's check, once, is untimed too

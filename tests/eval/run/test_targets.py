@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -10,9 +10,11 @@ import yaml
 
 from eval.analysis.paper_tables import PUBLISHED
 from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.suite import Dataset
 from eval.run import targets
-from eval.run.arms import build_method
-from eval.run.targets import as_yaml, check, is_tuned, read_tuned, solved, uses_preset, with_layers
+from eval.run.arms import MethodAsked
+from eval.run.run import prepare
+from eval.run.targets import as_yaml, is_tuned, read_tuned, with_layers
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -22,6 +24,12 @@ LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
 LAZY = {"name": "lazy", "schedule": "table1"}
 STATIC = {"name": "static_pruning", "layer": 2, "keep": "table1"}
 DROP = {"name": "random_drop", "keep": "table1", "seed": 3}
+
+
+def solved(settings: dict, dataset: Dataset, shape: Any, column: str | None, **options: int) -> dict[str, Any]:
+    """The settings for a dataset and a model, with numbers for targets."""
+    arm = MethodAsked.of(settings, shape.num_hidden_layers).arm("arm", [dataset], shape, column, **options)
+    return (arm.solved or {dataset.name: settings})[dataset.name]
 
 
 def flops(counts: list[int]) -> float:
@@ -63,7 +71,7 @@ def test_committed_table_is_the_codes() -> None:
         [settings] = [each for each in (LAZY, STATIC, DROP) if each["name"] == row.method]
         found, given = solved(settings, datasets[row.task], models[row.model], row.model), json.loads(row.parameters)
         assert json.loads(json.dumps(found)) == given | {key: found[key] for key in found.keys() & {"name", "seed"}}
-        ideal = build_method(found).ideal_speedup(models[row.model], targets.REFERENCE_TOKENS[row.model])
+        ideal = MethodAsked.of(found).make().ideal_speedup(models[row.model], targets.REFERENCE_TOKENS[row.model])
         assert (row.ideal_ttft_speedup, row.prompt_tokens) == (round(ideal, 3), targets.REFERENCE_TOKENS[row.model])
         assert row.paper_ttft_speedup == targets.table1_speedup(row.task, row.method, row.model)
         assert row.paper_ttft_speedup == pytest.approx(ideal, abs=0.005)
@@ -82,7 +90,6 @@ def test_speedup_is_a_preset_and_numbers_are_left_alone() -> None:
     found = solved({"name": "random_drop", "keep": "2.0x"}, qa, LLAMA2, "llama2")["keep"]
     assert flops([3376] * 32) / flops([kept(found, 3376)] * 32) == pytest.approx(2.0, abs=0.005)
     for settings in ({"name": "lazy", "schedule": "paper"}, {"name": "static_pruning", "layer": 2, "keep": 0.3}):
-        assert not uses_preset(settings)
         assert solved(settings, qa, LLAMA2, None) is settings
 
 
@@ -104,7 +111,7 @@ def test_early_depths_serve_speedups_beyond_late_ones() -> None:
 )
 def test_presets_of_other_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check(settings)
+        MethodAsked.of(settings)
 
 
 @pytest.mark.parametrize(("target", "instead"), [("40x", "give less"), ("0.5x", "give 1x")])
@@ -114,14 +121,26 @@ def test_speedup_out_of_reach_is_refused(target: str, instead: str) -> None:
             solved(settings, DATASETS["lcc"], LLAMA2, None)
 
 
+def test_table1_is_solved_for_no_more_tokens_than_prompts_may_have() -> None:
+    """A speedup that is given is solved at the reference length, and an own length of the suite goes first."""
+    qa, target = DATASETS["hotpotqa"], 2.16  # of Table 1
+    for limit, n in ((1000, 1000), (3376, 3376), (9999, 3376), (None, 3376)):
+        keep = solved(STATIC, qa, LLAMA2, "llama2", limit=limit)["keep"]
+        counts = [n] * 2 + [kept(keep, n)] * 30
+        assert flops([n] * 32) / flops(counts) == pytest.approx(target, abs=0.005)
+    given = STATIC | {"keep": "2.16x"}
+    assert solved(given, qa, LLAMA2, "llama2", limit=1000) == solved(given, qa, LLAMA2, "llama2")
+    assert solved(STATIC, qa, LLAMA2, "llama2", limit=1000) != solved(STATIC, qa, LLAMA2, "llama2")
+
+
 def test_shares_of_the_depth_become_layers() -> None:
-    assert with_layers({"name": "lazy", "schedule": {"12.5%": 0.5, "50%": 0.7}}, 32)["schedule"] == {4: 0.5, 16: 0.7}
-    assert with_layers({"name": "lazy", "schedule": "paper"}, 32)["schedule"] == "paper"
+    assert with_layers({"12.5%": 0.5, "50%": 0.7}, 32) == {4: 0.5, 16: 0.7}
+    assert with_layers("paper", 32) == "paper"
 
 
 def test_compression_takes_its_authors_share() -> None:
     settings = {"name": "prompt_compression", "keep": "table1", "unit": "sentence"}
-    assert solved(settings, DATASETS["lcc"], SimpleNamespace(num_hidden_layers=4), None)["keep"] == 0.5
+    assert solved(settings, DATASETS["lcc"], LLAMA2, None)["keep"] == 0.5
 
 
 def written(folder: Path, schedule: dict[int, float], layers: int) -> str:
@@ -135,7 +154,7 @@ def test_tuned_schedule_is_read_from_a_folder_and_a_file(tmp_path: Path) -> None
     assert content == {"schedule": {2: 0.3, 5: 0.55}, "layers": 8, "model": "a: b # c", "score": [99.5, None]}
     for name in (reference, f"{reference}/tuned.yaml"):
         assert is_tuned(name)
-        assert with_layers({"name": "lazy", "schedule": name}, 8)["schedule"] == {2: 0.3, 5: 0.55}
+        assert with_layers(name, 8) == {2: 0.3, 5: 0.55}
     assert not is_tuned("paper")
     assert not is_tuned({2: 0.3})
 
@@ -144,10 +163,10 @@ def test_run_with_a_tuned_schedule_is_one_with_its_numbers(tmp_path: Path) -> No
     reference = written(tmp_path, {2: 0.3, 5: 0.55}, 8)
     schedules = (reference, {2: 0.3, 5: 0.55}, {2: 0.3, 5: 0.5})
     runs = [small_run(None, method={"name": "lazy", "schedule": schedule}) for schedule in schedules]
-    assert runs[0].identity == runs[1].identity
-    assert runs[0].identity["arms"]["lazy"]["method"]["schedule"] == {"2": 0.3, "5": 0.55}
-    assert runs[0].identity != runs[2].identity
-    assert runs[0].arms[1].method("lookup") == runs[1].arms[1].method("lookup")
+    assert prepare(runs[0]).identity == prepare(runs[1]).identity
+    assert prepare(runs[0]).identity["arms"]["lazy"]["method"]["schedule"] == {"2": 0.3, "5": 0.55}
+    assert prepare(runs[0]).identity != prepare(runs[2]).identity
+    assert prepare(runs[0]).arms[1].method("lookup") == prepare(runs[1]).arms[1].method("lookup")
 
 
 @pytest.mark.parametrize(
@@ -167,4 +186,4 @@ def test_unusable_tuned_schedules_are_refused(tmp_path: Path, text: str | None, 
     with pytest.raises(UserError, match=message):
         read_tuned(f"tuned/{tmp_path}", 8)
     with pytest.raises(UserError, match=message):  # before a model loads
-        _ = small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"}).arms
+        _ = prepare(small_run(tmp_path / "run", method={"name": "lazy", "schedule": f"tuned/{tmp_path}"})).arms

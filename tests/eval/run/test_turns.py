@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import eval.run.measure
+import eval.run.decode
 import lazyllm
 from eval.run.arms import Arm
-from eval.run.cases import Case
-from eval.run.loop import load_model
-from eval.run.run import Run
+from eval.run.asked import Asked
+from eval.run.case import Case
+from eval.run.run import prepare
 from eval.run.settings import ModelConfig
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError
@@ -28,7 +28,7 @@ METHOD = StaticPruning(layer=2, keep=0.5)
 END_IDS = load_end_ids(ModelSpec("tiny"))
 
 
-def run_of(**changes: Any) -> Run:
+def run_of(**changes: Any) -> Asked:
     tiny = ModelConfig(name="tiny", dtype="float64", device="cpu")
     method = {"name": "static_pruning", "layer": 2, "keep": 0.5}
     settings = dict(model=tiny, method=method, dataset={"lookup": True}, limit=1, max_new_tokens=None, turns=TURNS)
@@ -36,15 +36,17 @@ def run_of(**changes: Any) -> Run:
 
 
 plan = cache(run_of)
-model = cache(lambda: load_model(plan()))
+model = cache(lambda: plan().subject.load())
 
 
 def case() -> Case:
-    return plan().cases[0]
+    return prepare(plan()).cases[0]
 
 
 def visit_of(*arms: Arm) -> Any:
-    (visit,) = bench_of(model(), plan().tokenizer, arms, chat=plan().chat).measure([replace(case(), arms=arms)])
+    (visit,) = bench_of(model(), plan().subject.tokenizer, arms, chat=plan().subject.chat).visits(
+        [replace(case(), arms=arms)]
+    )
     assert not visit.failures
     return flattened(visit)
 
@@ -62,7 +64,7 @@ def token_ids(measured: list[Any]) -> list[list[int]]:
 
 def read(number: int, answers: list[list[int]]) -> list[int]:
     """The tokens that a turn (from 0) has read, assembled by hand: prompt, answers, messages."""
-    encode, example = plan().tokenizer.encode, case().example
+    encode, example = plan().subject.tokenizer.encode, case().example
     ids = encode(f"Ledger: {example.context}\nQuestion: entry {example.input.split()[-1]}")
     for answer, turn in zip(answers[:number], example.turns, strict=False):
         key = turn.text.split()[-1]
@@ -88,14 +90,14 @@ def test_turns_of_the_baseline_are_the_models_own_generation() -> None:
 
 
 def test_each_arm_holds_its_whole_conversation_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    converse, asked = eval.run.measure.converse, []
+    converse, asked = eval.run.decode.converse, []
 
-    def seen(model: Any, of: Case, method: Method, turns: str) -> Any:
+    def seen(model: Any, of: Case, method: Method, turns: str, *options: Any) -> Any:
         for out in converse(model, of, method, turns):
             asked.append(method)
             yield out
 
-    monkeypatch.setattr(eval.run.measure, "converse", seen)
+    monkeypatch.setattr(eval.run.decode, "converse", seen)
     visit_of(arm("baseline", name="baseline"), arm("method", name="static_pruning", layer=2, keep=0.5))
     assert asked == [Baseline()] * TURNS + [METHOD] * TURNS
 
@@ -195,7 +197,9 @@ def test_more_turns_than_a_row_has_are_refused(caplog) -> None:
 
 def test_one_turn_is_the_run_without_turns() -> None:
     alone = run_of(turns=None)
-    assert alone.cases[0].prompt.turns == ()
-    assert alone.cases[0].prompt.token_ids == case().prompt.token_ids
-    assert "turns" not in alone.identity
-    assert run_of(turns=1).identity["data"] == alone.identity["data"] != plan().identity["data"]
+    assert prepare(alone).cases[0].prompt.turns == ()
+    assert prepare(alone).cases[0].prompt.token_ids == case().prompt.token_ids
+    assert "turns" not in prepare(alone).identity
+    assert (
+        prepare(run_of(turns=1)).identity["data"] == prepare(alone).identity["data"] != prepare(plan()).identity["data"]
+    )

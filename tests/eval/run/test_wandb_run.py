@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from eval.analysis.run_table import run_table
-from eval.run.loop import measure
 from eval.run.settings import TrackerConfig
 from eval.run.wandb_run import open_trackers
 from eval.store.folder import read_about, read_visits
@@ -23,7 +22,7 @@ from eval.store.runs import StoredRun
 from eval.store.visit import Answer, Turn, Visit
 from lazyllm.errors import UserError
 from tests.eval.store.visits import measurement
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 SECRET = "5ecret" * 8
 CONFIG = TrackerConfig("wandb", tags=["a-tag"], group="a-sweep")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from eval.analysis.run_table import comparisons
-from eval.run import loop
+from eval.run.asked import Asked
 from eval.run.job import main
-from eval.run.run import Run
+from eval.run.run import prepare
 from eval.serving import client
 from eval.store.folder import read_visits
 from eval.store.results import Results
@@ -24,7 +24,7 @@ from lazyllm.presets import PRESETS
 from tests.eval.serving.in_thread import tiny_server
 from tests.eval.serving.scripted import DONE, Reply, Seen, chat, event, scripted, usage
 from tests.eval.store.visits import flattened
-from tests.runs import run_of
+from tests.runs import measure, run_of
 
 TINY = load_tokenizer(PRESETS["tiny"].source)
 Script = Callable[[int, dict[str, Any]], Reply]
@@ -49,13 +49,13 @@ def said(text: str) -> Reply:
     return Reply([chat(role="assistant", content=""), chat(content=text), chat("stop"), DONE])
 
 
-def served(url: str, out: Path | None, *overrides: str) -> Run:
+def served(url: str, out: Path | None, *overrides: str) -> Asked:
     fixed = ("model=server", f"server.url={url}", "model.name=m", "model.tokenizer=tiny", "dataset=lookup", "limit=3")
     return run_of(*fixed, "warmup=0", *([f"out={out}"] if out is not None else []), *overrides)
 
 
 def run(url: str, out: Path, *overrides: str) -> list[Any]:
-    loop.measure(served(url, out, *overrides), show=False)
+    measure(served(url, out, *overrides), show=False)
     return [*map(flattened, read_visits(out))]
 
 
@@ -133,7 +133,7 @@ def test_requests_are_greedy_cold_and_have_no_field_that_the_server_refuses(
 
 def prompt_texts() -> list[str]:
     """The prompts of the same run in this process."""
-    return [case.prompt.text for case in run_of("dataset=lookup", "limit=3").cases]
+    return [case.prompt.text for case in prepare(run_of("dataset=lookup", "limit=3")).cases]
 
 
 def test_warm_prompt_is_asked_twice_and_chat_has_its_messages(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_later_turn_asks_the_conversation_with_the_servers_own_answers(
     bodies = [body for _, body in seen.posts]
     assert len(bodies) == 2 * 3 * times
     expected = []
-    for case in run_of("dataset=lookup", "limit=3", "turns=2").cases:
+    for case in prepare(run_of("dataset=lookup", "limit=3", "turns=2")).cases:
         (turn,) = case.prompt.turns
         expected += [[case.prompt.text], [case.prompt.text, "Yes no", turn.text]]
     for body, texts in zip(bodies[::times], expected, strict=True):
@@ -303,7 +303,7 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
 
     original = Conversation.answer_with
     shared = ("dataset=[lookup,shots]", "limit=2", "max_new_tokens=6", "warmup=0")
-    loop.measure(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
+    measure(run_of("method.schedule={2: 0.3}", f"out={tmp_path / 'here'}", *shared), show=False)
     names = ("model.name=tiny/baseline", "method=server", "method.model=tiny")
     monkeypatch.setattr(Conversation, "answer_with", answer_with)
     run(endpoint, tmp_path / "there", *names, *shared)

@@ -234,7 +234,7 @@ def test_one_call_a_sentence(scorer: tuple[str, Any, Any], monkeypatch: pytest.M
         model.register_forward_pre_hook(note, with_kwargs=True)
         return model
 
-    other_models.unload()
+    other_models.HELPERS.unload()
     monkeypatch.setattr(other_models, "load_weights", counted)
     beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
     method = PromptCompression(0.5, "phrase", scorer=name, scoring="sentences")
@@ -244,7 +244,7 @@ def test_one_call_a_sentence(scorer: tuple[str, Any, Any], monkeypatch: pytest.M
     ran.clear()
     lazyllm.generate(beside, prompt_of(tokenizer, TEXT), PromptCompression(0.5, "phrase", scorer=name), 1, ())
     assert len(ran) == (1 if len(tokenizer(TEXT).input_ids) < 256 else 2)
-    other_models.unload()
+    other_models.HELPERS.unload()
 
 
 def test_the_model_itself_may_score_sentence_by_sentence(scorer: tuple[str, Any, Any]) -> None:

@@ -14,15 +14,16 @@ from hydra.core.config_store import ConfigStore
 
 import lazyllm
 from eval.cli import main
-from eval.run.arms import canonical_settings
+from eval.run.arms import MethodAsked
+from eval.run.asked import ask
 from eval.run.config import compose_config, register_schema, to_run_config
-from eval.run.run import Run
+from eval.run.run import prepare
 from eval.store.folder import fingerprint
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Prune, StaticPruning, by_name, code_of, known, make
 from lazyllm.methods.support import bases, plugins
 from tests.helpers import example_source
-from tests.runs import settled, small_run
+from tests.runs import small_run
 
 # A package with its own methods, as another author would write it, in the files that pip installs
 _ENTRY_POINTS = """
@@ -110,7 +111,7 @@ def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def run_of(*overrides: str):
     register_schema()  # of the package too
-    return settled(Run(to_run_config(compose_config(overrides))))
+    return ask(to_run_config(compose_config(overrides)))
 
 
 def test_worked_example_does_what_it_says() -> None:
@@ -132,16 +133,16 @@ def test_name_of_an_installed_method_is_known(installed: Path) -> None:
 
 def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
-    assert run_of("method=keep_last", "method.layer=3").asked["keep_last"] == given | {"turns": "continue"}
-    assert canonical_settings(given | {"turns": "continue"}, 8) == canonical_settings(given, 8) == given
-    assert canonical_settings(given | {"turns": "recompute"}, 8) == given | {"turns": "recompute"}
+    assert run_of("method=keep_last", "method.layer=3").arms["keep_last"] == given | {"turns": "continue"}
+    assert MethodAsked.of(given | {"turns": "continue"}, 8).canonical() == MethodAsked.of(given, 8).canonical() == given
+    assert MethodAsked.of(given | {"turns": "recompute"}, 8).canonical() == given | {"turns": "recompute"}
     with pytest.raises(UserError, match="turns=never: expected continue or recompute"):
         run_of("method=keep_last", "method.layer=3", "method.turns=never")
-    lots = run_of("method=draws_lots", "seed=3").asked["draws_lots"]
+    lots = run_of("method=draws_lots", "seed=3").arms["draws_lots"]
     # the run's seed, as for lazyllm's own
     assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3, "turns": "continue"}
-    assert run_of("method=draws_lots", "seed=3", "method.seed=5").asked["draws_lots"]["seed"] == 5
-    assert canonical_settings(lots, 8) == {"name": "draws_lots", "seed": 3}
+    assert run_of("method=draws_lots", "seed=3", "method.seed=5").arms["draws_lots"]["seed"] == 5
+    assert MethodAsked.of(lots, 8).canonical() == {"name": "draws_lots", "seed": 3}
     with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
         run_of("method=keep_last")
     with pytest.raises(UserError, match=r"method\.kep"):
@@ -160,7 +161,7 @@ def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     ],
 )
 def test_unusable_plugin_is_refused_only_by_name(installed: Path, name: str, message: str) -> None:
-    assert list(run_of("method=static_pruning").asked) == ["baseline", "static_pruning"]
+    assert list(run_of("method=static_pruning").arms) == ["baseline", "static_pruning"]
     with pytest.raises(UserError, match=message):
         run_of(f"method={name}")
     with pytest.raises(UserError, match=message):
@@ -196,7 +197,7 @@ def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     assert changed != first
     assert code_of("keep_last") == first
     run = run_of("model=tiny", "dataset=lookup", "limit=1", "method=keep_last", "method.layer=2")
-    assert run.identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
+    assert prepare(run).identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
 
 
 def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) ->
 
     def identity() -> dict:
         overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={draft}")
-        return run_of(*overrides).identity
+        return prepare(run_of(*overrides)).identity
 
     first = identity()
     assert identity() == first
@@ -246,7 +247,7 @@ def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     arm = stored["identity"]["arms"][name]
     assert (arm["method"]["name"], arm["method"]["layer"], arm["code"]) == (name, 2, code_of(str(file)))
     listed = run_of(f"compare=[lazy,'{file}']")
-    assert list(listed.asked) == ["baseline", "lazy", name]
+    assert list(listed.arms) == ["baseline", "lazy", name]
     file.write_text(file.read_text() + "\n\n")
     assert code_of(str(file)) != arm["code"]
 

@@ -1,0 +1,251 @@
+"""Answers of a model in this process: each arm answers each case alone, or several answers decode together.
+
+An example of several turns is a conversation with each arm in its place; each continues with its own answers.
+"""
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from eval.run.arms import Arm
+from eval.run.case import Case
+from eval.run.memory import Memory, failure_of, free, is_out_of_memory
+from eval.store.visit import Failure
+from lazyllm import Generation, generate, start
+from lazyllm.engine.batch import Batch
+from lazyllm.engine.flops import prefill_flops
+from lazyllm.engine.generation import Greedy, Prefilled, Request, make_request
+from lazyllm.engine.sdpa import builds_plans
+from lazyllm.errors import UserError
+from lazyllm.measuring import attention_events, attention_kernel
+from lazyllm.methods import Method, Sparse
+from lazyllm.methods.support.other_models import HELPERS
+
+log = logging.getLogger(__name__)
+
+WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
+
+Pair = tuple[Case, Arm]
+
+
+@dataclass
+class Generated:
+    """An arm's answers to a case, turn by turn, and the peak memory in bytes by the end of each.
+
+    turns: as of `lazyllm.start`. packed: other answers decoded in the same steps, so times after the first token, and
+    the peak, are not its own. prefilled: a copy of the first turn's prompt that has run, for forced answers.
+    """
+
+    method: Method
+    turns: str
+    outs: list[Generation] = field(default_factory=list)
+    peaks: list[int | None] = field(default_factory=list)
+    packed: bool = False
+    prefilled: Prefilled | None = None
+
+    def earlier(self, turn: int) -> list[Generation]:
+        """The answers of earlier turns (from 0) that this one continues from; none if it runs the whole text."""
+        return self.outs[:turn] if self.turns == "continue" else []
+
+    def tokens_computed(self, turn: int) -> float:
+        """Prompt tokens run for a turn, mean over layers, scoring included."""
+        out, earlier = self.outs[turn], self.earlier(turn)
+        before = earlier[-1].computed[-1].mean() if earlier else 0
+        return float(out.computed[-1].mean() - before + out.scoring_tokens)
+
+    def prefill_flops(self, config: Any, turn: int) -> int:
+        """FLOPs of the prompt tokens that a turn computed up to its first token, and of scoring."""
+        out, earlier = self.outs[turn], self.earlier(turn)
+        computed = out.computed[0].tolist()
+        if earlier:
+            return prefill_flops(config, computed) - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
+        if isinstance(self.method, Sparse):
+            return self.method.first_token_flops(config, out.prompt_tokens, computed, out.attended)
+        return self.method.first_token_flops(config, out.prompt_tokens, computed)
+
+
+Outcomes = dict[str, Generated | Failure]  # {label of an arm: its answers to a case, or why there are none}
+
+
+def converse(
+    model: PreTrainedModel,
+    case: Case,
+    method: Method,
+    turns: str,
+    after_prefill: Callable[[Prefilled], None] | None = None,
+) -> Iterator[Generation]:
+    """The case's answers, turn by turn, each behind the method's own earlier ones.
+
+    turns: as of `lazyllm.start`. after_prefill: as of `Request`, in the first turn.
+    """
+    with start(model, case.prompt.as_input(), method, turns=turns) as conversation:
+        out = conversation.answer(None, **case.answering, after_prefill=after_prefill)
+        yield out
+        for turn in case.prompt.turns:
+            out = conversation.answer(turn.behind(out.token_ids, case.end_ids), **case.answering)
+            yield out
+
+
+@dataclass
+class Bench:
+    """A model, on which arms answer cases.
+
+    batch_size: answers that decode together. keeps: whether each arm's prefill is kept until its visit ends
+    (`fidelity=answer`).
+    """
+
+    model: PreTrainedModel
+    memory: Memory
+    batch_size: int = 1
+    keeps: bool = False
+
+    def warm_up(self, cases: Sequence[Case], arms: Sequence[Arm], runs: int) -> str | None:
+        """Run each arm `runs` times on the first prompt, so that the first visit is no slower than the others.
+
+        Returns the attention kernel of the first arm's prefill. If memory does not hold the prompt, the shortest one
+        takes its place.
+        """
+        for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
+            outcome, lacks_memory = self.memory.tried(case, partial(self._warm_up, case, arms, runs))
+            if not isinstance(outcome, Failure):
+                return outcome
+            log.warning("warming up on %s, row %s failed (%s)", *case.key, outcome.reason.partition(";")[0])
+            if lacks_memory:
+                self.memory.make_room()
+        return None
+
+    def _warm_up(self, case: Case, arms: Sequence[Arm], runs: int) -> str | None:
+        options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
+        answer = partial(generate, self.model, case.prompt.as_input(), **options)
+        calls = [partial(answer, arm.method(case.dataset.name)) for arm in arms] * runs
+        kernel = None
+        if calls:  # of a prefill alone, as decoding runs other kernels
+            kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
+        for call in calls:
+            call()
+        return kernel
+
+    def answers(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Outcomes]]:
+        """Each case with its arms' answers, or their failures: out of memory, logits that are not finite, an error.
+
+        Examples of several turns are answered one by one, whatever `batch_size` is. With a larger one, the longest
+        prompts come first.
+        """
+        together = list[Case]()
+        for case in cases:
+            if self.batch_size > 1 and not case.prompt.turns:
+                together.append(case)
+            else:
+                yield case, {arm.label: self._alone(case, arm) for arm in case.arms}
+                self.memory.kept.clear()
+        together.sort(key=lambda case: -len(case.prompt.token_ids))
+        outcomes = defaultdict[tuple[str, str], Outcomes](dict)
+        for case, arm, outcome in self._decode(deque((one, arm) for one in together for arm in one.arms)):
+            own = outcomes[case.key]
+            own[arm.label] = outcome
+            if len(own) == len(case.arms):
+                yield case, outcomes.pop(case.key)
+                for made in own.values():
+                    if isinstance(made, Generated) and made.prefilled is not None:
+                        self.memory.kept.remove(made.prefilled)
+
+    def _alone(self, case: Case, arm: Arm) -> Generated | Failure:
+        """An arm's answers in a visit of its own place."""
+        outcome, lacks_memory = self.memory.tried(case, partial(self._generated, case, arm))
+        while lacks_memory and self.memory.make_room(arm.method(case.dataset.name).models()):
+            outcome, lacks_memory = self.memory.tried(case, partial(self._generated, case, arm))
+        return outcome
+
+    def _generated(self, case: Case, arm: Arm) -> Generated:
+        made = Generated(arm.method(case.dataset.name), arm.turns)
+        self.memory.make_ready(made.method)
+        self._rehearse(case, arm)
+        self.memory.begin_peak()
+        after = partial(self._keep, made) if self.keeps else None
+        if case.prompt.turns:
+            outs = converse(self.model, case, made.method, arm.turns, after)
+        else:
+            prompt = case.prompt.as_input()
+            outs = iter([generate(self.model, prompt, made.method, **case.answering, after_prefill=after)])
+        for out in outs:
+            made.outs.append(out)
+            made.peaks.append(self.memory.peak(made.method))
+        return made
+
+    def _keep(self, made: Generated, prefilled: Prefilled) -> None:
+        made.prefilled = self.memory.keep(made.method, prefilled)
+
+    def _rehearse(self, case: Case, arm: Arm) -> None:
+        """Run what is timed next once before, untimed, if its shapes may be new to a backend that builds plans."""
+        devices = self.memory.devices
+        if not any(builds_plans(model, devices) for model in (self.model, *HELPERS.loaded.values())):
+            return
+        method = arm.method(case.dataset.name)
+        if case.prompt.turns and arm.turns == "recompute":  # how long later prefills are follows from the answers
+            deque(converse(self.model, case, method, arm.turns), maxlen=0)
+        else:  # no other prefill
+            Batch(self.model, 1).add(self._request(case, Generated(method, arm.turns)))
+
+    def _request(self, case: Case, made: Generated, keeps: bool = False) -> Request:
+        sampler = Greedy(case.end_ids, case.answering["min_new_tokens"])
+        after = partial(self._keep, made) if keeps else None
+        return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, sampler, after)
+
+    def _decode(self, waiting: deque[Pair], size: int | None = None) -> Iterator[tuple[Case, Arm, Generated | Failure]]:
+        """The arms' answers as they end, at most `size` at once. First tokens are made alone and in order; a visit's
+        begin when the batch has room for all of them, if it ever has.
+
+        After an error, the answers in the batch start again, half as many at once until all of them have ended. One
+        that fails alone is its arm's failure.
+        """
+        size = size or self.batch_size
+        batch, inside = Batch(self.model, size), dict[Request, tuple[Case, Arm, Generated]]()
+        while waiting or inside:
+            failure, lacks_memory = None, False
+            begun, lost = list[Pair](), list[Pair]()  # begun: not in the batch yet
+            done: list[tuple[Request, Generation]] = []
+            try:
+                if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
+                    begun = [waiting.popleft()]
+                    case, arm = begun[0]
+                    made = Generated(arm.method(case.dataset.name), "continue", packed=True)
+                    request = self._request(case, made, self.keeps)
+                    self.memory.make_ready(made.method)
+                    self._rehearse(case, arm)
+                    batch.add(request)
+                    inside[request] = (*begun.pop(), made)
+                else:
+                    done = batch.run()
+            except UserError:
+                raise
+            except Exception as error:
+                lost = [*((case, arm) for case, arm, _ in inside.values()), *begun]
+                failure, lacks_memory = failure_of(lost[0][0], error), is_out_of_memory(error)
+            if failure is not None:  # not in the handler, as the error's frames hold memory
+                kept = [made.prefilled for _, _, made in inside.values()]
+                self.memory.kept = [prefilled for prefilled in self.memory.kept if prefilled not in kept]
+                batch, inside = Batch(self.model, size), {}
+                free(*self.memory.devices)
+                freed = lacks_memory and self.memory.make_room()
+                if len(lost) == 1 and not freed:
+                    yield (*lost[0], failure)
+                    continue
+                fewer = size if freed else len(lost) // 2
+                reason = failure.reason.partition(";")[0]
+                log.warning("%d answers at once until %d have ended: %s", fewer, len(lost), reason)
+                yield from self._decode(deque(lost), fewer)
+            for request, out in done:
+                case, arm, made = inside.pop(request)
+                made.outs, made.peaks = [out], [None]
+                yield case, arm, made
+
+
+def _arms_to_begin(waiting: deque[Pair], inside: Mapping[Request, tuple[Case, Arm, Generated]]) -> int:
+    """How many answers the next visit in line begins together: 1 if it has begun."""
+    newest = waiting[0][0]
+    return 1 if any(one is newest for one, _, _ in inside.values()) else sum(one is newest for one, _ in waiting)

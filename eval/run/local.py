@@ -1,0 +1,211 @@
+"""A model in this process: the usual subject of a run (`eval.run.subject`)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.benchmarks.chat_format import ChatFormat, chat_format
+from eval.benchmarks.suite import Dataset
+from eval.run.arms import Arm, MethodAsked, check_distinct
+from eval.run.settings import SERVER, RunConfig, check_unused
+from eval.run.subject import Answerer, Answering, Load
+from eval.run.targets import OutOfReachError
+from eval.run.work import fitting_batch
+from lazyllm.errors import UserError, require
+from lazyllm.methods import Method, about_the_method
+from lazyllm.models.checkpoint import HubError, read_config
+from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model in this process. asked: {label of an arm: its settings}, the baseline first."""
+
+    config: RunConfig
+    asked: Mapping[str, dict[str, Any]]
+    spec: ModelSpec
+    chat: ChatFormat
+    counts_last = False  # it is not run
+
+    @property
+    def name(self) -> str:
+        return Path(self.config.model.name).name
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        samples = [_sample(settings) for settings in self.asked.values()]
+        return tuple(dict.fromkeys([self.spec, *(spec for method in samples for spec in method.models())]))
+
+    def check(self) -> None:
+        read_config(self.spec)
+        for label, settings in self.asked.items():
+            for other in _sample(settings).models():
+                try:
+                    read_config(other)
+                except HubError as error:
+                    arm = "method" if self.config.compare is None else f"compare.{label}"
+                    keys = [key for key, value in settings.items() if value == other.name]
+                    given = f"{arm}.{keys[0]}=" if keys else f"{arm} needs "
+                    raise UserError(f"{given}{error.reason}; give a folder with the checkpoint") from error
+        layers: int | None = read_config(self.spec).get("num_hidden_layers")
+        if layers is not None:  # in a nested config transformers finds it
+            for settings in self.asked.values():
+                method = _sample(settings, layers)
+                with about_the_method():
+                    method.tokens_per_layer(layers, 1)
+
+    @cached_property
+    def model_config(self) -> PreTrainedConfig:
+        """The model's config, after all checks that need no weights. Raises UserError."""
+        from lazyllm.models.load import check_loading
+
+        return check_loading(self.spec)
+
+    @cached_property
+    def shape(self) -> PreTrainedConfig:
+        """The model's shape, which needs no files for a preset. Raises UserError."""
+        from lazyllm.models.load import shape_of
+
+        return shape_of(self.spec)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        from lazyllm.models.load import load_tokenizer_of
+
+        tokenizer = load_tokenizer_of(self.spec)
+        assert tokenizer is not None  # `subject_of` refuses random weights without one
+        return tokenizer
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        from lazyllm.models.load import load_end_ids
+
+        return load_end_ids(self.spec)
+
+    @property
+    def positions(self) -> int:
+        return self.model_config.max_position_embeddings
+
+    def arms(self, datasets: Sequence[Dataset], tokens: int | None, limit: int | None) -> tuple[Arm, ...]:
+        arms, shape, column, canonical = list[Arm](), self.shape, self.config.model.paper, dict[str, dict[str, Any]]()
+        for label, settings in self.asked.items():
+            try:
+                with about_the_method():
+                    asked = MethodAsked.of(settings, shape.num_hidden_layers)
+                    arms.append(asked.arm(label, datasets, shape, column, tokens, limit))
+                canonical[label] = asked.canonical()
+            except OutOfReachError as error:
+                log.warning("left out: %s: %s", label, error)
+        first = next(iter(self.asked)) if self.config.baseline else None
+        if not {arm.label for arm in arms} - ({first} if len(self.asked) > 1 else set()):
+            raise UserError("no method reaches its speedup on this model: give another")
+        check_distinct(canonical)
+        return tuple(arms)
+
+    def batch_size(self, arms: Sequence[Arm], prompt_tokens: int, new_tokens: int) -> int:
+        from lazyllm.measuring import memory_of
+        from lazyllm.models.load import devices_in_use
+
+        methods = [method for arm in arms for method in arm.methods.values()]
+        memory = memory_of(*devices_in_use(self.spec))
+        return fitting_batch(self.config.batch_size, self.spec, methods, prompt_tokens, new_tokens, memory)
+
+    def identity(self, arms: Sequence[Arm]) -> dict[str, Any]:
+        from eval.run.identity import of_local_model
+
+        return of_local_model(self.config, self.spec, self.model_config, arms)
+
+    @property
+    def device(self) -> str:
+        from lazyllm.machine import device_name
+        from lazyllm.models.load import devices_in_use
+
+        return device_name(devices_in_use(self.spec)[0])
+
+    def load(self) -> PreTrainedModel:
+        """The model, ready to answer. Raises as `lazyllm.load_model`."""
+        from transformers.utils import logging as transformers_logging
+
+        from lazyllm.engine.devices import devices_of
+        from lazyllm.models.load import load_weights, unapplied_settings
+
+        log.info("loading %s", self.spec.name)
+        if unapplied := unapplied_settings(self.spec):
+            settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
+            log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
+        if not sys.stderr.isatty():
+            transformers_logging.disable_progress_bar()
+        model = load_weights(self.spec)
+        if self.spec.device_map is not None:
+            log.info("layers run on %s", ", ".join(map(str, devices_of(model))))
+        return model
+
+    @contextmanager
+    def loaded_once(self) -> Iterator[Load]:
+        """A function that loads the model when it is first called. From then on until the block ends, its devices are
+        held."""
+        from eval.run.memory import held_and_released
+        from lazyllm.models.load import devices_in_use
+
+        with ExitStack() as stack:
+
+            @cache
+            def load() -> PreTrainedModel:
+                stack.enter_context(held_and_released(devices_in_use(self.spec)))
+                stack.callback(load.cache_clear)
+                return self.load()
+
+            yield load
+
+    @contextmanager
+    def ready(self, how: Answering, load: Load | None = None) -> Iterator[Answerer]:
+        from eval.run.answers import Visits
+        from eval.run.memory import held_and_released
+        from lazyllm.models.load import devices_in_use
+
+        with held_and_released(devices_in_use(self.spec)):
+            yield Visits.of((load or self.load)(), self.tokenizer, self.chat, how)
+
+
+def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalModel:
+    """The model that the settings name. Raises UserError for settings that cannot be."""
+    model = config.model
+    keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
+    spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
+    spec.check()
+    if not spec.is_local and spec.is_dummy and spec.tokenizer is None:
+        raise UserError(
+            "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
+            "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
+        )
+    chat = chat_format(
+        model.chat,
+        args=model.chat_args or {},
+        system=model.system,
+        today=model.today,
+        thinking_tokens=model.thinking_tokens,
+    )
+    with_server = "model=server server.url=http://HOST:PORT/v1 with it"
+    check_unused("server", config.server, with_server)
+    check_unused("load", config.load, with_server)
+    for settings in arms.values():
+        require(settings.get("name") != SERVER, "method", SERVER, with_server)
+        _sample(settings)
+    return LocalModel(config, arms, spec, chat)
+
+
+def _sample(settings: dict[str, Any], layers: int | None = None) -> Method:
+    with about_the_method():
+        return MethodAsked.of(settings, layers).sample()

@@ -1,0 +1,127 @@
+"""The memory of a model's devices while several arms answer: failures, other arms' models, kept prefills, peaks."""
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from eval.run.case import Case
+from eval.run.device_lock import held
+from eval.store.visit import Failure
+from lazyllm.engine.devices import read_clock
+from lazyllm.engine.generation import Prefilled
+from lazyllm.errors import UserError, place_of, reason_of
+from lazyllm.measuring import read_peak, release_memory, reset_peak
+from lazyllm.methods import Method
+from lazyllm.methods.support.other_models import HELPERS
+from lazyllm.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Memory:
+    """The devices of a model. Beside the arm that answers, they may hold other arms' models and kept prefills.
+
+    parks: whether other arms' models move to the host while an arm answers, as memory does not hold all.
+    kept: prefills of answers in the visit so far, for forced answers after it.
+    """
+
+    devices: tuple[torch.device, ...]
+    parks: bool = False
+    kept: list[Prefilled] = field(default_factory=list)
+    _highest: int | None = None  # the peak before the last reset
+
+    def tried(self, case: Case, do: Callable[[], T]) -> tuple[T | Failure, bool]:
+        """What a call returns, or its failure, and whether memory lacked. A UserError is raised: all would fail."""
+        try:
+            return do(), False
+        except UserError:
+            raise
+        except Exception as error:
+            failure, lacks_memory = failure_of(case, error), is_out_of_memory(error)
+        free(*self.devices)  # not in the handler, as the error's frames hold memory
+        return failure, lacks_memory
+
+    def make_ready(self, method: Method) -> None:
+        """Before an arm answers: move the models of others to the host, if memory does not hold all."""
+        if self.parks:
+            HELPERS.park(method.models())
+
+    def make_room(self, used: Sequence[ModelSpec] = ()) -> bool:
+        """Move the other arms' models to the host, from now on before each arm. Returns whether that freed memory."""
+        freed = HELPERS.park(used)
+        if freed and not self.parks:
+            log.warning("memory does not hold the other models of all arms: from now on they move to the host and back")
+        self.parks |= freed
+        return freed
+
+    def begin_peak(self) -> None:
+        """From now on, watch the peak of one arm."""
+        self._highest = None
+        reset_peak(*self.devices)
+
+    def peak(self, method: Method) -> int | None:
+        """Its peak in bytes so far, without other arms' models and kept prefills; None if the device tells none."""
+        peak = read_peak(*self.devices)
+        if peak is None:
+            return None
+        others = sum(HELPERS.nbytes(method.models(), device) for device in self.devices)
+        now = peak - others - sum(prefilled.nbytes for prefilled in self.kept)
+        return now if self._highest is None else max(now, self._highest)
+
+    def keep(self, method: Method, prefilled: Prefilled) -> Prefilled:
+        """A copy of a prompt that has run, in no peak. It is held until `kept` is cleared."""
+        self._highest = self.peak(method)
+        self.kept.append(prefilled.fork())
+        reset_peak(*self.devices)
+        return self.kept[-1]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host lacks memory. cuBLAS has its own words for it."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
+
+
+def failure_of(case: Case, error: Exception) -> Failure:
+    """The error that is being handled, as a visit stores it."""
+    advice = f" ({place_of(error)})"
+    if is_out_of_memory(error):
+        tokens, more = len(case.prompt.token_ids), "give model.quantise=int8 or model.device_map=auto"
+        advice = f"; out of memory at {tokens} prompt tokens: lower model.max_prompt_tokens, or {more}"
+    return Failure(reason=reason_of(error) + advice, traceback=traceback.format_exc())
+
+
+def free(*devices: torch.device) -> None:
+    """Free the memory that a failed example left. Raises UserError if a device has failed."""
+    try:
+        release_memory(*devices)
+        read_clock(*devices)  # waits for them
+    except RuntimeError as error:
+        names, why = ", ".join(map(str, devices)), " ".join(str(error).split())
+        raise UserError(
+            f"{names} does not recover from the last failure ({why}). Finished examples are safe: give the same "
+            "command again"
+        ) from error
+
+
+@contextmanager
+def held_and_released(devices: tuple[torch.device, ...]) -> Iterator[None]:
+    """Hold the devices until the block ends, and then free their memory, before another run gets them."""
+    with held(devices):
+        try:
+            yield
+        finally:
+            HELPERS.unload()
+            try:
+                release_memory(*devices)
+            except RuntimeError as error:  # only logged: the run's own error is raised
+                log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)

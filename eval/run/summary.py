@@ -1,0 +1,52 @@
+"""The table of a measured run, and its pictures: in its folder, on the screen and in W&B."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.analysis.run_table import run_json, run_table
+from eval.analysis.table import console
+from eval.run.run import Run
+from eval.run.wandb_run import Tracker
+from eval.store.results import Results
+from eval.store.runs import StoredRun
+from lazyllm.files import write_whole
+
+log = logging.getLogger(__name__)
+
+
+def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bool) -> None:
+    """Write the run's table and its pictures into its folder, and show them in W&B. show: print the table too."""
+    results, folder = Results([stored]), run.folder
+    table = run_table(results, ", ".join([stored.model, run.title]))
+    write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
+    write_whole(folder / "summary.csv", table.to_csv())
+    write_whole(folder / "summary.md", table.to_page())
+    pictures: list[Path] = []
+    if run.how.baseline is not None and len(run.arms) > 2:  # the picture is of speedups, and compares methods
+        from eval.analysis.field import plot_comparison  # not at the top: matplotlib is slow to import
+        from eval.analysis.style import save
+
+        (folder / "figures").mkdir(exist_ok=True)
+        pictures += save(plot_comparison(results, table), folder / "figures" / "comparison")
+    if run.asked.config.tracker.name != "none":
+        from eval.analysis.style import draw_all
+
+        pictures += draw_all(results, folder / "figures")
+    for tracker in trackers:
+        tracker.finish(results, table, pictures)
+    log.info("visits, summary.json, .csv and .md are in %s", folder)
+    if show:
+        screen = console()
+        screen.print(table.to_rich(screen.width))
+        lines = ["Files:", *(f"  {path}" for path in (folder / "summary.md", *pictures))]
+        if stored.model == "tiny":
+            lines.append("A first look at a checkpoint on LongBench, on a GPU:")
+            lines.append("  python run.py model=llama2 method=lazy dataset=hotpotqa")
+        screen.print("\n".join(lines), highlight=False)
+
+
+def show_together(runs: Sequence[StoredRun]) -> None:
+    """Print one table of a sweep's runs, each joined within itself."""
+    screen = console()
+    screen.print(run_table(Results(runs), "All runs of the sweep").to_rich(screen.width))
