@@ -62,7 +62,9 @@ class NeedleConfig:
         [512, 1024, 2048], "maximum tokens of a prompt, its chat template and its answer together"
     )
     depths: list[int] = setting(list(range(0, 101, 10)), "per cent of the text before the needle")
-    others: int = setting(0, "other needles in the text, with other keys: only the question tells which one is asked for")
+    others: int = setting(
+        0, "other needles in the text, with other keys: only the question tells which one is asked for"
+    )
     repeats: int = setting(1, "rows for each length and depth, with different needles")
     seed: int = setting(42, "of the needles")
     haystack: str | None = setting(
@@ -166,7 +168,16 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     places = islice(product(range(options.repeats), options.lengths, options.depths), settings.limit)
     examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
     text = sha256_of(own) if own is not None else None
-    hashed = [VERSION, options.lengths, options.depths, options.others, options.seed, repr(settings.chat), text, examples[0].official]
+    hashed = [
+        VERSION,
+        options.lengths,
+        options.depths,
+        options.others,
+        options.seed,
+        repr(settings.chat),
+        text,
+        examples[0].official,
+    ]
     total = options.repeats * len(options.lengths) * len(options.depths)
     return made_here(dataset, examples, MAX_NEW_TOKENS, hashed, f"needles, seed {options.seed}", total)
 

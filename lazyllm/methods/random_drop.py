@@ -26,9 +26,9 @@ class RandomDrop(Select):
     drop_template: also draw among the tokens of the chat template and special ones. By default they stay and count
         among the kept, the newest of them if there are more.
 
-    Ours: the kept tokens are a shorter prompt, numbered from 0. The draw depends on the seed and on the prompt's tokens,
-    so two prompts of one length lose tokens at different places. The template stays, as without its last tokens a model
-    answers no question at all (docs/decisions.md); of a prompt without text no template is known.
+    Ours: the kept tokens are a shorter prompt, numbered from 0. The draw depends on the seed and the prompt's tokens:
+    two prompts of one length lose tokens at different places. The template stays, as a model that does not see where
+    its answer begins is no baseline (docs/decisions.md). Of a prompt without text, no template is known.
     """
 
     label = "random token drop"

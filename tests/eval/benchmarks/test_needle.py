@@ -118,7 +118,9 @@ def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
         return SUITE.load(DATASET, settings_of(**{"lengths": [500], "depths": [0, 50], **options})).data_sha256
 
     assert data() == data(limit=1) == data(repeats=2)
-    assert len({data(), data(seed=1), data(lengths=[499]), data(depths=[0, 51]), data(others=1), data(chat="llama2")}) == 6
+    assert (
+        len({data(), data(seed=1), data(lengths=[499]), data(depths=[0, 51]), data(others=1), data(chat="llama2")}) == 6
+    )
 
 
 def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypatch):

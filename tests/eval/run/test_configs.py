@@ -143,7 +143,7 @@ def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
         (["method=baseline"], {}),
         (["method=baseline", "aa_test=true"], {"baseline again": Baseline()}),
         (
-            ["experiment=demo", "~compare.random_drop", "~compare.prompt_compression", "+compare.mine={name: lazy}"],
+            ["experiment=claim", "~compare.random_drop", "~compare.lazy_without_revival", "+compare.mine={name: lazy}"],
             {"lazy": Lazy({2: 0.3}), "static_pruning": StaticPruning(2, 0.3), "mine": Lazy("paper")},
         ),
         (
