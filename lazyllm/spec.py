@@ -12,7 +12,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 SDPA_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 # Name -> the package that quantises
-QUANTISATIONS = {"int8": "torchao", "int4": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
+QUANTISATIONS = {"int8": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
 _CHOICES = {
     "load_format": ("auto", "dummy"),
     "dtype": DTYPES,
@@ -42,8 +42,8 @@ class ModelSpec:
     attn_implementation: "sdpa", "eager" or "flash_attention_2".
     sdpa_backend: the first choice of SDPA on a GPU: "flash", "cudnn" (in prefill only), "efficient" or "math"; "auto"
         takes cuDNN on Hopper and flash elsewhere. A backend that cannot run an input leaves it to the next one.
-    quantise: quantise the weights while they are read: "int8" or "int4" by torchao, "bnb_int8" (LLM.int8) or "bnb_nf4"
-        by bitsandbytes. None reads the weights as they are stored, quantised already or not.
+    quantise: quantise the weights while they are read: "int8" by torchao, "bnb_int8" (LLM.int8) or "bnb_nf4" by
+        bitsandbytes. None reads the weights as they are stored, quantised already or not.
     device_map: "auto" spreads the layers over all accelerators, then over the host's memory; a mapping
         {module: accelerator's number, "cpu" or "disk"} places each module. Needs accelerate, and `device="auto"`.
     seed: seed of random weights.

@@ -72,7 +72,19 @@ def _with_elements(card: Any, functions: Callable[..., Any], func: Any, args: An
 
 
 def _with_sums(card: Any, dispatch: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-    """The stand-in's `dispatch`; also CUDA's kernel for masks that returns log-sum-exps, and what it asks of masks."""
+    """The stand-in's `dispatch`; also CUDA's two kernels that return log-sum-exps, and what they ask of inputs."""
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
+        (query, key, value), (_, is_causal) = args[:3], (*args[3:5], 0.0, False)[:2]  # defaults are left out
+        scale = kwargs["scale"]
+        assert query.element_size() == 2
+        assert query.shape[2] == key.shape[2] or not is_causal, "CUDA aligns the last query with the last key"
+        shape = tuple(query.shape), tuple(key.shape), None
+        card.MACHINE.attention["flash", "flash", shape, is_causal, True, str(query.dtype)[6:], card.where()[0]] += 1
+        card.MACHINE.launches["sdpa"] += 1
+        with card._quiet():
+            out, sums = attend(query.elem, key.elem, value.elem, is_causal=is_causal, scale=scale)
+        return card.OnCuda(out), card.OnCuda(sums), None, None, query.shape[2], key.shape[2], None, None, None
     if func is not torch.ops.aten._scaled_dot_product_efficient_attention.default:
         return dispatch(func, args, kwargs)
     query, key, value, mask = args[:4]
@@ -83,7 +95,6 @@ def _with_sums(card: Any, dispatch: Callable[..., Any], func: Any, args: Any, kw
     shape = tuple(query.shape), tuple(key.shape), (tuple(mask.shape), str(mask.dtype)[6:])
     card.MACHINE.attention["efficient", "efficient", shape, False, False, str(query.dtype)[6:], card.where()[0]] += 1
     card.MACHINE.launches["sdpa"] += 1
-    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with card._quiet():
         out, sums = attend(query.elem, key.elem, value.elem, attn_mask=mask.elem, scale=kwargs["scale"])
         sums = torch.nn.functional.pad(sums, (0, -sums.shape[2] % 32), value=float("inf"))

@@ -34,7 +34,7 @@ class ModelConfig:
         "auto", "of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's fastest"
     )
     quantise: str | None = setting(
-        None, "`int8`, `int4`, `bnb_int8`, `bnb_nf4` round linear weights while loading (extra `[quantised]`)"
+        None, "`int8`, `bnb_int8`, `bnb_nf4` round linear weights while loading (extra `[quantised]`)"
     )
     device_map: Any = setting(
         None, "`auto` spreads the layers over all GPUs, then the host's memory (extra `[devices]`); or {module: device}"

@@ -24,7 +24,7 @@ from lazyllm.models.checkpoint import CONFIGS, check_weights, checkpoint_folder,
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
 from lazyllm.presets import PRESETS
-from lazyllm.spec import DeviceMap, ModelSpec
+from lazyllm.spec import QUANTISATIONS, DeviceMap, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     if spec.device_map is not None:
         quantisation.require_package("accelerate", "device_map")
     if spec.quantise is not None:
-        quantisation.check_quantise(spec.quantise, getattr(torch, spec.dtype), as_device(spec.device))
+        for package in (QUANTISATIONS[spec.quantise], "accelerate"):
+            quantisation.require_package(package, f"quantise={spec.quantise}")
     config = load_config(spec)
     kind = quantised_by(config)
     if kind is not None and spec.is_dummy:

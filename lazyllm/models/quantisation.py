@@ -12,39 +12,16 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available, is_torchao_available
 
 from lazyllm.errors import UserError
-from lazyllm.spec import QUANTISATIONS
-
-
-def check_quantise(quantise: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a quantisation, of `QUANTISATIONS`, that this machine cannot do. Raises UserError."""
-    for package in (QUANTISATIONS[quantise], "accelerate"):
-        require_package(package, f"quantise={quantise}")
-    if quantise == "int4" and (device.type != "cuda" or dtype != torch.bfloat16):
-        raise UserError(
-            f"quantise=int4 needs bfloat16 on CUDA (torchao has no other kernels), got "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}: give quantise=int8 or bnb_nf4"
-        )
 
 
 def config_of(quantise: str, dtype: torch.dtype) -> Any:
-    """The `quantization_config` of `from_pretrained`. Its package must be installed (`check_quantise`)."""
+    """The `quantization_config` of `from_pretrained`. Its package must be installed."""
     match quantise:
         case "int8":
             from torchao.quantization import Int8WeightOnlyConfig  # pyright: ignore[reportMissingImports]
 
             # by default, torchao changes torch's compiler and float32 matmul settings for the whole process
             return transformers.TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
-        case "int4":
-            from torchao.quantization import Int4WeightOnlyConfig  # pyright: ignore[reportMissingImports]
-            from torchao.quantization.quantize_.workflows import Int4PackingFormat  # pyright: ignore[reportMissingImports]
-
-            return transformers.TorchAoConfig(
-                Int4WeightOnlyConfig(
-                    group_size=128,  # weights in a row that share a scale
-                    set_inductor_config=False,
-                    int4_packing_format=Int4PackingFormat.TILE_PACKED_TO_4D,
-                )
-            )
         case "bnb_int8":
             return transformers.BitsAndBytesConfig(load_in_8bit=True)
         case _:  # bnb_nf4

@@ -20,6 +20,7 @@ from lazyllm.engine.flops import LayerShape, causal_pairs, prefill_flops, window
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import ASL, CLAA, METHODS, FastKV, GemFilter, Method, PyramidInfer, SpecPrefill, UniPrefill
 from lazyllm.methods.specprefill import _warn_once
+from lazyllm.methods.xattention import best_blocks
 from tests import field_oracles
 from tests.helpers import TOLERANCE, slow
 from tests.lazyllm.engine.architecture_matrix import answer_of
@@ -127,6 +128,35 @@ def test_random_cases(name: str, variant: str, seed: int) -> None:
         out = hold(model, METHODS[name](**own), ids, expected)
     if len(expected.passes) == 2 and expected.decode_from < len(ids):
         assert out.scoring_tokens == -(-sum(expected.passes[0]) // LAYERS)
+
+
+@pytest.mark.parametrize("seed", slow(*range(40)))
+@pytest.mark.parametrize("name", ["promptdistill", "trianglemix", "xattention"])
+def test_llamas_with_grouped_heads(name: str, seed: int) -> None:
+    rng = random.Random(f"{name} {seed}")
+    kv_heads = rng.choice([1, 2, 4])
+    heads = {"num_key_value_heads": kv_heads, "num_attention_heads": kv_heads * rng.choice([2, 4])}
+    model = random_variant("llama", seed, rng.choice(["sdpa", "eager"]), num_hidden_layers=LAYERS, **heads)
+    ids, own = rng.choices(range(97), k=rng.randint(20, 45)), drawn(rng, name)
+    expected = getattr(field_oracles, name)(model, ids, **own, steps=STEPS)
+    assert expected.margin > 1e-12
+    with casts_in_float64():
+        hold(model, METHODS[name](**own), ids, expected)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_of_xattention(seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    n, stride, kv_heads, share = rng.randint(1, 60), rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2, 3])
+    block, threshold = stride * rng.choice([1, 2, 3]), rng.choice([0.1, 0.5, 0.8, 0.95])
+    query, key = (torch.randn(1, heads, n, 8, generator=generator).double() for heads in (kv_heads * share, kv_heads))
+    seen = best_blocks(query, key, stride, block, threshold, 0.5)
+    for head in range(kv_heads * share):
+        queries, keys = (list(part[0, number].numpy()) for part, number in ((query, head), (key, head // share)))
+        tiles, out = field_oracles.tile_probabilities(queries, keys, stride, 0.5), field_oracles.FieldOutput()
+        expected = field_oracles.blocks_of(out, tiles, block // stride, threshold)
+        assert out.margin > 1e-12
+        assert [row.nonzero()[:, 0].tolist() for row in seen[head]] == expected
 
 
 @pytest.mark.parametrize(("layer", "layers"), [(3, 1), (4, 2)])
