@@ -52,10 +52,16 @@ def _preset(about: dict[str, Any]) -> Preset:
 _ABOUT = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 PRESETS: dict[str, Preset] = {name: _preset(about) for name, about in _ABOUT.items()}
 
+POSITIONS = 131072  # of a model that is given by its sizes
 SIZES = {  # name of a size: field of the config
     "layers": "num_hidden_layers", "width": "hidden_size", "mlp": "intermediate_size", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "vocab": "vocab_size",
 }  # fmt: skip
+
+
+def is_sizes(name: str) -> bool:
+    """Whether a model's name is sizes, as `fields_of` takes them."""
+    return {"layers", "width"} <= {part.partition("=")[0] for part in name.split(",")}
 
 
 def fields_of(shape: str) -> dict[str, Any]:
@@ -81,4 +87,4 @@ def fields_of(shape: str) -> dict[str, Any]:
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     if not all(fields.values()) or width % (2 * heads) or heads % kv_heads:
         raise UserError(f"shape {shape}: expected heads of an even width, shared by kv_heads, and no 0")
-    return {"model_type": "llama", **fields}
+    return {"model_type": "llama", "max_position_embeddings": POSITIONS, **fields}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lazyllm.errors import UserError, nearest
-from lazyllm.presets import PRESETS
+from lazyllm.presets import PRESETS, fields_of, is_sizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -30,7 +30,8 @@ DeviceMap = Literal["auto"] | Mapping[str, int | str]
 class ModelSpec:
     """Which model, and how it is loaded. Two equal specs load the same weights.
 
-    name: a preset (`lazyllm.presets`), a folder, a GGUF file, or a hub id.
+    name: a preset (`lazyllm.presets`), a folder, a GGUF file, or a hub id; of random weights also sizes
+        (`lazyllm.presets.fields_of`).
     gguf: the name of a GGUF file in the folder or the hub's repository, whose checkpoint it is then. A folder with one
         GGUF file and no config.json needs no `gguf`.
     load_format: "auto" reads the checkpoint (tensors only, no remote code); "dummy" builds the architecture with
@@ -82,6 +83,10 @@ class ModelSpec:
         for key, choices in _CHOICES.items():
             if (value := getattr(self, key)) not in choices:
                 raise UserError(f"unknown {key} {value!r}: give one of {', '.join(map(str, choices))}")
+        if is_sizes(self.name):
+            fields_of(self.name)
+            if not self.is_dummy:
+                raise UserError(f"{self.name}: sizes have random weights only: give load_format=dummy")
         if self.sdpa_backend != "auto" and self.attn_implementation != "sdpa":
             raise UserError(
                 f"sdpa_backend={self.sdpa_backend} chooses among the backends of attn_implementation=sdpa, but this is "
@@ -104,6 +109,8 @@ class ModelSpec:
 
 def source_of(name: str, gguf: str | None = None) -> str:
     """The folder, GGUF file or hub id of a model's name. gguf: as in `ModelSpec`. Raises UserError if there is none."""
+    if is_sizes(name):
+        return name
     path = Path(name).expanduser()
     is_file = path.is_file() and path.suffix == GGUF
     if gguf is not None and (name in PRESETS or is_file or not gguf.endswith(GGUF)):

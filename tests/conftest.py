@@ -70,7 +70,6 @@ LONGEST = (
     "test_virtual_card.py",
     "test_kill.py",
     "test_architectures.py",
-    "test_gpu_hour.py",
     "test_launchers.py",
     "test_join_oracle.py",
     "test_subject.py",

@@ -20,7 +20,7 @@ FLOORS = [
     ["lazyllm.methods"],
     ["lazyllm.integrations"],
     ["lazyllm"],
-    ["lazyllm.bench", "lazyllm.check", "eval.benchmarks"],
+    ["lazyllm.check", "eval.benchmarks"],
     ["eval.score", "eval.store"],
     ["eval.analysis", "eval.serving.api", "eval.serving.client"],
     ["eval.report", "eval.run"],

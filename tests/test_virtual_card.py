@@ -1,6 +1,7 @@
 """All methods on a virtual GPU: devices never mix, waits are as documented, attention runs on fused backends.
 
-What a real GPU alone can show (times, rounding, the kernels' own errors) is in `scripts/first_gpu_hour.sh`.
+What a real GPU alone can show (rounding, the kernels' own errors, times) is in `tests/test_cuda.py` and
+`experiment=speed`.
 """
 
 import json

@@ -42,7 +42,7 @@ COMMANDS = (
     "run method=lazy batch_size=4 limit=2 warmup=0",
     "run method=lazy fidelity=answer trace=1 turns=1 limit=1",
     "run method=specprefill limit=1 warmup=0",
-    "bench --shape layers=4,width=64,heads=4,kv_heads=2 --tokens 60 --new-tokens 3 --repeats 1 --warmup 0 --field",
+    "run experiment=speed random.length=[60] random.new_tokens=3 random.repeats=1 warmup=0",
     "check lazy",
     "plan model=tiny method=lazy limit=2",
 )
@@ -195,7 +195,8 @@ def run_commands(card: Any) -> dict[str, str]:
         words, printed = command.split(), StringIO()
         with TemporaryDirectory() as folder, redirect_stdout(printed), redirect_stderr(printed):
             if words[0] == "run":
-                words += ["model=tiny", "model.device=cuda", "dataset=lookup", f"out={folder}"]
+                rows = [] if "experiment=speed" in words else ["dataset=lookup"]
+                words += ["model=tiny", "model.device=cuda", *rows, f"out={folder}"]
             with card.virtual_cuda():
                 code = lazyllm_bench(words)
         found[command] = "" if code == 0 else f"{code} {printed.getvalue()[-800:]}"

@@ -30,6 +30,19 @@ SHOWN = (
     Column("prefill_mfu", "MFU, %", 1, interval=False),
     Column("generation_speedup", "of whole answers", 2),
 )
+# Of prompts without a score, which measure time and memory
+SHOWN_OF_SPEED = (
+    Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
+    Column("ttft_speedup", "TTFT speedup", 2),
+    Column("ideal_ttft_speedup", "ideal", 2, interval=False),
+    Column("share_of_ideal", "share of ideal", 2, interval=False),
+    Column("prefill_mfu", "MFU, %", 1, interval=False),
+    Column("step_ratio", "step / baseline's", 2, interval=False),
+    Column("answer_ratio", "answer / baseline's", 2, interval=False),
+    Column("revived_tokens", "revived", 1, interval=False),
+    Column("cache_ratio", "stored / baseline's", 2, interval=False),
+    Column("peak_memory_bytes", "peak, GB", 2, scale=1e9, interval=False),
+)
 _OF_FAILED = (Column("failed", "failed"), Column("score_failed_as_zero", "score, failed as 0", 2))
 _COLUMNS = [
     "run", "name", "kind", "task", "method", "examples", "turns",
@@ -49,21 +62,34 @@ def run_table(results: Results, title: str) -> Table:
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
     several = [Column("shown_run", "run")] if len(results.runs) > 1 else []
     failed = [*_OF_FAILED] if frame["failed"].any() else []
-    score, *others = shown_in(frame)
-    shown = frame.assign(
+    shown = _with_ratios(frame).assign(
         shown_run=frame["run"].map(_run_names(results.runs)),
         shown_name=np.where(frame["kind"] == "dataset", frame["name"], "**" + frame["name"] + "**"),
     )
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
-    text = cells(shown, [*columns, *counts(frame), score, *failed, *others])
+    first, *others = shown_in(shown)
+    text = cells(shown, [*columns, *counts(frame), first, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[_whole(frame)] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
 
 
 def shown_in(values: Any) -> list[Column]:
-    """The columns of `SHOWN` that any row has; the score always. values: a frame of these columns."""
-    return [one for one in SHOWN if one.name == "score" or has_values(values, one.name)]
+    """The columns of `SHOWN` that any row has, the score first; without any score those of `SHOWN_OF_SPEED`.
+
+    values: a frame of these columns.
+    """
+    shown = SHOWN if has_values(values, "score") or values.empty else SHOWN_OF_SPEED
+    return [one for one in shown if one.name == "score" or has_values(values, one.name)]
+
+
+def _with_ratios(frame: Any) -> Any:
+    """With the columns of `SHOWN_OF_SPEED` that are ratios of others."""
+    return frame.assign(
+        share_of_ideal=frame["ttft_speedup"] / frame["ideal_ttft_speedup"],
+        step_ratio=1 / frame["step_speedup"],
+        answer_ratio=1 / frame["generation_speedup"],
+    )
 
 
 def _run_names(runs: Sequence[StoredRun]) -> dict[str, str]:
@@ -172,8 +198,9 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 def _caption(results: Results, frame: Any) -> str:
     """Two sentences about the numbers, then one line for each warning or note about these runs."""
+    scores = "Scores 0 to 100. " if has_values(frame, "score") else "Random tokens: no score. "
     lines = [
-        f"Scores 0 to 100. {NO_INTERVAL.capitalize()} have no interval.",
+        f"{scores}{NO_INTERVAL.capitalize()} have no interval.",
         _of_speedups(frame),
         *([f"{UNFORCED}."] if is_unforced(frame) else []),
     ]
@@ -226,6 +253,8 @@ def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
     """Lines about the baselines' speed: the attention kernels that ran, what MFU is, and what flatters speedups."""
     if kernels := ", ".join(dict.fromkeys(kernel for run in runs for kernel in run.kernels)):
         yield f"Attention kernel of the baseline, by its operators: {kernels}."
+    for clock in dict.fromkeys(run.identity["clock"] for run in runs if "clock" in run.identity):
+        yield f"Times: {clock}."
     timed: Any = [run for run in runs if bool(run.rows["prefill_mfu"].notna().to_numpy().any())]
     for device in dict.fromkeys(run.device for run in timed):
         peak = "its maker's dense peak" if accelerator(device) else "the rate of a matrix product measured here"

@@ -11,6 +11,7 @@ from typing import Any
 from eval.benchmarks import SUITES
 from eval.benchmarks.needle import NeedleConfig
 from eval.benchmarks.own import TASK, OwnDataset, own_dataset, own_suite
+from eval.benchmarks.random_tokens import RandomConfig
 from eval.benchmarks.ruler import RulerConfig
 from eval.benchmarks.suite import DATASETS as DATASETS
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite, register
@@ -34,6 +35,7 @@ class SuiteSettings:
 
     ruler: RulerConfig = field(default_factory=RulerConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
+    random: RandomConfig = field(default_factory=RandomConfig)
 
 
 def default_suite(model: str) -> Suite:

@@ -234,9 +234,13 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """The tokens that end an answer: the model's and, for samsum, the newline token (`Dataset.newline_ends`).
 
+    None if answers run to their full length (`Dataset.full_length`).
+
     model_eos_ids: from the model's generation config; if empty, the tokenizer's end token is used.
     Raises UserError if the newline is needed and the tokenizer has no token for it.
     """
+    if dataset.full_length:
+        return ()
     ends = [model_eos_ids] if isinstance(model_eos_ids, int) else list(model_eos_ids or ())
     own: Any = tokenizer.eos_token_id
     if not ends and own is not None:

@@ -29,13 +29,14 @@ class Dataset:
 
     name: its name in configs, files and tables; unique among all suites.
     task: the task whose score is the mean over its datasets.
-    metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS`.
+    metric: the name of its score, a key of `eval.benchmarks.metrics.METRICS`; "" for no score.
     prompt_of: the LongBench dataset whose prompt and answer length it uses; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
     decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does, or together.
     first_line: whether only the first line of the answer is scored (leading newlines stripped first).
     newline_ends: whether a newline token ends the answer, which then has at least one token.
+    full_length: whether no token ends the answer.
     protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten: the examples' answers,
         and the labels that lay the examples out; "" if the context holds no examples.
     prompt_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths, 0 if unknown.
@@ -51,6 +52,7 @@ class Dataset:
     decode_halves: bool = True
     first_line: bool = False
     newline_ends: bool = False
+    full_length: bool = False
     protected: str = ""
     prompt_tokens: int | None = None
 
@@ -171,6 +173,7 @@ class Suite:
     subsets: values of `subset` in configs that name rows of this suite, for its `load` to choose.
     published: by the name of the dataset, the sizes that LazyLLM's paper reports; none for other suites.
     cached: whether all its files are in the caches, for the paper's suite.
+    tokenizer: makes the tokenizer of its prompts, which then measure time only; None takes the model's.
     """
 
     name: str
@@ -183,6 +186,7 @@ class Suite:
     subsets: tuple[str, ...] = ()
     published: Callable[[DataSettings], Mapping[str, Published]] = lambda settings: {}
     cached: Callable[[DataSettings], bool] = lambda settings: True
+    tokenizer: Callable[[ModelSpec], Any] | None = None
 
     @property
     def in_paper(self) -> bool:

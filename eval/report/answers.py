@@ -55,15 +55,23 @@ def _embedded(own: Answer, theirs: Answer | None, strings: dict[str, int]) -> di
     return {
         "text": strings[own.text],
         "tokens": own.request and own.request.completion_tokens if ids is None else len(ids),
-        "score": _short(100 * own.score),
+        "score": _short(None if own.score is None else 100 * own.score),
         "ttft": _short(own.times.ttft_s),
         "pct": _short(own.cost and own.cost.pct_prompt_tokens_computed),
         "kl": _short(own.fidelity and own.fidelity.kl),
         "answer_kl": _short(own.fidelity and own.fidelity.answer_kl),
         "speedup": _short(theirs and theirs.times.ttft_s / own.times.ttft_s),
-        "gain": _short(theirs and 100 * (own.score - theirs.score)),
+        "gain": None
+        if theirs is None or None in (own.score, theirs.score)
+        else _short(100 * (own.score - theirs.score)),
         "differs": theirs is not None and own.text != theirs.text,
     }
+
+
+def _gain(own: Answer, theirs: Answer | None) -> float | None:
+    if theirs is None or own.score is None or theirs.score is None:
+        return None
+    return _short(100 * (own.score - theirs.score))
 
 
 def _short(value: float | None) -> float | None:

@@ -188,6 +188,8 @@ class Bench:
         method = arm.method(case.dataset.name)
         if case.prompt.turns and arm.turns == "recompute":  # how long later prefills are follows from the answers
             deque(converse(self.model, case, method, arm.turns), maxlen=0)
+        elif method.answers_itself:
+            generate(self.model, case.prompt.as_input(), method, 1)
         else:  # no other prefill
             Batch(self.model, 1).add(self._request(case, Generated(method, arm.turns)))
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.benchmarks import SUITES
 from eval.benchmarks.chat_format import ChatFormat, chat_format
+from eval.benchmarks.datasets import datasets_asked_for
 from eval.benchmarks.suite import Dataset
 from eval.run.arms import Arm, MethodAsked, check_distinct
 from eval.run.settings import SERVER, RunConfig, check_unused
@@ -31,12 +33,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in this process. asked: {label of an arm: its settings}, the baseline first."""
+    """A model in this process. asked: {label of an arm: its settings}, the baseline first.
+
+    own_tokenizer: of a suite whose prompts measure time only (`Suite.tokenizer`); None for the model's.
+    """
 
     config: RunConfig
     asked: Mapping[str, dict[str, Any]]
     spec: ModelSpec
     chat: ChatFormat
+    own_tokenizer: Callable[[ModelSpec], Any] | None = None
     counts_last = False  # it is not run
 
     @property
@@ -84,6 +90,8 @@ class LocalModel:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from lazyllm.models.load import load_tokenizer_of
 
+        if self.own_tokenizer is not None:
+            return self.own_tokenizer(self.spec)
         tokenizer = load_tokenizer_of(self.spec)
         assert tokenizer is not None  # `subject_of` refuses random weights without one
         return tokenizer
@@ -125,7 +133,18 @@ class LocalModel:
     def identity(self, arms: Sequence[Arm]) -> dict[str, Any]:
         from eval.run.identity import of_local_model
 
-        return of_local_model(self.config, self.spec, self.model_config, arms)
+        clock = {"clock": "CPU time of the process"} if self.counts_cpu_time else {}
+        return of_local_model(self.config, self.spec, self.model_config, arms) | clock
+
+    @property
+    def counts_cpu_time(self) -> bool:
+        """Whether times are the process's CPU time: of prompts that only measure time, by one thread of a CPU."""
+        import torch
+
+        from lazyllm.models.load import devices_in_use
+
+        is_cpu = {device.type for device in devices_in_use(self.spec)} == {"cpu"}
+        return is_cpu and self.own_tokenizer is not None and (self.config.threads or torch.get_num_threads()) == 1
 
     @property
     def device(self) -> str:
@@ -173,9 +192,10 @@ class LocalModel:
     def ready(self, how: Answering, load: Load | None = None) -> Iterator[Answerer]:
         from eval.run.answers import Visits
         from eval.run.memory import held_and_released
+        from lazyllm.engine.devices import cpu_time
         from lazyllm.models.load import devices_in_use
 
-        with held_and_released(devices_in_use(self.spec)):
+        with held_and_released(devices_in_use(self.spec)), cpu_time(self.counts_cpu_time):
             yield Visits.of((load or self.load)(), self.tokenizer, self.chat, how)
 
 
@@ -185,13 +205,14 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMo
     keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
     spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
     spec.check()
-    if not spec.is_local and spec.is_dummy and spec.tokenizer is None:
+    own_tokenizer = SUITES[datasets_asked_for(config.dataset, model.name)[0].suite].tokenizer
+    if not spec.is_local and spec.is_dummy and spec.tokenizer is None and own_tokenizer is None:
         raise UserError(
             "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
             "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"
         )
     chat = chat_format(
-        model.chat,
+        model.chat if own_tokenizer is None else "none",
         args=model.chat_args or {},
         system=model.system,
         today=model.today,
@@ -203,7 +224,7 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMo
     for settings in arms.values():
         require(settings.get("name") != SERVER, "method", SERVER, with_server)
         _sample(settings)
-    return LocalModel(config, arms, spec, chat)
+    return LocalModel(config, arms, spec, chat, own_tokenizer)
 
 
 def _sample(settings: dict[str, Any], layers: int | None = None) -> Method:

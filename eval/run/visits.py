@@ -13,10 +13,10 @@ from eval.store.visit import PROMPT_END, Answer, Failure, Turn, Visit
 def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[str, Any]:
     """The fields of `Answer` that its text determines."""
     text = post_process(decoded, chat, case.dataset.chat_wrap)
-    answers = list((case.example, *case.example.turns)[turn].answers)
+    answers, is_scored = list((case.example, *case.example.turns)[turn].answers), case.dataset.metric != ""
     return {
         "text": text,
-        "score": score_example(case.dataset, text, answers, list(case.example.all_classes)),
+        "score": score_example(case.dataset, text, answers, list(case.example.all_classes)) if is_scored else None,
         "rouge_l": second_score(case.dataset, text, answers),
     }
 

@@ -165,7 +165,8 @@ class Answer:
     """An arm's answer in one turn, scored, with what is known of it.
 
     text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens; None of a server.
-    score: the dataset's metric, 0 to 1. rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
+    score: the dataset's metric, 0 to 1; None without one.
+    rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
     cost: None of a server. request: None in this process.
     fidelity: None of the baseline's own answer, and without a baseline.
     evidence: None if it is unknown which tokens hold the answer.
@@ -175,7 +176,7 @@ class Answer:
 
     text: str
     token_ids: list[int] | None = None
-    score: float = field(metadata=_PERCENT)
+    score: float | None = field(metadata=_PERCENT)
     rouge_l: float | None = field(default=None, metadata=_PERCENT)
     times: Times
     cost: Cost | None = None

@@ -51,12 +51,27 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+_clock = time.perf_counter
+
+
 def read_clock(*devices: torch.device) -> float:
-    """Seconds on a monotonic clock, read after the devices have finished all their work."""
+    """Seconds on a monotonic clock, read after the devices have finished all their work; CPU time in `cpu_time`."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-    return time.perf_counter()
+    return _clock()
+
+
+@contextmanager
+def cpu_time(counts: bool = True) -> Iterator[None]:
+    """Within this context, if `counts`, the clock is this process's CPU time, which other work does not lengthen."""
+    global _clock
+    own = _clock
+    _clock = time.process_time if counts else own
+    try:
+        yield
+    finally:
+        _clock = own
 
 
 def tf32_products(allowed: bool) -> AbstractContextManager[None]:

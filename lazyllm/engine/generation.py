@@ -182,6 +182,12 @@ def generate(
     Raises ValueError for bad arguments, TypeError if `method` is not a method, UserError for a model that the loop over
     layers cannot reproduce or that is generating already, FloatingPointError if the logits are not finite.
     """
+    if isinstance(method, Method) and method.answers_itself:
+        if after_prefill is not None:
+            raise UserError(f"{method.label} has no prefill of ours to keep: leave out fidelity=answer, or the arm")
+        request = make_request(model, input_ids, method, max_new_tokens, Greedy())
+        end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
+        return method.whole_answer(model, request.prompt, max_new_tokens, tuple(end_ids), min_new_tokens)
     with start(model, input_ids, method) as conversation:
         return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens, after_prefill)
 

@@ -31,6 +31,7 @@ from lazyllm.methods.support import plugins
 from lazyllm.methods.support.bases import Prune as Prune
 from lazyllm.methods.support.bases import Select as Select
 from lazyllm.methods.support.bases import Sparse as Sparse
+from lazyllm.methods.transformers import Transformers
 from lazyllm.methods.trianglemix import TriangleMix
 from lazyllm.methods.uniprefill import UniPrefill
 from lazyllm.methods.xattention import XAttention
@@ -42,11 +43,12 @@ METHODS: dict[str, type[Method]] = {
         RandomDrop, SpecPrefill, StaticPruning, TriangleMix, UniPrefill, XAttention,
     )
 }  # fmt: skip
+REFERENCES: dict[str, type[Method]] = {"transformers": Transformers}  # arms that are no methods
 
 
 def known() -> list[str]:
     """The names of all methods: lazyllm's own, then those that installed packages add."""
-    return [*METHODS, *sorted(plugins.installed().names - METHODS.keys())]
+    return [*METHODS, *REFERENCES, *sorted(plugins.installed().names - METHODS.keys())]
 
 
 def by_name(name: str) -> type[Method]:
@@ -61,9 +63,10 @@ def by_name(name: str) -> type[Method]:
     point = plugins.only(name, METHODS)
     if point is not None:
         return plugins.load(point)
-    if name not in METHODS:
+    kinds = METHODS | REFERENCES
+    if name not in kinds:
         raise UserError(f"unknown method {name!r}: {nearest(name, known())}")
-    return METHODS[name]
+    return kinds[name]
 
 
 def is_file(name: str) -> bool:

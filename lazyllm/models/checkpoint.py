@@ -7,7 +7,7 @@ from typing import Any
 
 from lazyllm.errors import UserError
 from lazyllm.models import gguf_file
-from lazyllm.presets import PRESETS
+from lazyllm.presets import PRESETS, fields_of, is_sizes
 from lazyllm.spec import GGUF, ModelSpec
 
 CONFIGS = ("config.json", "generation_config.json")
@@ -107,12 +107,17 @@ def _on_hub(spec: ModelSpec, files: Iterable[str]) -> Path:
     return hub_folder(spec.source, files, spec.revision, instead)
 
 
+def architecture_of(spec: ModelSpec) -> dict[str, Any] | None:
+    """The config's fields of random weights that need no file: a preset's or sizes. None for others."""
+    preset = PRESETS.get(spec.name)
+    if not spec.is_dummy or not (is_sizes(spec.name) or (preset is not None and preset.architecture is not None)):
+        return None
+    return fields_of(spec.name)
+
+
 def read_config(spec: ModelSpec) -> dict[str, Any]:
     """The content of the model's config.json, or a preset's shape, without transformers. Raises UserError."""
-    preset = PRESETS.get(spec.name)
-    if spec.is_dummy and preset is not None and preset.architecture is not None:
-        return dict(preset.architecture)
-    return read_json(folder_of(spec, CONFIGS) / "config.json", spec.source)
+    return architecture_of(spec) or read_json(folder_of(spec, CONFIGS) / "config.json", spec.source)
 
 
 def checkpoint_folder(spec: ModelSpec) -> Path:

@@ -20,10 +20,9 @@ from transformers import (
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models import quantisation
-from lazyllm.models.checkpoint import CONFIGS, check_weights, checkpoint_folder, folder_of, read_json
+from lazyllm.models.checkpoint import CONFIGS, architecture_of, check_weights, checkpoint_folder, folder_of, read_json
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
-from lazyllm.presets import PRESETS
 from lazyllm.spec import QUANTISATIONS, DeviceMap, ModelSpec
 
 log = logging.getLogger(__name__)
@@ -137,9 +136,7 @@ def devices_in_use(spec: ModelSpec) -> tuple[torch.device, ...]:
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
     """The model's config, read without its weights. Raises UserError."""
-    preset = PRESETS.get(spec.name)
-    architecture = None if preset is None else preset.architecture
-    if spec.is_dummy and architecture is not None:
+    if (architecture := architecture_of(spec)) is not None:
         return AutoConfig.for_model(**architecture)
     folder = folder_of(spec, CONFIGS)
     try:

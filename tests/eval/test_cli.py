@@ -68,16 +68,14 @@ REFUSED = {
     "check lazy schedule": "error: schedule: expected KEY=VALUE",
     "rnu": "did you mean run?",
     "doctor --url 127.0.0.1:8177": "--url=127.0.0.1:8177: expected a URL such as http://",
-    "bench --tokens 0": "error: --tokens=0: expected 1 or more",
-    "bench --shape layers=2,width=7": "error: shape layers=2,width=7: expected heads of an even width",
-    "bench --shape layers=2,width=96,heads=6,kv_heads=4": "error: shape layers=2,width=96,heads=6,kv_heads=4: ",
-    "bench --shape layers=0,width=64": "error: shape layers=0,width=64: expected",
-    "bench --shape llama9": "error: shape llama9: the nearest names are llama2, ",
-    "bench --dtype float8": "error: unknown dtype 'float8': give one of float32, bfloat16",
-    "bench --repeats 0": "error: --repeats=0: expected 1 or more",
-    "bench --method {99:0.5}": "the schedule prunes after layer 99, but the model has only 16 layers",
-    "bench --method {2:0.3": "error: --method {2:0.3: schedule '{2:0.3': expected 'paper', 'none', or",
-    "bench --turn 5 --field": "error: --field times all methods: leave out --method, --against and --turn",
+    "run dataset=random model=custom model.load_format=dummy model.name='layers=2,width=7'": (
+        "error: shape layers=2,width=7: expected heads of an even width"
+    ),
+    "run dataset=random model=custom model.name='layers=2,width=64'": (
+        "error: layers=2,width=64: sizes have random weights only: give load_format=dummy"
+    ),
+    "run dataset=random random.length=[0]": "error: random.length=[0]: expected a list of different numbers from 1 on",
+    "run dataset=random random.repeats=0": "error: random.repeats=0: expected 1 or more",
     "chat method.schedule={2:half}": "error: method 'lazy': the keep ratio after layer 2 is a number in (0, 1]",
     "chat --prompt-file MADE/latin1.txt": "error: --prompt-file MADE/latin1.txt: cannot be read as UTF-8 text",
     "chat --once MADE\udcff": "error: the text is not UTF-8",

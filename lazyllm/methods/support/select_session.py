@@ -1,6 +1,5 @@
 """The session of methods that choose prompt tokens before the prefill, and the clock of their choice."""
 
-import time
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -43,7 +42,7 @@ class SelectSession(Session):
 
 def timed_selection(decoder: Decoder, method: Any, prompt: Prompt) -> tuple[Tensor, Scoring]:
     """The selected positions [k] on the model's device, and what selecting them cost."""
-    began, run_before = time.perf_counter(), decoder.tokens_run
+    began, run_before = read_clock(), decoder.tokens_run
     with preserve_rope_state(decoder.model):  # `select` may run a longer text than the prefill
         selected = method.select(decoder, prompt)
     tokens = decoder.tokens_run - run_before
