@@ -9,10 +9,10 @@ or behind its depth, his at the last one before it. A length counts all of the p
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import cycle, islice, product
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,9 @@ class NeedleConfig:
         [512, 1024, 2048], "maximum tokens of a prompt, its chat template and its answer together"
     )
     depths: list[int] = setting(list(range(0, 101, 10)), "per cent of the text before the needle")
+    others: int = setting(
+        0, "other needles in the text, with other keys: only the question tells which one is asked for"
+    )
     repeats: int = setting(1, "rows for each length and depth, with different needles")
     seed: int = setting(42, "of the needles")
     haystack: str | None = setting(
@@ -72,8 +75,8 @@ class NeedleConfig:
 class _Maker:
     """Makes rows for one tokenizer and haystack."""
 
-    def __init__(self, tokenizer: Any, chat: ChatFormat, haystack: Sequence[str]) -> None:
-        self.tokenizer, self.chat, self.haystack = tokenizer, chat, haystack
+    def __init__(self, tokenizer: Any, chat: ChatFormat, haystack: Sequence[str], others: int) -> None:
+        self.tokenizer, self.chat, self.haystack, self.others = tokenizer, chat, haystack, others
         # a sentence's tokens are counted once, as it follows other text
         self._size = cache(lambda sentence: len(continuation_ids(tokenizer, f" {sentence}")))
 
@@ -81,13 +84,21 @@ class _Maker:
         """The longest prompt of whole sentences that fits. Raises UserError if none fits."""
         identity = f"needle-{length}-{depth}-{seed}-{repeat:02d}"
         rng = random.Random(identity)
-        key, value = "-".join(rng.sample(_KEYS, 2)), str(rng.randint(1_000_000, 9_999_999))
-        needle = NEEDLE.format(kind="numbers", key=key, value=value)
+        key, value, needle = _needle(rng, ())
+        taken, others = {key}, list[tuple[float, str]]()
+        for _ in range(self.others):
+            other, _, text = _needle(rng, taken)
+            taken.add(other)
+            others.append((rng.random(), text))
         question, answer_prefix = (text.format(key=key) for text in (_QUESTION, _ANSWER_PREFIX))
 
         def made(sentences: Sequence[str], place: int) -> tuple[Example, int]:
             """A prompt with the needle after so many sentences, and its tokens."""
-            context = " ".join([*sentences[:place], needle, *sentences[place:]])
+            placed = [*((share * len(sentences), text) for share, text in others), (place, needle)]
+            parts = list(sentences)
+            for at, text in sorted(placed, reverse=True):
+                parts.insert(int(at), text)
+            context = " ".join(parts)
             start, before = context.index(needle), len(_INSTRUCTION)
             end = start + len(needle)
             example = Example(
@@ -140,6 +151,7 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
     for key, values, least, most in (("lengths", options.lengths, 1, 2**31), ("depths", options.depths, 0, 100)):
         fits = values and len(set(values)) == len(values) and least <= min(values) and max(values) <= most
         require(bool(fits), f"needle.{key}", values, f"a list of different numbers from {least} to {most}")
+    require(0 <= options.others <= 100, "needle.others", options.others, "a number of other needles from 0 to 100")
     require(options.repeats > 0, "needle.repeats", options.repeats, "a number of rows of at least 1")
     check_haystack("needle", options.haystack)
 
@@ -151,13 +163,30 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     options = settings.options
     own = _sentences(Path(options.haystack).expanduser()) if options.haystack is not None else None
-    maker = _Maker(tokenizer_for_rows(settings.model, "needle"), settings.chat, own or _SENTENCE_END.split(NOISE))
+    haystack = own or _SENTENCE_END.split(NOISE)
+    maker = _Maker(tokenizer_for_rows(settings.model, "needle"), settings.chat, haystack, options.others)
     places = islice(product(range(options.repeats), options.lengths, options.depths), settings.limit)
     examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
     text = sha256_of(own) if own is not None else None
-    hashed = [VERSION, options.lengths, options.depths, options.seed, repr(settings.chat), text, examples[0].official]
+    hashed = [
+        VERSION,
+        options.lengths,
+        options.depths,
+        options.others,
+        options.seed,
+        repr(settings.chat),
+        text,
+        examples[0].official,
+    ]
     total = options.repeats * len(options.lengths) * len(options.depths)
     return made_here(dataset, examples, MAX_NEW_TOKENS, hashed, f"needles, seed {options.seed}", total)
+
+
+def _needle(rng: random.Random, taken: Collection[str]) -> tuple[str, str, str]:
+    """A key that is not taken, its number, and the sentence that tells it."""
+    key = next(key for _ in count() if (key := "-".join(rng.sample(_KEYS, 2))) not in taken)
+    value = str(rng.randint(1_000_000, 9_999_999))
+    return key, value, NEEDLE.format(kind="numbers", key=key, value=value)
 
 
 SUITE = register(

@@ -64,6 +64,7 @@ class BuiltPrompt(Message):
     truncated: whether the middle was cut out.
     context: ranges of `text` that a method may shorten: the row's context after truncation, without the answers of its
         examples.
+    template: ranges of `text` that the chat format wrote.
     spans: [n, 2] the range of `text` that each token stands for; None if unknown: the tokenizer is not a fast one, or
         its chat template changes the prompt.
     encode: tokenises another text in the same way.
@@ -73,6 +74,7 @@ class BuiltPrompt(Message):
     tokens_before_truncation: int
     truncated: bool
     context: tuple[tuple[int, int], ...] = ()
+    template: tuple[tuple[int, int], ...] = ()
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
     turns: tuple[Message, ...] = ()
@@ -84,7 +86,7 @@ class BuiltPrompt(Message):
         import lazyllm
 
         spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
-        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context)
+        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context, self.template)
 
 
 def build_prompt(
@@ -118,12 +120,16 @@ def build_prompt(
     special = not chat.uses_template(tokenizer)
     is_found = True
     if special:
+        own = (len(chat.before), len(chat.before) + len(text))
         text, by = f"{chat.before}{text}{chat.after}", len(chat.before)
     else:
         wrapped, inner = chat.wrapped(tokenizer, text), text.strip()  # which many templates strip
         is_found, start = wrapped.count(inner) == 1, text.index(inner)
         places = [_clipped(ranges, start, start + len(inner)) if is_found else [] for ranges in places]
-        text, by = wrapped, wrapped.find(inner) - start
+        found = wrapped.find(inner)
+        own = (found, found + len(inner))
+        text, by = wrapped, found - start
+    around = [(0, own[0]), (own[1], len(text))]
     text += example.answer_prefix
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
     if not ids:
@@ -137,6 +143,7 @@ def build_prompt(
         tokens_before_truncation=before,
         truncated=truncated,
         context=context,
+        template=tuple(_clipped(around, 0, len(text))),
         spans=spans if is_found else None,
         encode=partial(_tokenize, tokenizer, special_tokens=special),
         turns=tuple(_later_turn(turn, tokenizer, chat, ranges) for turn, ranges in later),

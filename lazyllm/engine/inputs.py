@@ -22,12 +22,14 @@ class Prompt:
     spans: per token the half-open range of `text` that it stands for, empty for a special token; () without a text.
     context: ascending, disjoint ranges of `text` that a method may shorten. The rest (instruction, question, an
         example's answer) is never shortened.
+    template: ascending, disjoint ranges of `text` that the chat format wrote around the question; () if unknown.
     """
 
     token_ids: Tensor
     text: str = ""
     spans: tuple[tuple[int, int], ...] = ()
     context: tuple[tuple[int, int], ...] = ()
+    template: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

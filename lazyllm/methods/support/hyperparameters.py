@@ -34,6 +34,12 @@ def check_int(what: str, value: Any, least: int = 1) -> int:
     return value
 
 
+def check_bool(what: str, value: Any) -> None:
+    """Refuse what is neither true nor false. Raises TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} is true or false, got {value!r}")
+
+
 def check_odd(what: str, value: Any) -> None:
     """Refuse what is no odd number, of 1 or more. Raises TypeError or ValueError."""
     if check_int(what, value, 1) % 2 == 0:

@@ -22,7 +22,7 @@ from tests.eval.analysis import made
 from tests.runs import run_of
 
 DATASET = DATASETS["needle"]
-LLAMA2 = ModelSpec("tiny", tokenizer=str(official.LLAMA2))
+LLAMA2 = ModelSpec("llama2", load_format="dummy", tokenizer=str(official.LLAMA2))
 NEEDS_LLAMA2 = official.needs(official.LLAMA2)
 MODELS = [ModelSpec("tiny"), pytest.param(LLAMA2, marks=NEEDS_LLAMA2)]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -83,6 +83,26 @@ def test_haystack_is_noise_or_the_users_text(tmp_path):
     assert ((" ".join(text.split()) + " ") * 30).startswith(rest)
 
 
+def test_other_needles_have_other_keys_and_the_same_room():
+    """Counted from the text: the asked needle stands where it was, and the prompt is as long as without the others."""
+    loaded = SUITE.load(DATASET, settings_of(lengths=[900], depths=[0, 50, 100], others=4))
+    tokenizer: Any = load_tokenizer_of(MODELS[0])
+    sizes = {len(tokenizer(f" {sentence}.")["input_ids"]) for sentence in NOISE.rstrip(".").split(". ")}
+    orders = set()
+    for example in loaded.examples:
+        found = re.findall(r"numbers for (\w+-\w+) is: (\d{7})\.", example.context)
+        assert len({key for key, _ in found}) == len(found) == 5
+        assert [value for key, value in found if key in example.input] == [*example.answers]
+        assert needle_of(example).endswith(f"is: {example.answers[0]}.")
+        tokens = len(build_prompt(example, DATASET, tokenizer).token_ids) + loaded.max_new_tokens
+        assert 900 - max(sizes) - 2 < tokens <= 900
+        orders.add([value for _, value in found].index(example.answers[0]))
+    first, *_, last = loaded.examples
+    assert first.context.startswith(needle_of(first))
+    assert last.context.endswith(needle_of(last))
+    assert len(orders) > 1
+
+
 @NEEDS_LLAMA2
 def test_haystack_without_sentences_is_filled(tmp_path):
     file = tmp_path / "one.txt"
@@ -95,10 +115,12 @@ def test_haystack_without_sentences_is_filled(tmp_path):
 
 def test_data_hash_depends_on_every_setting_but_not_on_the_number_of_rows():
     def data(**options: Any) -> str:
-        return SUITE.load(DATASET, settings_of(**{"lengths": [300], "depths": [0, 50], **options})).data_sha256
+        return SUITE.load(DATASET, settings_of(**{"lengths": [500], "depths": [0, 50], **options})).data_sha256
 
     assert data() == data(limit=1) == data(repeats=2)
-    assert len({data(), data(seed=1), data(lengths=[299]), data(depths=[0, 51]), data(chat="llama2")}) == 5
+    assert (
+        len({data(), data(seed=1), data(lengths=[499]), data(depths=[0, 51]), data(others=1), data(chat="llama2")}) == 6
+    )
 
 
 def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypatch):

@@ -97,6 +97,19 @@ def test_llama2_prompts_equal_the_sentencepiece_pipelines(name):
         assert prompt.truncated == (before > 3500)
 
 
+def test_the_template_is_what_the_chat_format_wrote():
+    def written(prompt):
+        return [prompt.text[slice(*place)] for place in prompt.template]
+
+    with_template = Characters()
+    with_template.chat_template = "yes"
+    row = replace(ROW, answer_prefix="It is")
+    assert written(prompt_of(row)) == []
+    assert written(prompt_of(row, chat=CHAT_FORMATS["llama2"])) == ["[INST]", "[/INST]"]
+    assert written(prompt_of(row, with_template, chat=CHAT_FORMATS["auto"])) == ["\x01<user>", "<model>"]
+    assert written(prompt_of(row, dataset=DATASETS["lcc"], chat=CHAT_FORMATS["llama2"])) == []
+
+
 @official.needs(LLAMA2)
 def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
     row = replace(QUESTION, turns=(Turn("Why, you?", ()), Turn("\nAsk: why", (), " Because")))

@@ -143,7 +143,7 @@ def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
         (["method=baseline"], {}),
         (["method=baseline", "aa_test=true"], {"baseline again": Baseline()}),
         (
-            ["experiment=demo", "~compare.random_drop", "~compare.prompt_compression", "+compare.mine={name: lazy}"],
+            ["experiment=claim", "~compare.random_drop", "~compare.lazy_without_revival", "+compare.mine={name: lazy}"],
             {"lazy": Lazy({2: 0.3}), "static_pruning": StaticPruning(2, 0.3), "mine": Lazy("paper")},
         ),
         (
@@ -358,12 +358,10 @@ def test_config_accepts_method_and_dataset_keys() -> None:
     assert read.arms["mine"]["keep"] == 0.3
 
 
-@pytest.mark.parametrize("experiment", ["demo", "claim"])
 @pytest.mark.parametrize("tokens", [512, 1024, 2048])
-def test_experiments_compare_at_the_same_ideal_speedup(experiment: str, tokens: int) -> None:
-    compared = [arm for label, arm in run_of(f"experiment={experiment}").arms.items() if label != "baseline"]
-    methods = [method for method in compared if method["name"] != "prompt_compression"]  # which scores in a prefill
-    assert len(methods) == {"claim": 4, "demo": 3}[experiment]
+def test_claim_compares_at_the_same_ideal_speedup(tokens: int) -> None:
+    methods = [arm for label, arm in run_of("experiment=claim").arms.items() if label != "baseline"]
+    assert len(methods) == 4
     speedups = [
         MethodAsked.of(method).make().ideal_speedup(load_config(ModelSpec("tiny")), tokens) for method in methods
     ]

@@ -76,3 +76,30 @@ def test_random_drop_draws_by_seed_and_evenly() -> None:
     assert counts[39] == 400
     expected = 400 * 11 / 39  # 11 more of 39; six standard deviations of a binomial
     assert np.abs(counts[:39] - expected).max() < 6 * np.sqrt(expected * (1 - 11 / 39))
+
+
+def test_random_drop_draws_by_prompt() -> None:
+    """Prompts cut to one length lose tokens at different places, and each place equally often."""
+    prompts = [Prompt(torch.arange(first, first + 40)) for first in range(400)]
+    draws = [RandomDrop(0.3).select(None, prompt) for prompt in prompts]
+    assert len({tuple(draw) for draw in draws}) == 400
+    assert draws[7] == RandomDrop(0.3).select(None, Prompt(torch.arange(7, 47)))
+    counts = np.bincount(np.concatenate(draws), minlength=40)
+    expected = 400 * 11 / 39
+    assert np.abs(counts[:39] - expected).max() < 6 * np.sqrt(expected * (1 - 11 / 39))
+
+
+def test_random_drop_keeps_the_template_unless_asked() -> None:
+    """Of "[A]bcdefgh[/A]:", a letter a token behind a special one, the format wrote [A] and [/A]."""
+    text = "[A]bcdefgh[/A]:"
+    spans = ((0, 0), *((place, place + 1) for place in range(len(text))))
+    prompt = Prompt(torch.arange(len(spans)), text, spans, template=((0, 3), (10, 14)))
+    template, newest = {0, 1, 2, 3, 11, 12, 13, 14}, len(spans) - 1
+    for seed in range(50):
+        kept = RandomDrop(0.75, seed).select(None, prompt)
+        assert kept == sorted(set(kept))
+        assert len(kept) == 12
+        assert template | {newest} <= set(kept)
+    dropped = [template - {*RandomDrop(0.75, seed, drop_template=True).select(None, prompt)} for seed in range(50)]
+    assert set.union(*dropped) == template
+    assert RandomDrop(0.25).select(None, prompt) == [12, 13, 14, newest]  # no room for all of the template
