@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval import cli
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
 from eval.report import __main__ as command
@@ -335,9 +334,3 @@ def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "new" / "page.html"
     assert command.main(["runs", "--out", str(out), "--examples", "1"]) == 0
     assert "only the first example is" in out.read_text(encoding="utf-8")
-
-
-def test_report_refuses_bad_arguments(tmp_path: Path) -> None:
-    assert cli.main(["report", str(tmp_path / "none")]) == 2
-    make_runs(tmp_path / "runs")
-    assert cli.main(["report", str(tmp_path), "--examples", "0"]) == 2
