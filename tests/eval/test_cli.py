@@ -101,7 +101,7 @@ REFUSED = {
     "run dataset=lookup method=selective_context": "error: method.scorer=openai-community/gpt2: it is not in the hub",
     "run dataset=lookup compare=[lazy,selective_context]": "error: compare.selective_context.scorer=openai-community/",
     # a server
-    f"{SERVER} method=lazy": ("method=lazy runs inside transformers: serve it (lazyllm-bench serve"),
+    f"{SERVER} method=lazy": "method=lazy runs inside transformers: serve it (lazyllm-bench serve",
     f"{SERVER} server.url=localhost:80": "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1",
     f"{SERVER} server.url=http://me:secret@a/v1": "a URL with a name or password would be stored",
     f"{SERVER} model.tokenizer=null": "model.tokenizer=null: expected FOLDER_OR_HUB_ID of the served model",
@@ -137,8 +137,7 @@ LATE = {
     "wandb-report MADE/runs --publish --entity me": "--publish needs a key",
     "wandb-report nosuch --out x.json": "no such folder",
     "wandb-report MADE/runs": "give --out FILE for the specification, or --publish",
-    "report nosuch": "no such folder",
-    "report MADE --examples 0": "error: --examples=0: expected 1 or more",
+    "paper MADE --examples 0": "error: --examples=0: expected 1 or more",
     "paper nosuch": "no such folder",
     "status nosuch": "no such folder",
     "status MADE": "no run in or below",
