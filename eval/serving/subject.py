@@ -80,9 +80,9 @@ class Servers:
         return servers
 
     def check(self) -> None:
-        from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
+        from lazyllm.models.tokenizers import chat_templates, tokenizer_of
 
-        has_chat_template(*tokenizer_of(self.spec))  # refuses what is no tokenizer
+        chat_templates(*tokenizer_of(self.spec))  # refuses what is no tokenizer
         _ = self.servers
 
     @cached_property

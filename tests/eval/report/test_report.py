@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval import cli
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
 from eval.report import overview
@@ -343,9 +342,3 @@ def test_paper_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "new"
     assert command.main(["runs", "--out", str(out), "--formats", "html", "--examples", "1"]) == 0
     assert "only the first example is" in (out / "index.html").read_text(encoding="utf-8")
-
-
-def test_paper_refuses_bad_arguments(tmp_path: Path) -> None:
-    assert cli.main(["paper", str(tmp_path / "none")]) == 2
-    make_runs(tmp_path / "runs")
-    assert cli.main(["paper", str(tmp_path), "--examples", "0"]) == 2
