@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lazyllm
+from eval.run.run import prepare
 from lazyllm.check import invariants
 from lazyllm.errors import UserError
 from lazyllm.presets import PRESETS
@@ -61,7 +62,7 @@ def prompt_ids(dataset: str) -> list[int]:
 def check_row(dataset: str) -> None:
     model, _ = plain()
     arguments = ["model=smollm2", "model.device=cpu", f"model.max_prompt_tokens={LIMIT}", f"data.dir={ROWS}", "limit=1"]
-    (case,) = run_of(*arguments, f"dataset={dataset}", "method=lazy").cases
+    (case,) = prepare(run_of(*arguments, f"dataset={dataset}", "method=lazy")).cases
     ids = prompt_ids(dataset)
     assert list(case.prompt.token_ids) == ids
     with torch.no_grad():

@@ -86,8 +86,7 @@ def test_attention_runs_on_fused_backends_and_cudnn_in_prefills_only() -> None:
             calls = " ".join(part["attention"])
             assert "math" not in calls
             if label != "start":  # which may run another model, its prefill and its steps
-                is_sparse = "xattention" in name  # in all layers, under a mask
-                assert ("cudnn" in calls) == (label == "prefill" and "bfloat16" in name and not is_sparse)
+                assert ("cudnn" in calls) == (label == "prefill" and "bfloat16" in name)
             # only LazyLLM attends to a part of what is stored, and XAttention to some blocks
             revives = label.startswith("step") and ": lazy" in name and "revival" not in name
             assert ("mask" in calls) == (revives or (label == "prefill" and "xattention" in name))

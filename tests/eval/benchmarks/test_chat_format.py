@@ -79,7 +79,7 @@ def test_prompt_is_the_same_on_another_day(template: str, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("preset", "expected"), [("llama2", False), ("llama2-base", False), ("qwen3-8b", True)])
 def test_presets_use_the_tokenizers_template_but_for_longbenchs_models(preset: str, expected: bool) -> None:
-    assert run_of(f"model={preset}").chat.from_tokenizer == expected
+    assert run_of(f"model={preset}").subject.chat.from_tokenizer == expected
 
 
 def test_prompt_is_the_templates_own_text_without_thoughts_and_with_its_date(template: str) -> None:

@@ -53,7 +53,8 @@ def settings_of(folder: Path, options: RulerConfig, **settings) -> DataSettings:
 def test_rows_command_writes_the_official_rows(length, tmp_path, caplog, capsys, monkeypatch):
     rows = 1 + (length == 2048)
     shared = [f"model.tokenizer={SHARED / 'tokenizers' / 'llama2'}", f"data.dir={SHARED / 'ruler' / 'official'}"]
-    command = ["rows", "dataset=ruler", f"limit={rows}", f"ruler.length={length}", "out=made", *shared]
+    model = ["model=llama2-base", "model.load_format=dummy"]
+    command = ["rows", *model, "dataset=ruler", f"limit={rows}", f"ruler.length={length}", "out=made", *shared]
     assert cli.main(command) == 0
     expected = {file.name: file.read_text() for file in OFFICIAL_ROWS if file.parent.name == str(length)}
     assert {file.name: file.read_text() for file in (tmp_path / "made").iterdir()} == expected

@@ -33,6 +33,7 @@ import torch
 import eval.run.loop
 from eval.benchmarks.datasets import load
 from eval.run.asked import Asked
+from eval.run.run import prepare
 from eval.store.folder import read_visits
 from lazyllm.methods import StaticPruning
 from tests.eval.store.visits import flat
@@ -87,7 +88,7 @@ def job(folder: Path, rows: int, before: Callable[[], None] = lambda: None) -> i
         os.chdir(folder)
         before()
         for shard in ("1/2", "2/2") if rows == 0 else (None,):
-            eval.run.loop.measure(quick_run(rows).changed(shard=shard), show=False)
+            eval.run.loop.measure(prepare(quick_run(rows).changed(shard=shard)), show=False)
         status = 0
     finally:
         os._exit(status)
