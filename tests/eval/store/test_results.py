@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from eval.store.folder import read_visits
 from eval.store.results import COLUMNS, Results, chosen, with_variants
 from eval.store.runs import label_of, stored_runs
 from lazyllm.errors import UserError
-from tests.eval.store.made import LAZY, PROVENANCE, write_run
+from tests.eval.store.made import PROVENANCE, write_run
 from tests.eval.store.visits import measurement, visit
 
 
@@ -201,13 +200,3 @@ def test_unfinished_runs_are_named(tmp_path: Path) -> None:
     assert Results.read([tmp_path]).unfinished == []  # nothing is known of a plan
     (folder / "examples.json").write_text(json.dumps({"hotpotqa": ["row-0", "row-1", "row-2"]}))
     assert Results.read([tmp_path]).unfinished == ["Unfinished: a, 1 of 3 examples."]
-
-
-def test_visits_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = []
-    monkeypatch.setattr("eval.store.runs.read_visits", lambda folder: folders.append(folder) or read_visits(folder))
-    write_run(tmp_path, [visit(0)], LAZY)
-    results = Results.read([tmp_path])
-    assert len(results.frame) == 2
-    assert len(results.by_task)
-    assert len(folders) == 1
