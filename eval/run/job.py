@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NoReturn
@@ -144,7 +145,8 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     own = prepared(own)
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
-        _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])
+        with redirect_stderr(StringIO()):  # Hydra announces an error there, which is raised too
+            _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])
     return configs
 
 
