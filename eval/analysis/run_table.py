@@ -30,7 +30,7 @@ SHOWN = (
     Column("equal_length_speedup", "generation speedup", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
-    Column("generation_speedup", "of whole answers", 2),
+    Column("generation_speedup", "whole-answer speedup", 2),
 )
 # Of prompts without a score, which measure time and memory
 SHOWN_OF_SPEED = (
@@ -281,7 +281,7 @@ def _of_speedups(frame: Any) -> str:
         return "Speedups compare answers of the same visit; answers of batches and servers have no generation speedup."
     return (
         "Speedups compare answers of the same visit; the generation speedup ends at the last token of the shorter "
-        "answer, that of whole answers at the last of each."
+        "answer, the whole-answer speedup at the last token of each."
     )
 
 

@@ -20,6 +20,7 @@ from eval.report.page import grid, inline_svg, render
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Visit
+from tests.eval.analysis import made
 from tests.eval.store.made import LAZY, alone, write_run
 from tests.eval.store.visits import measurement, turn, visit
 
@@ -106,6 +107,14 @@ def test_shared_texts_are_embedded_once(tmp_path: Path) -> None:
     assert method["score"] == pytest.approx(100 / 3, rel=1e-5)
     assert (method["ttft"], method["pct"], method["speedup"], method["differs"]) == (0.1, 75, 4, True)
     assert method["gain"] == pytest.approx(100 / 3 - 50, rel=1e-5)
+
+
+def test_answers_without_a_score_or_a_ttft_have_no_difference() -> None:
+    """Random tokens have no score, and a method that no kernel here runs faster has no TTFT."""
+    visit = made.example("lookup", "a", ttft_s=None, score=None, baseline={"score": None})
+    embedded = embed_answers([made.stored([visit])])
+    _, method = embedded["records"][0]["answers"]
+    assert (method["ttft"], method["speedup"], method["score"], method["gain"]) == (None, None, None, None)
 
 
 def test_examples_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
