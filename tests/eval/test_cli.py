@@ -141,6 +141,8 @@ LATE = {
     "paper nosuch": "no such folder",
     "status nosuch": "no such folder",
     "status MADE": "no run in or below",
+    "plan dataset=lookup model.device=cuda": "or plan for another machine: --gpu b200, ",
+    "plan dataset=lookup method=static_pruning method.layer=99 method.keep=0.3": "only 8 layers",
     "plan dataset=lookup method=fastkv method.keep=2x": "give another",
     "plan model=llama2 dataset=lookup": "lazyllm-bench fetch",
     "chat --once x max_new_tokens=0": "max_new_tokens=0: expected 1 or more",
