@@ -17,7 +17,7 @@ from eval.benchmarks.datasets import datasets_asked_for
 from eval.benchmarks.suite import Dataset
 from eval.run.arms import Arm, MethodAsked, check_distinct
 from eval.run.settings import SERVER, RunConfig, check_unused
-from eval.run.subject import Answerer, Answering, Load
+from eval.run.subject import Answerer, Load
 from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.errors import UserError, require
@@ -189,14 +189,19 @@ class LocalModel:
             yield load
 
     @contextmanager
-    def ready(self, how: Answering, load: Load | None = None) -> Iterator[Answerer]:
+    def ready(
+        self, arms: Sequence[Arm], baseline: str | None, batch_size: int, load: Load | None = None
+    ) -> Iterator[Answerer]:
         from eval.run.answers import Visits
-        from eval.run.memory import held_and_released
-        from lazyllm.engine.devices import cpu_time
+        from eval.run.decode import Bench
+        from eval.run.memory import Memory, held_and_released
+        from lazyllm.engine.devices import cpu_time, devices_of
         from lazyllm.models.load import devices_in_use
 
         with held_and_released(devices_in_use(self.spec)), cpu_time(self.counts_cpu_time):
-            yield Visits.of((load or self.load)(), self.tokenizer, self.chat, how)
+            model, keeps = (load or self.load)(), self.config.fidelity is not None
+            bench = Bench(model, Memory(devices_of(model)), batch_size, keeps)
+            yield Visits(bench, self.tokenizer, self.chat, arms, baseline, self.config.evidence)
 
 
 def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalModel:

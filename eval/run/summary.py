@@ -23,7 +23,7 @@ def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bo
     write_whole(folder / "summary.csv", table.to_csv())
     write_whole(folder / "summary.md", table.to_page())
     pictures: list[Path] = []
-    if run.how.baseline is not None and len(run.arms) > 2:  # the picture is of speedups, and compares methods
+    if run.asked.baseline is not None and len(run.arms) > 2:  # the picture is of speedups, and compares methods
         from eval.analysis.field import plot_comparison  # not at the top: matplotlib is slow to import
         from eval.analysis.style import save
 

@@ -20,8 +20,7 @@ from eval.run import decode, memory
 from eval.run.answers import Visits
 from eval.run.arms import Arm
 from eval.run.case import Case
-from eval.run.decode import WARMUP_TOKENS
-from eval.run.subject import in_turn
+from eval.run.subject import WARMUP_TOKENS, in_turn
 from eval.store.visit import Visit
 from lazyllm import Generation
 from lazyllm.methods import Baseline, Lazy
@@ -76,7 +75,7 @@ def case(name: str, text: str = "text") -> Case:
 
 
 def visit(on: Visits, of: Case | None = None, number: int = 0) -> Visit:
-    (made,) = on.visits([replace(of or case("qasper"), arms=in_turn(on.how.arms, number))])
+    (made,) = on.visits([replace(of or case("qasper"), arms=in_turn(on.arms, number))])
     return made
 
 
