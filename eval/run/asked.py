@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
+from eval.benchmarks.datasets import datasets_asked_for, load
 from eval.benchmarks.subsets import SUBSETS, in_split, in_subset
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run.arms import arms_asked
@@ -18,7 +18,6 @@ from eval.run.settings import RunConfig, check_unused
 from eval.run.subject import Subject, subject_of
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
-from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Asked:
 
         What takes torch to know is refused before rows are made (`eval.run.run.prepare`).
         """
-        config, spec = self.config, self.subject.spec
+        config = self.config
         check_writable(self.folder)
         if config.tracker.mode == "online":
             require(config.tracker.name == "wandb", "tracker.mode", "online", "tracker=wandb with it")
@@ -96,8 +95,6 @@ class Asked:
             has_key = wandb.login(prompt=False, verify=False)
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         self.subject.check()
-        if spec.tokenizer is not None:  # refuse what is no tokenizer
-            has_chat_template(*tokenizer_of(spec))
         if self.suite.rows_here or (self.suite.length(self.data) is None and self.data.dir is not None):
             read_rows(self)
         return self
@@ -140,9 +137,7 @@ def _data_settings(config: RunConfig, suite: Suite, subject: Subject) -> DataSet
 def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings) -> tuple[Dataset, ...]:
     """The datasets whose rows can be loaded. Of a whole suite the others are left out, with a log line."""
     suite = SUITES[named[0].suite]
-    for dataset in named:
-        suite.check(dataset, data)
-    reasons = {dataset: reason for dataset in named if (reason := missing_rows(dataset, data)) is not None}
+    reasons = {dataset: reason for dataset in named if (reason := suite.check(dataset, data)) is not None}
     is_whole = not config.dataset or config.dataset.get(suite.whole)
     if reasons and (not is_whole or len(reasons) == len(named)):
         dataset, reason = next(iter(reasons.items()))

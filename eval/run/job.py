@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -41,10 +41,9 @@ from eval.run.config import (
 )
 from eval.run.receipt import complete_run, leave, receipt_of, show
 from eval.run.settings import RunConfig
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 from lazyllm.errors import FailedExamplesError, UserError
-
-if TYPE_CHECKING:
-    from eval.store.runs import StoredRun
 
 GRACE_S = 0.5  # time for the regular end, which frees the device and records when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
@@ -99,8 +98,7 @@ def main(arguments: Sequence[str]) -> int:
             show_together(whole)
     if bounds is None or (finished and not whole):  # the last shard to end checks the gate
         return 0
-    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported these
-    from eval.store.results import Results
+    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it
 
     failures = [why for run in whole for why in gate_failures(comparisons(Results([run])), bounds)]
     print("\n".join([f"gate {options.gate}: {'FAILED' if failures else 'passed'}", *failures]))

@@ -27,6 +27,7 @@ from eval.run.subject import WARMUP_TOKENS, Load, in_turn
 from eval.serving.client import Completion, RequestError, Server, describe
 from eval.store.visit import Answer, Failure, Fidelity, Times, Trace, Visit
 from lazyllm.errors import UserError, require
+from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -43,13 +44,13 @@ SOURCES = ("eval/serving/client.py", "eval/serving/subject.py", "eval/run/case.p
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers in the place of a model (`eval.run.subject`). asked: {label of an arm: its settings}.
+    """Servers in the place of a model (`eval.run.subject`). arm_settings: {label of an arm: its settings}.
 
     spec: the model behind them, whose tokenizer is known.
     """
 
     config: RunConfig
-    asked: Mapping[str, dict[str, Any]]
+    arm_settings: Mapping[str, dict[str, Any]]
     spec: ModelSpec
     chat: ChatFormat
     counts_last = True  # as servers do
@@ -66,7 +67,7 @@ class Servers:
     def servers(self) -> dict[str, Server]:
         """{label of an arm: its server}, asked what they are. Raises UserError."""
         server, asked, servers = self.config.server, dict[str, Server](), dict[str, Server]()
-        for label, settings in self.asked.items():
+        for label, settings in self.arm_settings.items():
             url: Any = settings.get("url") or server.url
             kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
             extra = {**(server.extra_body or {}), **(settings.get("extra_body") or {})}
@@ -77,8 +78,6 @@ class Servers:
         return servers
 
     def check(self) -> None:
-        from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
-
         has_chat_template(*tokenizer_of(self.spec))  # refuses what is no tokenizer
         _ = self.servers
 
@@ -100,8 +99,8 @@ class Servers:
         return min(reported, default=None)
 
     def arms(self, datasets: Sequence[Dataset], tokens: int | None, limit: int | None) -> tuple[Arm, ...]:
-        check_distinct(self.asked)
-        return tuple(Arm(label, settings) for label, settings in self.asked.items())
+        check_distinct(self.arm_settings)
+        return tuple(Arm(label, settings) for label, settings in self.arm_settings.items())
 
     def batch_size(self, arms: Sequence[Arm], prompt_tokens: int, new_tokens: int) -> int:
         return 1
