@@ -22,7 +22,6 @@ COMMANDS = {
     "results": ("eval.analysis.screen", "show results on one screen: a row for each model, suite and method"),
     "score": ("eval.score", "score a folder of answers written by LongBench's pred.py"),
     "paper": ("eval.report.write", "make every table, figure and a page of them from stored runs, without a model"),
-    "report": ("eval.report.__main__", "make that page alone: one HTML file"),
     "wandb-report": ("eval.report.wandb_report", "make a W&B Report of stored runs: tables, figures, panels"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
     "check": ("lazyllm.check.__main__", "run all invariants of methods on one method: check my_method keep=0.5"),

@@ -44,7 +44,7 @@ DAY_ONE = {
     "sweep": ("", ["run", "-m", "model=llama2", "method=lazy,static_pruning", *SHORT, "limit=2"]),
     "fetch xgen": ("", ["fetch", "model=xgen", "dataset=hotpotqa"]),
     "two models": ("", ["run", "-m", "experiment=table2", "model=llama2,xgen", *SHORT, "limit=1"]),
-    "report": ("", ["report", "runs"]),
+    "page": ("", ["paper", "runs", "--formats", "html"]),
     "card": ("", ["run", "-m", "experiment=table1", "model=llama2,xgen", *CARD]),
     "paper": ("", ["paper", "runs", "--where", "label=table1", "--out", "card", "--formats", "md"]),
 }
@@ -144,7 +144,7 @@ def test_no_other_command_fails_or_is_noisy(played: Played) -> None:
         assert name.startswith("doctor") or step["code"] == (2 if name in REFUSED else 0), step["err"]
         assert "Traceback" not in step["err"]
         assert "HTTP Request" not in step["err"]
-    page = (played.folder / "runs" / "report.html").read_text(encoding="utf-8")
+    page = (played.folder / "runs" / "paper" / "index.html").read_text(encoding="utf-8")
     assert "llama2" in page
 
 

@@ -23,7 +23,8 @@ FLOORS = [
     ["lazyllm.check", "eval.benchmarks"],
     ["eval.score", "eval.store"],
     ["eval.analysis", "eval.serving.api", "eval.serving.client"],
-    ["eval.report", "eval.run"],
+    ["eval.report"],
+    ["eval.run"],
     ["eval.chat", "eval.serving.serve", "eval.tune"],
     ["eval.cli"],
 ]

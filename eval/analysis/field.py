@@ -5,11 +5,9 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
 from eval.analysis import columns, style
 from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
-from eval.analysis.run_table import arm_groups
 from eval.analysis.table import (
     EXAMPLES,
     FIDELITY,
@@ -20,7 +18,6 @@ from eval.analysis.table import (
     Cell,
     Column,
     Rows,
-    Table,
     as_figure,
     as_table,
     cells,
@@ -28,7 +25,6 @@ from eval.analysis.table import (
     measured,
 )
 from eval.store.results import Results, first_turns
-from eval.store.runs import is_ablation
 
 _VALUES = (
     Column("score", "score", 2),
@@ -231,36 +227,3 @@ def _write_legend(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
         faint: Any = {"color": style.GREY, "marker": "o", "linestyle": "none", "alpha": 0.4}
         handles.append(Line2D([], [], label="faint: other settings", **faint))
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(-0.25, 0.5), handlelength=3)
-
-
-@style.styled
-def plot_comparison(results: Results, table: Table) -> MplFigure:
-    """Score against TTFT speedup of the arms of a run. Returns a matplotlib figure.
-
-    Small marks are tasks; the large one, with its intervals, is the mean over tasks. results: of one run. table: its
-    `run_table`. A method's first arm that is not an ablation gets the method's style, the others paler ones.
-    """
-    (run,) = results.runs
-    arms = {name: run.arms[label] for name, (label, *_) in arm_groups(run).items()}
-    figure = style.new_figure(7.2, max(4.4, 0.7 + 0.17 * len(arms)))  # with room for the legend
-    axes = figure.subplots()
-    frame: Any = table.frame[table.frame["kind"].isin(["task", "all"])]
-    whole = frame["name"].iloc[-1]  # the mean over tasks, or the only task
-    styles = style.styles_of(arm.method for arm in arms.values())
-    ordinary = [name for name, arm in arms.items() if not is_ablation(arm.settings)]
-    for name, arm in arms.items():
-        alike = [other for other in ordinary if arms[other].method == arm.method]
-        others = [other for other in arms if arms[other].method == arm.method and other not in alike[:1]]
-        rows = frame[frame["method"] == name]
-        mark = style.paler(styles[arm.method], others.index(name) + 1 if name in others else 0)
-        tasks, mean = rows[rows["name"] != whole], rows[rows["name"] == whole]
-        axes.scatter(tasks["ttft_speedup"], tasks["score"], s=22, alpha=0.55, linewidths=0, **mark)
-        mark |= {"markersize": 10, "markeredgecolor": "white", "linestyle": "none"}
-        mark["label"] = style.shown_label(name, arm.method)
-        style.draw(axes, mean, "ttft_speedup", "score", with_x=True, **mark)
-    axes.set(xlabel="TTFT speedup over the baseline", ylabel="score (0 to 100)", ylim=(-4, 104))
-    axes.set_title(f"Score against speed to the first token: {table.title}", fontsize=11)
-    axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10]))
-    title = f"large: {whole}\nsmall: one task" if frame["name"].nunique() > 1 else None
-    style.legend_beside(axes, title=title, alignment="left")
-    return figure

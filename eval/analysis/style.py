@@ -15,12 +15,11 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib import style
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, is_diagnostic, kind_of, place_of
-from eval.analysis.table import figures
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.runs import StoredArm, is_ablation, label_of
@@ -120,17 +119,6 @@ def styles_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
         look = {"color": colour, "marker": marker, "linestyle": line, "markerfacecolor": face}
         styles[name] = {"label": place_of(name)[1], **look}
     return styles
-
-
-def paler(style: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Colour and marker of a method's number-th other arm; 0: the method's own."""
-    colour, marker = style["color"], style["marker"]
-    if number == 0:
-        return {"color": colour, "marker": marker}
-    share = number / (number + 2)
-    red, green, blue = ((1 - share) * part + share for part in to_rgb(colour))
-    place = MARKERS.index(marker) if marker in MARKERS else 0
-    return {"color": to_hex((red, green, blue)), "marker": MARKERS[(place + number) % len(MARKERS)]}
 
 
 def shown_label(label: str, method: str) -> str:
@@ -252,7 +240,7 @@ def draw_methods(axes: Any, rows: Any, styles: Mapping[str, Mapping[str, Any]], 
         draw(axes, points[on_curve].sort_values(x), x, y, with_x=True, **look)
 
 
-def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> list[Path]:
+def save(figure: Any, stem: Path, suffixes: Sequence[str]) -> list[Path]:
     """Write the figure as `stem` with each suffix (svg, pdf or png): the paths. Equal pictures have equal bytes."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in suffixes]
@@ -260,10 +248,3 @@ def save(figure: Any, stem: Path, suffixes: Sequence[str] = ("png", "svg")) -> l
         for path in paths:
             figure.savefig(path, dpi=160, metadata=_NO_DATE.get(path.suffix))
     return paths
-
-
-def draw_all(results: Results, folder: Path) -> list[Path]:
-    """Draw all figures that have data as PNG files in a folder, created if missing. Returns the paths."""
-    data = {name: figure.data(results) for name, figure in figures().items()}
-    drawn = [name for name, frame in data.items() if not frame.empty]
-    return [path for name in drawn for path in save(figures()[name].plot(data[name]), folder / name, ("png",))]

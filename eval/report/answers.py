@@ -68,12 +68,6 @@ def _embedded(own: Answer, theirs: Answer | None, strings: dict[str, int]) -> di
     }
 
 
-def _gain(own: Answer, theirs: Answer | None) -> float | None:
-    if theirs is None or own.score is None or theirs.score is None:
-        return None
-    return _short(100 * (own.score - theirs.score))
-
-
 def _short(value: float | None) -> float | None:
     """Six digits: more than are shown, and fewer than a float has, for a smaller page."""
     return None if value is None else float(f"{value:.6g}")

@@ -28,6 +28,8 @@ from lazyllm.files import write_whole
 if TYPE_CHECKING:
     from eval.analysis.table import Figure, Table
 
+log = logging.getLogger(__name__)
+
 FORMATS = ("md", "csv", "tex", "svg", "pdf", "png", "html")
 
 
@@ -77,7 +79,10 @@ def write_paper(
     if "html" in formats:
         from eval.report.page import render
 
-        write_whole(out / "index.html", render(results, content, most))
+        page = render(results, content, most)
+        write_whole(out / "index.html", page)
+        if (size := len(page.encode()) / 1e6) > 30:
+            log.warning("index.html has %.0f MB, so a browser loads it slowly: --examples N shows fewer answers", size)
         paths.append(out / "index.html")
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     runs, answers = len(results.runs), len(results.counting)
@@ -138,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
         "--within", type=float, default=1.0, metavar="X",
         help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--examples", type=int, metavar="N", help="of the page: only the first N of a run and dataset")
+    parser.add_argument("--examples", type=int, metavar="N", help="index.html: only the first N of a run and dataset")
     parser.add_argument(
         "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="SUFFIX",
         help="the files to write: %(choices)s (default: all)",

@@ -22,17 +22,16 @@ def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bo
     write_whole(folder / "summary.json", run_json(table, {**run.about, "identity": run.identity}))
     write_whole(folder / "summary.csv", table.to_csv())
     write_whole(folder / "summary.md", table.to_page())
-    pictures: list[Path] = []
-    if run.asked.baseline is not None and len(run.arms) > 2:  # the picture is of speedups, and compares methods
-        from eval.analysis.field import plot_comparison  # not at the top: matplotlib is slow to import
-        from eval.analysis.style import save
+    pictures = list[Path]()
+    is_tracked = run.asked.config.tracker.name != "none"
+    if is_tracked or (run.asked.baseline is not None and len(run.arms) > 2):  # one arm needs no picture to be compared
+        from eval.analysis.style import save  # not at the top: matplotlib is slow to import
+        from eval.analysis.table import figures
+        from eval.report.content import content_of
 
-        (folder / "figures").mkdir(exist_ok=True)
-        pictures += save(plot_comparison(results, table), folder / "figures" / "comparison")
-    if run.asked.config.tracker.name != "none":
-        from eval.analysis.style import draw_all
-
-        pictures += draw_all(results, folder / "figures")
+        chosen = figures() if is_tracked else {"field": figures()["field"]}
+        for one in content_of(results, {}, chosen).pictures:
+            pictures += save(one.drawn, folder / "figures" / one.name, ["png"])
     for tracker in trackers:
         tracker.finish(results, table, pictures)
     log.info("visits, summary.json, .csv and .md are in %s", folder)

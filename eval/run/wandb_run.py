@@ -116,7 +116,7 @@ class Tracker:
 
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
-        """Show the arm's rows of the run's table, and every turn. results: of this run. pictures: PNG ones count."""
+        """Show the arm's rows of the run's table, and every turn. results: of this run. pictures: PNG files."""
         from eval.analysis.run_table import row_name  # not at the top: it imports pandas
 
         rows: Any = table.frame[table.frame["method"] == row_name(self.arm)]
@@ -130,7 +130,7 @@ class Tracker:
                 for file in folder.glob(pattern):
                     artifact.add_file(str(file), file.relative_to(folder).as_posix())
             self._run.log_artifact(artifact)
-            for file in (file for file in pictures if file.suffix == ".png"):
+            for file in pictures:
                 self._run.log({f"figures/{file.stem}": self._wandb.Image(str(file))})
 
     def _per_example(self, results: Results) -> Any:

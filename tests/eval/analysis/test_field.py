@@ -1,15 +1,10 @@
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from matplotlib.container import ErrorbarContainer
 
-from eval.analysis.field import data, field, memory, plot, plot_comparison, ttft_share
-from eval.analysis.run_table import run_table
+from eval.analysis.field import data, field, memory, plot, ttft_share
 from eval.store.results import Results
-from lazyllm.methods import METHODS
-from tests.eval.analysis.made import ARM, drawn, example, line, over, stored, texts
+from tests.eval.analysis.made import drawn, example, line, over, stored, texts
 from tests.eval.store.made import alone
 
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
@@ -141,58 +136,3 @@ def test_field_figure_draws_curves_ideals_and_a_hollow_diagnostic() -> None:
     written = " ".join(texts(picture))
     assert "oracle (diagnostic):\nselection time excluded" in written
     assert "faint: other settings" in written
-
-
-def test_comparison_draws_tasks_and_a_mean_with_intervals() -> None:
-    visits = [
-        example("trec", str(number), score=score, ttft_s=0.2, baseline={"score": 0.5})
-        for number, score in enumerate([0.25, 0.75] * 3)
-    ]
-    visits += [example("lcc", str(number), score=0.25, ttft_s=0.1, baseline={"score": 0.5}) for number in range(6)]
-    results = Results([stored(visits)])
-    picture = plot_comparison(results, run_table(results, "tiny, demo"))
-    axes = picture.axes[0]
-    clouds = [cloud for cloud in axes.collections if type(cloud).__name__ == "PathCollection"]
-    assert [cloud.get_offsets().tolist() for cloud in clouds] == [[[1, 50], [1, 50]], [[2, 50], [4, 25]]]
-    means = [container for container in axes.containers if isinstance(container, ErrorbarContainer)]
-    assert [mean.lines[0].get_xydata().tolist() for mean in means] == [[[1, 50]], [[3, 37.5]]]
-    vertical = means[1].lines[2][1].get_segments()[0]
-    assert vertical[0][1] < 37.5 < vertical[1][1]
-    colours = [mean.lines[0].get_color() for mean in means]
-    assert colours == [METHODS["baseline"].colour, METHODS["lazy"].colour]  # as in every other picture
-    written = " ".join(texts(picture))
-    assert all(text in written for text in ("baseline", ARM, "tiny, demo", "TTFT speedup over the baseline"))
-
-
-def test_comparison_gives_an_arm_its_methods_style() -> None:
-    """The first arm of a method has its style; a second one and an ablation have their own. Many names have room."""
-    arms: dict[str, dict[str, Any]] = {
-        "no revival": {"name": "lazy", "revive": False}, "gentle": {"name": "lazy"},
-        "harsh": {"name": "lazy", "schedule": "4x"}, "other": {"name": "static_pruning"},
-    }  # fmt: skip
-    arms |= {f"one of many {number}": {"name": "fastkv", "keep": number} for number in range(40)}
-    visits = [
-        replace(visit, answers=visit.answers | dict.fromkeys(arms, visit.answers[ARM])) for visit in over(("trec",))
-    ]
-    run = stored(visits)
-    run.identity["arms"] = {name: {"method": method} for name, method in arms.items()}
-    run.identity["baseline"] = None
-    table = run_table(Results([run]), "")
-    table.frame["ttft_speedup"] = 2.0
-    picture = plot_comparison(Results([run]), table)
-    with warnings.catch_warnings(action="error"):
-        picture.draw_without_rendering()
-    means = [container for container in picture.axes[0].containers if isinstance(container, ErrorbarContainer)]
-    looks = {mean.get_label(): (mean.lines[0].get_color(), mean.lines[0].get_marker()) for mean in means}
-    for name in ("gentle", "other"):
-        kind = METHODS[arms[name]["name"]]
-        assert looks[name] == (kind.colour, kind.marker)
-    assert len({looks[name] for name in list(arms)[:4]}) == 4
-
-
-@pytest.mark.parametrize("tasks", [("trec",), ("trec", "lcc")])
-def test_comparison_tells_small_marks_from_large_ones_only_if_there_are_small_ones(tasks: tuple[str, ...]) -> None:
-    results = Results([stored(over(tasks))])
-    picture = plot_comparison(results, run_table(results, ""))
-    picture.draw_without_rendering()
-    assert any("small: one task" in text for text in texts(picture)) == (len(tasks) > 1)

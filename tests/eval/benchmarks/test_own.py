@@ -309,7 +309,7 @@ def test_two_own_datasets_come_to_scores_of_their_own_and_to_the_report_of_anoth
     code = "import sys; from eval.cli import main; sys.exit(main(sys.argv[1:]))"
     listed, _ = (
         subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True).stdout
-        for command in (["results", str(runs), "--json"], ["report", str(runs)])
+        for command in (["results", str(runs), "--json"], ["paper", str(runs), "--formats", "html"])
     )
     assert {(row["suite"], row["examples"]) for row in json.loads(listed)} == {("mine", 2), ("other", 2)}
-    assert "mine" in (runs / "report.html").read_text()
+    assert "mine" in (runs / "paper" / "index.html").read_text()

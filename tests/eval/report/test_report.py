@@ -13,8 +13,8 @@ import pytest
 from eval import cli
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
-from eval.report import __main__ as command
 from eval.report import overview
+from eval.report import write as command
 from eval.report.answers import embed_answers
 from eval.report.content import content_of
 from eval.report.page import grid, inline_svg, render
@@ -242,12 +242,12 @@ def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
     settings = overview.settings_table(Results.read([tmp_path]).runs)
     assert settings is not None
     assert settings.cells.to_numpy().tolist() == [
-        ["mini (turns=4)", "turns", "4"], ["mini (turns=4)", "rows of hotpotqa", "cc dd"]
+        ["mini (turns=4 and 1 more)", "turns", "4"], ["mini (turns=4 and 1 more)", "rows of hotpotqa", "cc dd"]
     ]  # fmt: skip
     assert overview.settings_table(Results.read([tmp_path / "0"]).runs) is None
     found, others = overview.findings(Results.read([tmp_path]))
     assert found.startswith("mini on longbench: ")
-    assert others == "Other settings, in tables only: mini (turns=4)."
+    assert others == "Other settings, in tables only: mini (turns=4 and 1 more)."
 
 
 def test_figures_in_one_page_share_no_id() -> None:
@@ -324,20 +324,19 @@ def test_page_refers_to_nothing_outside_itself_and_escapes_hostile_text(tmp_path
     assert HOSTILE in json.loads(data[1])["strings"]
 
 
-def test_report_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_paper_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_runs(tmp_path / "runs")
     monkeypatch.setattr("eval.analysis.table.tables", lambda: TABLES)
     monkeypatch.setattr("eval.analysis.table.figures", lambda: FIGURES)
     monkeypatch.chdir(tmp_path)  # a clone that ignores runs/ stays clean
-    assert command.main(["runs"]) == 0
-    assert Path("runs/report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert "runs/report.html" in capsys.readouterr().out
-    out = tmp_path / "new" / "page.html"
-    assert command.main(["runs", "--out", str(out), "--examples", "1"]) == 0
-    assert "only the first example is" in out.read_text(encoding="utf-8")
+    assert command.main(["runs", "--formats", "html"]) == 0
+    assert Path("runs/paper/index.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+    out = tmp_path / "new"
+    assert command.main(["runs", "--out", str(out), "--formats", "html", "--examples", "1"]) == 0
+    assert "only the first example is" in (out / "index.html").read_text(encoding="utf-8")
 
 
-def test_report_refuses_bad_arguments(tmp_path: Path) -> None:
-    assert cli.main(["report", str(tmp_path / "none")]) == 2
+def test_paper_refuses_bad_arguments(tmp_path: Path) -> None:
+    assert cli.main(["paper", str(tmp_path / "none")]) == 2
     make_runs(tmp_path / "runs")
-    assert cli.main(["report", str(tmp_path), "--examples", "0"]) == 2
+    assert cli.main(["paper", str(tmp_path), "--examples", "0"]) == 2

@@ -156,9 +156,9 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
     assert folder == prepare(run).folder
     assert folder.name.startswith("tiny-two-lookup-")
     assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup, test\n")
-    assert {file.name for file in (folder / "figures").iterdir()} == {"comparison.png", "comparison.svg"}
+    assert {file.name for file in (folder / "figures").iterdir()} == {"field.png"}
     out = capsys.readouterr().out
-    assert all(f"  {file}" in out for file in (folder / "summary.md", folder / "figures" / "comparison.png"))
+    assert all(f"  {file}" in out for file in (folder / "summary.md", folder / "figures" / "field.png"))
 
 
 def test_run_without_a_baseline_has_a_table_and_no_picture(tmp_path: Path) -> None:
