@@ -72,7 +72,7 @@ class Target:
         if tokens is None:
             tokens = REFERENCE_TOKENS[column]
             tokens = tokens if limit is None or self.speedup is not None else min(tokens, limit)
-        key, expected = f"dataset.{dataset.name}.prompt_tokens", "the rows' mean, for which a speedup is solved"
+        key, expected = f"dataset.{dataset.name}.prompt_tokens", "the rows' mean, for which 2x is solved"
         require(tokens > 0, key, tokens, expected)
         speedup = self.speedup or table1_speedup(dataset.task, name, column)
         solution = kind.solve(others, shape, tokens, speedup)
