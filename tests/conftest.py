@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,14 @@ def tiny() -> tuple[Any, Any]:
     from tests.helpers import tiny
 
     return tiny()
+
+
+@pytest.fixture
+def tiny_copy(tmp_path: Path) -> Path:
+    """A checkpoint's folder, to be changed: the model of this package."""
+    from lazyllm.presets import PRESETS
+
+    return Path(shutil.copytree(PRESETS["tiny"].source, tmp_path / "checkpoint"))
 
 
 # The files that take longest, which come first, so that the workers of `pytest -n` end together. Here and not on the

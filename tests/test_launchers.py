@@ -113,11 +113,14 @@ def test_joblib_shards_make_one_run_whatever_job_fails(
 
 
 def test_sweep_in_one_process_continues_after_a_failed_job(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "method=static_pruning", "method.keep=0.5", "method.layer=9,2", *QUICK)
+    """The runs are in the folder that the sweep names, and in no other."""
+    arms = ("method=static_pruning", "method.keep=0.5", "method.layer=9,2")
+    done = sweep(tmp_path, *arms, *QUICK, "hydra.sweep.dir=elsewhere")
     assert done.returncode == 2, said(tmp_path, done)
     assert "job failed (method=static_pruning " in done.stderr
     assert "only 8 layers" in done.stderr.splitlines()[-1]
-    assert len(list((tmp_path / "runs").glob("tiny-static_pruning-*/summary.json"))) == 1
+    assert len(list((tmp_path / "elsewhere").glob("tiny-static_pruning-*/summary.json"))) == 1
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -52,7 +52,7 @@ def equal_memory(results: Results) -> Rows:
     values = forms("cache_ratio", "score", *KLS, "gold_log_likelihood")
     added = pd.DataFrame(leads, index=frame.index, columns=["lazy", *forms(*_LEADS)])
     table = frame[[*SETTING, "examples", *values]].join(added).reset_index(drop=True)
-    return Rows(table, cells(table.fillna({"lazy": "-"}), measured(_COLUMNS, table), results), keys=2)
+    return Rows(table, cells(table, measured(_COLUMNS, table), results), keys=2)
 
 
 def _lead(row: dict[Any, Any], settings: Any, answers: Any) -> dict[str, Any]:

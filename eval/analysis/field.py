@@ -1,4 +1,4 @@
-"""All methods on one clock: score against TTFT speedup, measured against ideal speedup, TTFT's share, and memory."""
+"""All methods: score against TTFT speedup, measured against ideal speedup, TTFT's share, and memory."""
 
 from typing import Any
 
@@ -34,20 +34,15 @@ _VALUES = (
     Column("ideal_ttft_speedup", "ideal", 2),
     Column("scoring_share", "scoring, %", 1),
     Column("equal_length_speedup", "generation speedup", 2),
-    Column("generation_speedup", "of whole answers", 2),
+    Column("generation_speedup", "whole-answer speedup", 2),
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("pct_prompt_tokens_computed", "% computed", 1),
-    Column("attention_ceiling", "no attention", 2, missing="not known", interval=False),
+    Column("attention_ceiling", "ideal without attention", 2, missing="not known", interval=False),
 )
 _FIELD = (MODEL, Column("name", "method"), Column("setting", "setting"), EXAMPLES, *_VALUES)
 _ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
-_WITHOUT_SELECTION = [
-    "TTFT speedup",
-    "ideal",
-    "generation speedup",
-    "of whole answers",
-    "% computed",
-]  # of a diagnostic
+# Values of a diagnostic that leave out its selection
+_WITHOUT_SELECTION = ("TTFT speedup", "ideal", "generation speedup", "whole-answer speedup", "% computed")
 _MEMORY = (
     Column("kv_bytes", "KV cache, MB", 3, scale=MB),
     Column("aux_bytes", "Aux Cache, MB", 3, scale=MB),
@@ -60,16 +55,16 @@ _MEMORY = (
 
 @as_table(
     10,
-    title="Every method on one clock",
+    title="Every method: score, speed and memory",
     caption=(
         "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
-        "brackets: the TTFT of a diagnostic, which excludes the time of its selection."
+        "brackets: values of a diagnostic, which leave out its selection."
     ),
     notes=(
         "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
-        "No attention: the ideal speedup of a prefill without attention, the most of methods that skip only attention. "
-        "Generation speedup: to the last token of the shorter answer; beside it, that of whole answers. KV cache: at "
-        "the end, MB = 10^6 bytes."
+        "Ideal without attention: the most that methods can reach that skip attention alone. Generation speedup: to "
+        "the last token of the shorter answer; whole-answer speedup: to the last token of each. KV cache: at the end, "
+        "MB = 10^6 bytes."
     ),
     command="python run.py -m experiment=field model=tiny",
 )
@@ -117,8 +112,8 @@ def memory(results: Results) -> Rows:
     170,
     title="TTFT's share of the generation time",
     caption=(
-        "Per cent of the generation time before the first token, by tokens of prompt or answer. In steps: TTFT in "
-        "decoding steps; the paper's baseline: 21."
+        "Per cent of the generation time before the first token, by tokens of prompt or answer. TTFT, steps: TTFT "
+        "divided by a decoding step's time; 21 for the paper's baseline."
     ),
     notes=(
         "A share is summed TTFT divided by summed generation time; steps are a mean over generations of several "
@@ -147,7 +142,7 @@ def ttft_share(results: Results) -> Rows:
     whole = shares[shares[lengths].eq("all").all(axis=1)]
     by_part = shares.pivot(index=SETTING, columns=lengths, values="share").reindex(columns=[*headings])
     whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
-    shown = [MODEL, LABEL, Column("ttft_steps", "in steps", 1)]
+    shown = [MODEL, LABEL, Column("ttft_steps", "TTFT, steps", 1)]
     shown += [Column(heading, heading, 1) for heading in headings.values()]
     return Rows(shares, cells(whole, shown, results), keys=2)
 

@@ -21,7 +21,7 @@ _COLUMNS = (
     Column("score", "score", 2),
     Column("score_difference", "score - baseline", 2, missing="unpaired", sign="+"),
     Column("pct_answered", "answered, %", 1, interval=False),
-    Column("answered_score", "score of these", 2),
+    Column("answered_score", "score if answered", 2),
     Column("ttft_speedup", "TTFT speedup", 2, missing="unpaired"),
 )
 _VALUES = forms("score", "score_difference", "pct_answered", "answered_score", "ttft_speedup")
@@ -31,8 +31,8 @@ _VALUES = forms("score", "score_difference", "pct_answered", "answered_score", "
     140,
     title="Scores by group of rows",
     caption=(
-        "Mean over tasks of the rows of each group. Answered: answers that are not empty; score of these: without "
-        "empty answers, which score 0, in the denominator."
+        "Mean over tasks of the rows of each group. Answered: answers that are not empty; score if answered: "
+        "their mean score, without the empty ones."
     ),
     notes="Datasets and tasks are in the CSV.",
     command="python run.py model=tiny method=lazy",

@@ -50,7 +50,7 @@ _TABLE1 = (
 _TABLE2 = (
     Column("pct_prompt_tokens_computed", "% tokens computed", 2, missing="unpaired"),
     Column("equal_length_speedup", "generation speedup", 2, missing="unpaired"),
-    Column("generation_speedup", "of whole answers", 2, missing="unpaired"),
+    Column("generation_speedup", "whole-answer speedup", 2, missing="unpaired"),
 )
 
 
@@ -96,8 +96,9 @@ def table1(results: Results) -> Rows:
     ),
     notes=(
         "% tokens computed: by the end of generation. Generation speedup: to the last token of the shorter answer; "
-        "beside it, that of whole answers. Δ: measured minus paper, if every example of the task was run (no scores of "
-        "random weights). n: examples, with a note if only a part was run.{failures} -: the paper has no such model."
+        "whole-answer speedup: to the last token of each. Δ: measured minus paper, if every example of the task was "
+        "run (no scores of random weights). n: examples, with a note if only a part was run.{failures} -: the paper "
+        "has no such model."
     ),
     command="python run.py -m experiment=table2 model=llama2,xgen",
 )

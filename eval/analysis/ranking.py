@@ -26,9 +26,9 @@ _COLUMNS = (
     *FIDELITY[:2],
     KL,
     Column("ranked_by", "ranked by"),
-    Column("kl_shown", "KL - first's", sorted_by="kl_shown_difference"),
+    Column("kl_shown", "KL - rank 1's", sorted_by="kl_shown_difference"),
     Column("score", "score", _VALUES["score"]),
-    Column("score_shown", "score - first's", sorted_by="score_difference"),
+    Column("score_shown", "score - rank 1's", sorted_by="score_difference"),
 )
 
 
@@ -61,8 +61,8 @@ def ranking(results: Results) -> Rows:
     for key, group in frame.groupby(keys, sort=True):
         rows += [dict(zip(keys, key, strict=True)) | row for row in _ranked(group)]
     values = forms(*_VALUES, *(f"{name}_difference" for name in _VALUES))
-    columns_ = [*SECTION, "target", "rank", "ranked_by", "method", "label", "examples", *values]
-    table = pd.DataFrame(rows, columns=columns_)
+    names = [*SECTION, "target", "rank", "ranked_by", "method", "label", "examples", *values]
+    table = pd.DataFrame(rows, columns=names)
     shown = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
         setting=[re.sub(r"\w+=[\d.]+x(, )?", "", label).removesuffix(", ") for label in table["label"]],

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import marked, prompt_lengths, range_of, ranges_in, with_ends
+from eval.analysis.columns import kind_of, marked, prompt_lengths, range_of, ranges_in, with_ends
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
-from eval.benchmarks.datasets import DATASETS
+from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.aggregate import NO_INTERVAL, VALUES, beside, drawn_means, on_common_examples, rows_of
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun, counted
+from eval.store.visit import Visit
 from lazyllm.machine import accelerator
+from lazyllm.methods import Baseline, Sparse, by_name, settings_of
 
 MANY = 12  # settings: with more, a terminal shows their means over tasks only
 # The most important come first: a narrow terminal shows as many as it has room for
@@ -28,7 +30,7 @@ SHOWN = (
     Column("equal_length_speedup", "generation speedup", 2),
     Column("ttft_s", "TTFT, ms", 1, scale=1e-3, interval=False),
     Column("prefill_mfu", "MFU, %", 1, interval=False),
-    Column("generation_speedup", "of whole answers", 2),
+    Column("generation_speedup", "whole-answer speedup", 2),
 )
 # Of prompts without a score, which measure time and memory
 SHOWN_OF_SPEED = (
@@ -213,6 +215,7 @@ def _caption(results: Results, frame: Any) -> str:
     if cut:
         shown = f"{cut} of {counted(len(prompts), 'prompt')}"
         lines.append(f"Longer than model.max_prompt_tokens: {shown}, whose middle is cut out, as in LongBench.")
+    lines += [note for run in results.runs for note in _notes(run, _where(results, run.folder.name))]
     for row in frame[_whole(frame) & frame["failed"].gt(0)].to_dict("records"):
         lines.append(
             f"{_where(results, row['run'])}{row['method']}: {counted(row['failed'], 'answer')} failed, left out here; "
@@ -225,6 +228,44 @@ def _caption(results: Results, frame: Any) -> str:
             if count and answered.isdisjoint(labels):
                 lines.append(f"{where}{name}: no answer, so it has no row: {counted(count, 'answer')} failed.")
     return "\n".join(lines)
+
+
+def _notes(run: StoredRun, where: str) -> Iterator[str]:
+    """Lines about answers that say nothing of a method: it kept the whole prompt, or no thought came to its end."""
+    for name, labels in arm_groups(run).items():
+        answered = [(visit, label) for visit in run.visits for label in labels if label in visit.answers]
+        arm, asked = run.arms[labels[0]], len({visit.key for visit, _ in answered})
+        whole = {visit.key for visit, label in answered if _is_whole_prompt(visit, label)}
+        if whole and _drops_tokens(arm):
+            yield f"{where}{name} kept all tokens of {len(whole)} of {counted(asked, 'prompt')}{_target_of(arm)}."
+        thoughts = [
+            answer.text
+            for visit, label in answered
+            for answer in visit.answers[label]
+            if run.about["config"]["model"].get("thinking_tokens") and DATASETS[visit.dataset].chat_wrap
+        ]
+        if count := thoughts.count(""):
+            of = counted(len(thoughts), "answer")
+            yield f"{where}{name}: no end of thought (</think>), or no text after it, in {count} of {of}."
+
+
+def _target_of(arm: StoredArm) -> str:
+    """` (keep=1024)`: the parameter that says how many tokens stay; "" if the method has no such one."""
+    kind = by_name(arm.method)
+    name = kind.target_parameter
+    return "" if name is None else f" ({name}={format_value(arm.settings.get(name, settings_of(kind)[name]))})"
+
+
+def _drops_tokens(arm: StoredArm) -> bool:
+    """Whether the arm's method is meant to leave prompt tokens out."""
+    kind = kind_of(arm.method)
+    return not (kind is None or kind is Baseline or kind.answers_itself or issubclass(kind, Sparse))
+
+
+def _is_whole_prompt(visit: Visit, label: str) -> bool:
+    """Whether an arm's prefill computed all tokens of the visit's prompt in every layer."""
+    cost = visit.answers[label][0].cost
+    return cost is not None and min(cost.computed[0]) >= visit.turns[0].tokens
 
 
 def is_unforced(values: Any) -> bool:
@@ -240,7 +281,7 @@ def _of_speedups(frame: Any) -> str:
         return "Speedups compare answers of the same visit; answers of batches and servers have no generation speedup."
     return (
         "Speedups compare answers of the same visit; the generation speedup ends at the last token of the shorter "
-        "answer, that of whole answers at the last of each."
+        "answer, the whole-answer speedup at the last token of each."
     )
 
 

@@ -263,8 +263,8 @@ def as_table(place: int, title: str, caption: str, command: str, notes: str = ""
         @wraps(make)
         def made(*results: Results, **settings: Any) -> Table:
             rows = make(*results, **settings)
-            shown, told, more = (text.format(**rows.values) for text in (title, caption, notes))
-            return Table(name, shown, told, rows.frame, rows.cells, rows.keys, notes=more, command=command)
+            shown, below, more = (text.format(**rows.values) for text in (title, caption, notes))
+            return Table(name, shown, below, rows.frame, rows.cells, rows.keys, notes=more, command=command)
 
         _TABLES[name] = place, made
         return made

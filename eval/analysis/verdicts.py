@@ -16,7 +16,7 @@ from eval.store.results import Results
 
 _COLUMNS = (
     MODEL, Column("section", "section"), Column("claim", "claim"), Column("paper", "published"), Column("ours", "ours"),
-    Column("expected", "asked"), Column("shown_verdict", "verdict"), Column("shown", "where"),
+    Column("expected", "expected"), Column("shown_verdict", "verdict"), Column("shown", "where"),
 )  # fmt: skip
 _FRAME = [
     *SECTION, "section", "claim", "paper", "expected", "parts", *forms("value"), "verdict", "lacking", "shown"
@@ -32,9 +32,10 @@ _FRAME = [
         "whole."
     ),
     notes=(
-        "All else cannot be seen; -: the paper has no number, or other authors' harness differs (section: the method). "
-        "?: not known to within ±10 points. not run: `python run.py -m experiment=table1 model=llama2,xgen` and the "
-        "other experiments of the paper, or what the verdict names; `lazyllm-bench plan` estimates their hours."
+        "Undecided: the interval allows both. -: the paper has no number for this model; or the number is another "
+        "method's (section: which one), measured by its authors in another way. ?: not known to within ±10 points. Not "
+        "run: the experiments of the paper, or what the verdict names, are missing; `lazyllm-bench plan` estimates "
+        "their hours."
     ),
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
@@ -52,11 +53,11 @@ def verdicts(results: Results) -> Rows:
     absent = [name for name in PAPER_MODELS if name not in there]
     rows += [_row(claim, name, PAPER_SUITE, name) for name in absent for claim in CLAIMS if name in claim.paper]
     frame: Any = pd.DataFrame([*rows, *_of_other_methods(results)], columns=[*_FRAME, "ours"])
-    told = [
+    shown = [
         f"{verdict}: {text}" if text else verdict
         for verdict, text in zip(frame["verdict"], frame["lacking"], strict=True)
     ]
-    return Rows(frame[_FRAME], cells(frame.assign(shown_verdict=told), _COLUMNS, results), keys=3)
+    return Rows(frame[_FRAME], cells(frame.assign(shown_verdict=shown), _COLUMNS, results), keys=3)
 
 
 def _row(

@@ -148,8 +148,9 @@ def official_file(
 
         require_network(url, f"{owner}'s {name}", ways_out)
         pooch.get_logger().setLevel(logging.WARNING)
+        download: Any = pooch.HTTPDownloader(timeout=30)
         try:
-            pooch.retrieve(url, None, file.name, file.parent, downloader=pooch.HTTPDownloader(timeout=30))
+            pooch.retrieve(url, None, file.name, file.parent, downloader=download)
         except OSError as error:
             raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
     content = file.read_bytes()

@@ -1,7 +1,8 @@
 """The answers of every arm to every example, beside each other, as data for the page's script."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import truediv
 from typing import Any
 
 from eval.store.runs import StoredRun
@@ -60,12 +61,15 @@ def _embedded(own: Answer, theirs: Answer | None, strings: dict[str, int]) -> di
         "pct": _short(own.cost and own.cost.pct_prompt_tokens_computed),
         "kl": _short(own.fidelity and own.fidelity.kl),
         "answer_kl": _short(own.fidelity and own.fidelity.answer_kl),
-        "speedup": _short(theirs and theirs.times.ttft_s / own.times.ttft_s),
-        "gain": None
-        if theirs is None or None in (own.score, theirs.score)
-        else _short(100 * (own.score - theirs.score)),
+        "speedup": _short(theirs and _joined(truediv, theirs.times.ttft_s, own.times.ttft_s)),
+        "gain": _short(theirs and _joined(lambda a, b: 100 * (a - b), own.score, theirs.score)),
         "differs": theirs is not None and own.text != theirs.text,
     }
+
+
+def _joined(join: Callable[[float, float], float], a: float | None, b: float | None) -> float | None:
+    """`join(a, b)`; None if one is not known: no score on random tokens, no TTFT of a method that no kernel runs."""
+    return None if a is None or b is None else join(a, b)
 
 
 def _short(value: float | None) -> float | None:

@@ -53,7 +53,7 @@ def write_paper(
     content, notes = content_of(results, tables, figures), results.unfinished
     for stem in [*(out / "tables" / name for name in tables), *(out / "figures" / name for name in figures)]:
         _remove(stem)
-    paths, sections, written = [], [], []
+    paths, sections = [], []
     for made in content.tables:
         table = replace(made, caption="\n".join([*notes, made.caption]))
         forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
@@ -61,7 +61,6 @@ def write_paper(
         for suffix, file in files.items():
             write_whole(file, forms[suffix]())
         sections.append(f"{table.to_markdown('##')}\n{_source(files, table.command)}\n")
-        written.append(table)
         paths += files.values()
     for picture in content.pictures:
         stem, figure = out / "figures" / picture.name, picture.figure
@@ -98,7 +97,7 @@ def write_paper(
     if content.missing:
         missing = [f"- {title}: `{command}`" for title, command in content.missing]
         index += "\n".join(["No run yet for:", "", *missing, "", ""])
-    index += f"In all tables, {signs}\n\n" if (signs := legend(written)) else ""
+    index += f"In all tables, {signs}\n\n" if (signs := legend(content.tables)) else ""
     write_whole(out / "README.md", index + "\n".join(sections))
     return [out / "README.md", out / "provenance.json", *paths]
 

@@ -18,6 +18,7 @@ from eval.run.settings import RunConfig, check_unused
 from eval.run.subject import Subject, subject_of
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
+from lazyllm.models.tokenizers import chat_templates, tokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Asked:
 
         What takes torch to know is refused before rows are made (`eval.run.run.prepare`).
         """
-        config = self.config
+        config, spec = self.config, self.subject.spec
         check_writable(self.folder)
         if config.tracker.mode == "online":
             require(config.tracker.name == "wandb", "tracker.mode", "online", "tracker=wandb with it")
@@ -95,6 +96,15 @@ class Asked:
             has_key = wandb.login(prompt=False, verify=False)
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         self.subject.check()
+        thinks = config.model.thinking_tokens > 0 and self.subject.chat.from_tokenizer
+        if spec.tokenizer is not None or thinks:  # refuse what is no tokenizer, and thoughts that no prompt asks for
+            template = chat_templates(*tokenizer_of(spec))
+            require(
+                not thinks or not template or "think" in f"{template}{config.model.system}".lower(),
+                "model.thinking_tokens",
+                config.model.thinking_tokens,
+                f"0, as the chat template of {self.subject.name} knows no thoughts (model.system can ask for them)",
+            )
         if self.suite.rows_here or (self.suite.length(self.data) is None and self.data.dir is not None):
             read_rows(self)
         return self

@@ -24,7 +24,7 @@ from lazyllm.errors import UserError, require
 from lazyllm.machine import device_name
 from lazyllm.methods import Method, about_the_method
 from lazyllm.models.checkpoint import HubError, read_config
-from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
+from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -74,8 +74,6 @@ class LocalModel:
                 method = _sample(settings, layers)
                 with about_the_method():
                     method.tokens_per_layer(layers, 1)
-        if self.spec.tokenizer is not None:
-            has_chat_template(*tokenizer_of(self.spec))  # refuses what is no tokenizer
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
@@ -214,8 +212,10 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMo
     keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
     spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
     spec.check()
+    if spec.name not in PRESETS:  # of a preset, `LocalModel.check` says whether its package is here
+        _ = spec.source  # refuses what is no model
     own_tokenizer = SUITES[datasets_asked_for(config.dataset, model.name)[0].suite].tokenizer
-    if not spec.is_local and spec.is_dummy and spec.tokenizer is None and own_tokenizer is None:
+    if spec.is_dummy and spec.tokenizer is None and own_tokenizer is None and not spec.is_local:
         raise UserError(
             "random weights (model.load_format=dummy) download nothing, so the tokenizer must be given: "
             "model.tokenizer=FOLDER (with tokenizer.json or tokenizer.model) or model.tokenizer=HUB_ID"

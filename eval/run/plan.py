@@ -30,7 +30,7 @@ from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
-from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
+from lazyllm.models.tokenizers import chat_templates, tokenizer_of
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
 ESTIMATE = (
@@ -115,7 +115,7 @@ def is_estimated(asked: Asked) -> bool:
         return True
     try:
         read_config(spec)
-        has_chat_template(*tokenizer_of(spec))
+        chat_templates(*tokenizer_of(spec))
     except HubError:
         return True
     return False

@@ -27,7 +27,7 @@ from eval.run.subject import WARMUP_TOKENS, Load, in_turn
 from eval.serving.client import Completion, RequestError, Server, describe
 from eval.store.visit import Answer, Failure, Fidelity, Times, Trace, Visit
 from lazyllm.errors import UserError, require
-from lazyllm.models.tokenizers import has_chat_template, tokenizer_of
+from lazyllm.models.tokenizers import chat_templates, tokenizer_of
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Servers:
         return servers
 
     def check(self) -> None:
-        has_chat_template(*tokenizer_of(self.spec))  # refuses what is no tokenizer
+        chat_templates(*tokenizer_of(self.spec))  # refuses what is no tokenizer
         _ = self.servers
 
     @cached_property

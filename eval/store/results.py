@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,7 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
     common of the model (of equally common ones, the newest run's is). `variant` names the first of these, how many
     there are more, and a number where that is the name of several.
     """
+    runs = _with_paths(runs)
     compared = _compared_values(runs)
     seen = defaultdict[tuple[str, str], list[str]](list)
     for run, own in sorted(zip(runs, compared, strict=True), key=lambda pair: pair[0].started):
@@ -167,6 +169,24 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
         replace(run, differences=own, variant=variants.get((run.model, *own.items()), ""))
         for run, own in zip(runs, found, strict=True)
     ]
+
+
+def _with_paths(runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """The runs, with `path` set where models of other weights have the same short name and another path."""
+    firsts = defaultdict[str, dict[str, Path]](dict)  # {short name: {weights: the path that was given first}}
+    for run in runs:
+        firsts[run.model].setdefault(str(run.identity.get("weights")), Path(run.about["config"]["model"]["name"]))
+    ends = {name: _different_ends({*paths.values()}) for name, paths in firsts.items()}
+    paths = [firsts[run.model][str(run.identity.get("weights"))] for run in runs]
+    return [replace(run, path=ends[run.model][path]) for run, path in zip(runs, paths, strict=True)]
+
+
+def _different_ends(paths: set[Path]) -> dict[Path, str]:
+    """{path: as many of its last parts as tell all apart}; "" for a single path."""
+    if len(paths) == 1:
+        return dict.fromkeys(paths, "")
+    ends = ({path: str(Path(*path.parts[-length:])) for path in paths} for length in count(1))
+    return next(found for found in ends if len({*found.values()}) == len(paths))
 
 
 def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:

@@ -49,13 +49,15 @@ class StoredArm:
 class StoredRun:
     """A run: run.json's content, and its visits, which are read on first use.
 
-    given: the visits, if they are in memory already. variant: follows the model's short name if the run shares no table
+    given: the visits, if they are in memory already. path: the end of the model's path, if that of another run's model
+    ends in the same name. variant: follows the model's short name if the run shares no table
     with most runs of the model; differences: the values that make it so (`eval.store.results`).
     """
 
     folder: Path
     about: dict[str, Any]
     given: Sequence[Visit] | None = None
+    path: str = ""
     variant: str = ""
     differences: Mapping[str, str] = field(default_factory=dict)
 
@@ -182,15 +184,17 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """A preset, the last part of a folder or hub id, or the whole name of a server's model; then `variant`.
+        """A preset, the last part of a folder or hub id, `path`, or the whole name of a server's model; then `variant`.
 
         A GGUF file's quantisation is part of its name.
         """
-        if self.identity.get("gguf") is not None:
-            return self.identity["model"] + self.variant
-        config = self.about["config"]
+        config, quantisation = self.about["config"], self.identity.get("gguf")
         name, is_served = config["model"]["name"], (config.get("server") or {}).get("url") is not None
-        return (name if is_served else Path(name).name) + self.variant
+        if quantisation is not None:
+            name = f"{self.path} ({quantisation})" if self.path else self.identity["model"]
+        elif not is_served:
+            name = self.path or Path(name).name
+        return name + self.variant
 
     @property
     def paper_model(self) -> str | None:

@@ -6,6 +6,8 @@ end a turn) or refused (other scalings of RoPE, tensors that no layer takes).
 
 import shutil
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_gguf_pytorch_utils
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from lazyllm.errors import UserError, reason_of
 
@@ -49,6 +52,22 @@ def convert(file: Path, folder: Path) -> str:
     return _quantisation(reader)
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without transformers' progress bars, as `gguf_file` logs what is read."""
+    module: Any = modeling_gguf_pytorch_utils
+    bar, is_shown = module.tqdm, logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    module.tqdm = logging.tqdm  # so that this bar can be switched off too
+    try:
+        yield
+    finally:
+        module.tqdm = bar
+        if is_shown:
+            logging.enable_progress_bar()
+
+
+@_without_bars()
 def dequantise(file: Path, about: Path, dtype: str, folder: Path) -> None:
     """Write the model of a GGUF file into a folder, in a dtype. about: the folder of `convert`. Raises UserError."""
     link = _linked(file, folder)

@@ -79,13 +79,17 @@ def tokenizer_of(spec: ModelSpec) -> tuple[str | Path, str | None]:
     return gguf_of(spec) or spec.source, spec.revision
 
 
-def has_chat_template(source: str | Path, revision: str | None = None) -> bool:
-    """Whether the tokenizer that `load_tokenizer` gives has a chat template, without transformers. Raises UserError."""
+def chat_templates(source: str | Path, revision: str | None = None) -> str:
+    """The text of the chat templates of the tokenizer that `load_tokenizer` gives, without transformers; "" for none.
+
+    Raises UserError for what is no tokenizer.
+    """
     found = _local_path(source, revision)
     folder = found.parent if found.is_file() else found
     file = folder / _CONFIG
-    has_config = file.is_file() and read_json(file, str(source)).get("chat_template")
-    return bool(has_config) or any(folder.glob("chat_template.*"))
+    in_config = file.is_file() and read_json(file, str(source)).get("chat_template")
+    texts = [template.read_text(encoding="utf-8", errors="replace") for template in folder.glob("chat_template.*")]
+    return "\n".join([*([str(in_config)] if in_config else []), *texts])
 
 
 def tokenizer_file(source: str | Path, revision: str | None = None) -> Path:

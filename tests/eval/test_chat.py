@@ -7,7 +7,6 @@ import pytest
 
 import lazyllm
 from eval.chat import main
-from lazyllm.errors import UserError
 from lazyllm.integrations.chat import Chat
 from lazyllm.methods import Lazy
 from tests.helpers import tiny
@@ -56,18 +55,3 @@ def test_chat_runs_only_what_the_template_writes_after_the_answer(template: str,
         more = behind.replace("END", "" if ended else end)
         expected = session.answer(tokenizer(more, add_special_tokens=False).input_ids, 30)
     assert (second.token_ids, second.prompt_tokens) == (expected.token_ids, expected.prompt_tokens)
-
-
-REFUSED = [
-    (["method.schedule={9: 0.5}"], "only 8 layers"), (["max_new_tokens=0"], "max_new_tokens=0: expected 1 or more"),
-    (["model.dtype=int8"], "dtype 'int8'"), (["model.device=warp"], "device 'warp'"),
-    (["--prompt-file", "no/such/file"], "No such file"), (["method=nosuch"], "method=nosuch"),
-    (["compare=[lazy,fastkv]"], "one method"), (["model=custom", "model.name=nosuch"], "is not a model"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "named"), REFUSED)
-def test_chat_refuses_before_the_weights_load(arguments: list[str], named: str, monkeypatch) -> None:
-    monkeypatch.setattr("lazyllm.models.load.load_weights", None)  # it would be a TypeError of another text
-    with pytest.raises(UserError, match=named):
-        main(["--once", "x", *arguments])

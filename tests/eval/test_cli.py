@@ -41,6 +41,7 @@ SHOWN = {
     "fetch --help": "Download what runs need",
     "run --cfg job warmup=1": "max_new_tokens: null",
 }
+SERVER = "run model=server server.url=http://127.0.0.1:9/v1 model.name=m model.tokenizer=tiny"
 # {command: part of its error}
 REFUSED = {
     "run -m modl=tiny,llama2": "error: Could not override 'modl'",
@@ -99,6 +100,26 @@ REFUSED = {
     "fetch model=llama2 dataset=lookup": ". Fetch it where the hub answers, without HF_HUB_OFFLINE",
     "run dataset=lookup method=selective_context": "error: method.scorer=openai-community/gpt2: it is not in the hub",
     "run dataset=lookup compare=[lazy,selective_context]": "error: compare.selective_context.scorer=openai-community/",
+    # a server
+    f"{SERVER} method=lazy": "method=lazy runs inside transformers: serve it (lazyllm-bench serve",
+    f"{SERVER} server.url=localhost:80": "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1",
+    f"{SERVER} server.url=http://me:secret@a/v1": "a URL with a name or password would be stored",
+    f"{SERVER} model.tokenizer=null": "model.tokenizer=null: expected FOLDER_OR_HUB_ID of the served model",
+    f"{SERVER} server.api=chat model.chat=llama2": "model.chat=llama2: expected none",
+    f"{SERVER} server.api=text": "server.api=text: expected completions or chat",
+    f"{SERVER} trace=1": "trace=1: expected 0",
+    f"{SERVER} fidelity=answer method=server": "fidelity=answer: expected null, as a server does not tell",
+    f"{SERVER} method=server method.kind=tgi": "method.kind=tgi: expected vllm or sglang",
+    f"{SERVER} load.rate=2 load.concurrency=4": "load.concurrency=4: expected 1 with load.rate",
+    "run server.cache=warm": "server.cache=warm: expected model=server",
+    "run server.kind=vllm": "server.kind=vllm: expected model=server",
+    "run load.rate=2": "load.rate=2.0: expected model=server",
+    "run method=server": "method=server: expected model=server",
+    # one that asks the network
+    "run tracker=none tracker.mode=online": "tracker.mode=online: expected tracker=wandb with it",
+    "run model=tiny dataset=qasper_e data.dir=MADE/rows subset=mini": (
+        "subset=mini: expected first or random or by_length, as longbench_e has no such rows"
+    ),
     "run method=null": "error: method=null: Config group override must be a string or a list",
     "run dataset=trec data.dir=MADE/rows": "rows/trec.jsonl:10: not valid JSON in UTF-8",
     "run dataset=trec data.dir=MADE/no_config": "error: data.dir=MADE/no_config: config/dataset2prompt.json is",
@@ -109,8 +130,28 @@ REFUSED = {
     "run -m method=lazy,baseline hydra/launcher=joblib --gate ttft>=1": "error: --gate: expected no launcher",
     "run data.dir=MADE/rows": "error: data.dir=MADE/rows: expected dataset=NAME with it, as embedded has",
 }
-# Refused with torch, before a model loads
-WITH_TORCH = {
+# Refused with heavy modules, before a model loads
+LATE = {
+    "run tracker=wandb tracker.mode=online": "tracker.mode=online: expected a key (wandb login",
+    "wandb-report MADE/runs --publish": "--publish needs --entity NAME",
+    "wandb-report MADE/runs --publish --entity me": "--publish needs a key",
+    "wandb-report nosuch --out x.json": "no such folder",
+    "wandb-report MADE/runs": "give --out FILE for the specification, or --publish",
+    "paper MADE --examples 0": "error: --examples=0: expected 1 or more",
+    "paper nosuch": "no such folder",
+    "status nosuch": "no such folder",
+    "status MADE": "no run in or below",
+    "plan dataset=lookup model.device=cuda": "or plan for another machine: --gpu b200, ",
+    "plan dataset=lookup method=static_pruning method.layer=99 method.keep=0.3": "only 8 layers",
+    "plan dataset=lookup method=fastkv method.keep=2x": "give another",
+    "plan model=llama2 dataset=lookup": "lazyllm-bench fetch",
+    "chat --once x max_new_tokens=0": "max_new_tokens=0: expected 1 or more",
+    "chat --once x model.dtype=int8": "dtype 'int8'",
+    "chat --once x model.device=warp": "device 'warp'",
+    "chat --once x method.schedule={9:0.5}": "only 8 layers",
+    "chat --prompt-file no/such/file": "No such file",
+    "chat --once x compare=[lazy,fastkv]": "one method",
+    "chat --once x model=custom model.name=nosuch": "is not a model",
     "serve model.tokenizer=/nowhere port=0": "error: /nowhere: no such file or folder",
     "run dataset=hotpotqa": "data.dir=FOLDER",
     "run model.device=cuda out=MADE/run": "sees none: give device=cpu (in a run model.device=cpu)",
@@ -118,7 +159,7 @@ WITH_TORCH = {
     "tune target_speedup=2 model.device=cuda": "sees none: give device=cpu (in a run model.device=cpu)",
     "run model.max_prompt_tokens=99999": "error: model.max_prompt_tokens=99999: the model has 4096 positions: give",
 }
-COMMANDS = SHOWN | REFUSED | WITH_TORCH
+COMMANDS = SHOWN | REFUSED | LATE
 
 
 def made(folder: Path) -> Path:
@@ -162,9 +203,9 @@ def test_command_refuses_in_one_line_before_anything_heavy_is_imported(answers, 
     status, said, heavy = answers[command]
     text = COMMANDS[command]
     assert status == (0 if command in SHOWN else 2)
-    assert text in (said.splitlines()[-1] if command in WITH_TORCH else said)
+    assert text in (said.splitlines()[-1] if command in LATE else said)
     assert re.search("loading tiny|Loading weights", said) is None
-    if command not in WITH_TORCH:
+    if command not in LATE:
         assert heavy == []
         assert not status or "rows/trec" in text or len(said.splitlines()) == 1  # ten bad rows, a line each
 

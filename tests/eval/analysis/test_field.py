@@ -83,9 +83,9 @@ def test_ttft_share_by_hand() -> None:
     for key, value in expected.items():
         assert found[key] == pytest.approx(value)
     assert line(table.cells, method="baseline")["all"] == "50.0"  # 0.4 s of 0.8 s
-    assert line(table.cells, method="baseline")["in steps"] == "4.0"  # of 0.1 s
+    assert line(table.cells, method="baseline")["TTFT, steps"] == "4.0"  # of 0.1 s
     assert line(table.cells, method="lazy, schedule=paper") == {
-        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "in steps": "1.7", "all": "31.2",
+        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "TTFT, steps": "1.7", "all": "31.2",
         "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0", "answer 5-16": "12.5",
     }  # fmt: skip
     table = ttft_share(Results([stored([example("trec", "a", token_ids=None)])]))  # of a server that does not count

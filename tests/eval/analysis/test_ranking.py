@@ -30,8 +30,8 @@ def test_ranking_by_hand() -> None:
     assert (static["kl_difference_low"], static["kl_difference_high"]) == (pytest.approx(0.1), pytest.approx(0.1))
     assert (drop["kl_difference_low"], drop["kl_difference_high"]) == (pytest.approx(-0.2), pytest.approx(0.8))
     cells = line(table.cells, method="static_pruning, layer=2")
-    assert cells["KL - first's"] == "+0.10000 (+0.10000, +0.10000)"
-    assert table.cells["KL - first's"].tolist()[0] == "-"
+    assert cells["KL - rank 1's"] == "+0.10000 (+0.10000, +0.10000)"
+    assert table.cells["KL - rank 1's"].tolist()[0] == "-"
     # scores of a few examples are noise
     runs = [swept("static_pruning", "2x", [0.0, 0.0], [1, 0], layer=2), swept("lazy", "2x", [0.2, 0.2], [1, 1])]
     assert ranking(Results(runs)).frame["method"].tolist() == ["static_pruning", "lazy"]

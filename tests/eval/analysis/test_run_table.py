@@ -155,6 +155,44 @@ def test_run_table_shows_no_interval_of_few_examples_and_counts_cut_prompts() ->
     assert "Longer than model.max_prompt_tokens: 1 of 5 prompts" in run_table(twice, "").caption
 
 
+WHOLE, PRUNED = {"computed": [[100, 100], [100, 100]]}, {"computed": [[100, 60], [100, 100]]}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "note"),
+    [
+        ("gemfilter", {"keep": 512}, "the arm kept all tokens of 2 of 3 prompts (keep=512)."),
+        ("gemfilter", {}, "the arm kept all tokens of 2 of 3 prompts (keep=1024)."),  # its default
+        ("lazy", {"schedule": {"2": 0.99}}, "the arm kept all tokens of 2 of 3 prompts (schedule={2: 0.99})."),
+        ("trianglemix", {}, None),  # these are not meant to leave tokens out
+        ("transformers", {}, None),
+        ("nosuch", {}, None),
+    ],
+)
+def test_prompts_of_which_a_method_kept_all_are_counted(method: str, settings: dict, note: str | None) -> None:
+    """A prompt whose tokens were revived later was pruned; a second visit of one counts once."""
+    visits = [example("trec", name, **own) for name, own in (("a", WHOLE), ("b", WHOLE), ("c", PRUNED), ("a", WHOLE))]
+    lines = run_table(Results([stored(visits, method, settings)]), "").caption.splitlines()
+    assert [line for line in lines if "kept all" in line] == ([] if note is None else [note])
+    [pruned] = [example("trec", "a", **PRUNED)]
+    assert "kept all" not in run_table(Results([stored([pruned], method, settings)]), "").caption
+
+
+def test_answers_without_an_end_of_thought_are_counted() -> None:
+    """Prompts without chat format have no thoughts, so that an empty answer there is one."""
+    visits = [
+        example("hotpotqa", name, text="", baseline={"text": text})
+        for name, text in {"a": "", "b": "", "c": "so"}.items()
+    ]
+    run = stored([*visits, example("trec", "a", text="")])
+    assert "thought" not in run_table(Results([run]), "").caption
+    run.about["config"]["model"]["thinking_tokens"] = 50
+    assert [line for line in run_table(Results([run]), "").caption.splitlines() if "thought" in line] == [
+        "baseline: no end of thought (</think>), or no text after it, in 2 of 3 answers.",
+        "the arm: no end of thought (</think>), or no text after it, in 3 of 3 answers.",
+    ]
+
+
 def test_a_conversation_is_in_the_range_of_its_whole_prompt() -> None:
     long = conversation("hotpotqa", "long", [9000, 20], [{"score": 1.0}, {"score": 0.0}], [{}, {}])
     table = run_table(Results([stored([long, example("hotpotqa", "short", 100, score=0.25)])]), "")

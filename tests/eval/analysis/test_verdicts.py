@@ -26,13 +26,13 @@ def claim(**values: Any) -> Claim:
     ("holds", "parts", "verdict"),
     [
         ("> 99", [(99.5, 99.1, 99.9)], "holds"),
-        ("> 99", [(99.5, 98.0, 99.9)], "cannot be seen"),
+        ("> 99", [(99.5, 98.0, 99.9)], "undecided"),
         ("> 99", [(98.0, 97.0, 98.9)], "does not hold"),
-        ("> 0", [(0.0, 0.0, 0.0)], "cannot be seen"),  # a tie, as of two full scores
+        ("> 0", [(0.0, 0.0, 0.0)], "undecided"),  # a tie, as of two full scores
         (">= 0", [(0.0, 0.0, 0.0)], "holds"),
         ("<= 100", [(100.0, 100.0, 100.0)], "holds"),
-        ("> 1", [(0.5, NAN, NAN)], "cannot be seen"),
-        ("> 1", [(1.2, 1.1, 1.3), (1.0, 0.9, 1.1)], "cannot be seen"),
+        ("> 1", [(0.5, NAN, NAN)], "undecided"),
+        ("> 1", [(1.2, 1.1, 1.3), (1.0, 0.9, 1.1)], "undecided"),
         ("> 1", [(1.2, 1.1, 1.3), (0.9, 0.8, 0.95)], "does not hold"),  # one task is enough, whatever the mean
         ("> 1", [], "not run"),
     ],
@@ -47,8 +47,8 @@ def test_a_direction_needs_every_interval(holds: str, parts: Any, verdict: str) 
         ("5 points", (23.0, 22.0, 24.0), "agrees"),
         ("5 points", (78.2, 77.0, 79.0), "differs (higher)"),  # "about 23 %" is not "> 23 %"
         ("10 %", (20.0, 19.0, 20.6), "differs (lower)"),
-        ("10 %", (21.0, 18.0, 24.0), "cannot be seen"),
-        ("10 %", (23.0, NAN, NAN), "cannot be seen"),
+        ("10 %", (21.0, 18.0, 24.0), "undecided"),
+        ("10 %", (23.0, NAN, NAN), "undecided"),
         ("0 %", (23.0, 23.0, 23.0), "agrees"),
     ],
 )
@@ -151,7 +151,7 @@ def test_what_was_run_without_a_number_cannot_be_seen() -> None:
 def test_speed_that_is_only_ideal_does_not_count() -> None:
     sweep = {"lazy": {"schedule": "3.0x"}}
     ideal = beside_baseline(sweep, lambda *_: {"ttft_s": 0.2, "prefill_flops": 1})  # measured 2x
-    assert row(ideal, "Score kept at a measured 3x")["verdict"] == "cannot be seen"
+    assert row(ideal, "Score kept at a measured 3x")["verdict"] == "undecided"
     fast = beside_baseline(sweep, lambda *_: {"ttft_s": 0.4 / 3, "score": 0.97})
     assert row(fast, "Score kept at a measured 3x")["value"] == pytest.approx(97)
     assert row(fast, "Score kept at a measured 3x")["verdict"] == "holds"
@@ -200,7 +200,7 @@ def test_few_examples_have_no_interval() -> None:
     results = beside_baseline({"lazy": TABLE1}, lambda *_: {"ttft_s": 0.1})
     few = Results([replace(run, given=run.visits[::6]) for run in results.runs])  # one of each task
     assert row(results, "Faster to the first")["verdict"] == "holds"
-    assert row(few, "Faster to the first")["verdict"] == "cannot be seen"
+    assert row(few, "Faster to the first")["verdict"] == "undecided"
 
 
 @pytest.mark.parametrize(

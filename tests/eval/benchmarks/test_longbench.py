@@ -24,7 +24,6 @@ from tests.eval import official
 from tests.eval.analysis import made
 from tests.eval.store.test_folder import JSON
 from tests.hub_server import HubServer, Repository
-from tests.runs import run_of
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
 QASPER = DATASETS["qasper"]
@@ -284,12 +283,6 @@ def test_missing_rows_of_mini_are_counted_in_one_line():
             rows = len(mini_rows(MINI, name))
             with pytest.raises(UserError, match=rf"{name}\.jsonl: {count} of the {rows} rows of {name}[^\n]*missing"):
                 in_mini(name, official.LONGBENCH)
-
-
-def test_mini_is_of_longbench_alone(tmp_path):
-    expected = "subset=mini: expected first or random or by_length, as longbench_e has no such rows"
-    with pytest.raises(UserError, match=expected):
-        run_of("model=tiny", "dataset=qasper_e", f"data.dir={tmp_path}", "subset=mini")
 
 
 @official.needs(MINI)

@@ -10,7 +10,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from eval import cli
 from eval.analysis.style import new_figure
 from eval.analysis.table import Cell, Figure, Table
 from eval.report import overview
@@ -21,6 +20,7 @@ from eval.report.page import grid, inline_svg, render
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Visit
+from tests.eval.analysis import made
 from tests.eval.store.made import LAZY, alone, write_run
 from tests.eval.store.visits import measurement, turn, visit
 
@@ -107,6 +107,14 @@ def test_shared_texts_are_embedded_once(tmp_path: Path) -> None:
     assert method["score"] == pytest.approx(100 / 3, rel=1e-5)
     assert (method["ttft"], method["pct"], method["speedup"], method["differs"]) == (0.1, 75, 4, True)
     assert method["gain"] == pytest.approx(100 / 3 - 50, rel=1e-5)
+
+
+def test_answers_without_a_score_or_a_ttft_have_no_difference() -> None:
+    """Random tokens have no score, and a method that no kernel here runs faster has no TTFT."""
+    visit = made.example("lookup", "a", ttft_s=None, score=None, baseline={"score": None})
+    embedded = embed_answers([made.stored([visit])])
+    _, method = embedded["records"][0]["answers"]
+    assert (method["ttft"], method["speedup"], method["score"], method["gain"]) == (None, None, None, None)
 
 
 def test_examples_are_limited_in_each_run_and_dataset(tmp_path: Path) -> None:
@@ -334,9 +342,3 @@ def test_paper_writes_the_page_below_runs(tmp_path: Path, monkeypatch: pytest.Mo
     out = tmp_path / "new"
     assert command.main(["runs", "--out", str(out), "--formats", "html", "--examples", "1"]) == 0
     assert "only the first example is" in (out / "index.html").read_text(encoding="utf-8")
-
-
-def test_paper_refuses_bad_arguments(tmp_path: Path) -> None:
-    assert cli.main(["paper", str(tmp_path / "none")]) == 2
-    make_runs(tmp_path / "runs")
-    assert cli.main(["paper", str(tmp_path), "--examples", "0"]) == 2

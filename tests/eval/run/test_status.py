@@ -126,10 +126,3 @@ def test_damaged_run_hides_no_other(tmp_path: Path) -> None:
     assert {name: line.state for name, line in lines.items()} == {"a": "failed", "b": "done", "c": "failed"}
     assert "run.json: cannot be read" in lines["a"].why
     assert "jobs.jsonl:1: not a line of jobs" in lines["c"].why
-
-
-def test_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", str(tmp_path)]) == 2
-    assert "no run in or below" in capsys.readouterr().err
-    assert cli.main(["status", str(tmp_path / "absent")]) == 2
-    assert "no such folder" in capsys.readouterr().err

@@ -20,7 +20,6 @@ from eval.store.folder import read_about, read_visits
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Answer, Turn, Visit
-from lazyllm.errors import UserError
 from tests.eval.store.visits import measurement
 from tests.runs import measure, run_of
 
@@ -184,14 +183,6 @@ def test_trackers_end_with_error_of_run(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ZeroDivisionError), open_trackers(CONFIG, RESULTS.runs[0]):
         _ = 1 / 0
     assert [run.finish.call_args.kwargs for run in runs] == [{"exit_code": 1}] * 2
-
-
-def test_online_run_without_a_key_or_without_wandb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", "nowhere")
-    for tracker, expected in (("none", "tracker=wandb with it"), ("wandb", "a key .wandb login")):
-        with pytest.raises(UserError, match=f"tracker.mode=online: expected {expected}"):
-            run_of(f"tracker={tracker}", "tracker.mode=online").check()
 
 
 def test_run_passes_trackers_its_visits_and_table(monkeypatch: pytest.MonkeyPatch) -> None:

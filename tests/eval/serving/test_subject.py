@@ -1,7 +1,6 @@
 """Runs on servers: one that follows a script, and `lazyllm-bench serve` around the tiny model."""
 
 import json
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -248,33 +247,6 @@ def test_blocks_under_load_rotate_too(tmp_path: Path, monkeypatch: pytest.Monkey
     visits, _ = on(yes, tmp_path / "run", *overrides)
     firsts = [visit.order[0] for visit in visits]
     assert firsts == ["baseline"] * 8 + ["server"] * 16 + ["baseline"] * 8  # blocks of four times those at once
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["method=lazy"], "method=lazy runs inside transformers: serve it (lazyllm-bench serve"),
-        (["server.url=localhost:80"], "url=localhost:80: expected a URL such as http://127.0.0.1:8000/v1"),
-        (["server.url=http://me:secret@a/v1"], "a URL with a name or password would be stored"),
-        (["model.tokenizer=null"], "model.tokenizer=null: expected FOLDER_OR_HUB_ID of the served model"),
-        (["server.api=chat", "model.chat=llama2"], "model.chat=llama2: expected none"),
-        (["server.api=text"], "server.api=text: expected completions or chat"),
-        (["trace=1"], "trace=1: expected 0"),
-        (["fidelity=answer", "method=server"], "fidelity=answer: expected null, as a server does not tell"),
-        (["method=server", "method.kind=tgi"], "method.kind=tgi: expected vllm or sglang"),
-        (["load.rate=2", "load.concurrency=4"], "load.concurrency=4: expected 1 with load.rate"),
-    ],
-)
-def test_config_refuses_what_a_server_cannot_do(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)) as error:
-        served("http://127.0.0.1:9/v1", None, *overrides)
-    assert "secret" not in str(error.value)
-
-
-@pytest.mark.parametrize("given", ["server.cache=warm", "server.kind=vllm", "load.rate=2", "method=server"])
-def test_config_refuses_what_only_a_server_takes(given: str) -> None:
-    with pytest.raises(UserError, match=re.escape(f"{given.split('=')[0]}") + ".*: expected model=server"):
-        run_of(given)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "http://127.0.0.1:http/v1"])

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from eval.store.folder import read_visits
-from eval.store.results import COLUMNS, Results, chosen
-from eval.store.runs import label_of
+from eval.store.results import COLUMNS, Results, chosen, with_variants
+from eval.store.runs import label_of, stored_runs
 from lazyllm.errors import UserError
-from tests.eval.store.made import LAZY, PROVENANCE, write_run
+from tests.eval.store.made import PROVENANCE, write_run
 from tests.eval.store.visits import measurement, visit
 
 
@@ -25,6 +24,7 @@ def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
     runs = Results.read([tmp_path, tmp_path / "a"]).runs
     assert [run.folder for run in runs] == [tmp_path / "a" / "deep", tmp_path / "b"]
     assert runs[1].visits == [visit(0)]
+    assert runs[1].visits is runs[1].visits  # they are read once
     lazy = runs[0].arms["lazy"]
     assert (lazy.method, lazy.seed, lazy.is_baseline, runs[1].arms["lazy"].seed) == ("lazy", 1, False, 0)
     assert lazy.settings == {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}
@@ -81,6 +81,40 @@ def test_model_name_tells_runs_apart_that_share_no_table(
     assert list(Results(found).frame["model"].unique()) == list(dict.fromkeys(names))
     if len(variants) == 3 and variants[1]:  # all differences, for the table of settings
         assert len(found[1].differences) == len(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        # {path: weights} as given, in order
+        ([("/a/model", "1"), ("/b/model", "2")], ["a/model", "b/model"]),
+        ([("/a/x/model", "1"), ("/b/x/model", "2"), ("other", "3")], ["a/x/model", "b/x/model", "other"]),
+        ([("/x/tiny", "1"), ("tiny", "2")], ["x/tiny", "tiny"]),
+        ([("/a/model", "1"), ("/copy/model", "1")], ["model", "model"]),  # the same weights are one model
+        ([("/a/model", "1"), ("/copy/model", "1"), ("/b/model", "2")], ["a/model", "a/model", "b/model"]),
+        ([("/a/model", "1"), ("/a/model", "2")], ["model (weights=1)", "model"]),  # trained on, in place
+    ],
+)
+def test_models_of_one_name_are_told_apart_by_their_paths(
+    tmp_path: Path, models: list[tuple[str, str]], names: list[str]
+) -> None:
+    for number, (path, weights) in enumerate(models):
+        started = PROVENANCE | {"started": f"2026-01-0{number + 1}"}
+        write_run(tmp_path / str(number), [visit(number)], model=path, weights=weights, provenance=started)
+    runs = stored_runs([tmp_path])
+    for run in runs:
+        run.identity["model"] = Path(run.identity["model"]).name
+    assert [run.model for run in with_variants(runs)] == names
+
+
+def test_gguf_files_of_one_name_are_told_apart_with_their_quantisation(tmp_path: Path) -> None:
+    for name in "ab":
+        write_run(tmp_path / name, [visit(0)], model=f"/{name}/model.gguf", weights=name, gguf="Q4_1")
+    runs = stored_runs([tmp_path])
+    for run in runs:
+        run.identity["model"] = "model (Q4_1)"
+    assert [run.model for run in runs] == ["model (Q4_1)"] * 2
+    assert [run.model for run in with_variants(runs)] == ["a/model.gguf (Q4_1)", "b/model.gguf (Q4_1)"]
 
 
 def test_newest_runs_share_a_table_with_the_newest_of_their_model(tmp_path: Path) -> None:
@@ -167,13 +201,3 @@ def test_unfinished_runs_are_named(tmp_path: Path) -> None:
     assert Results.read([tmp_path]).unfinished == []  # nothing is known of a plan
     (folder / "examples.json").write_text(json.dumps({"hotpotqa": ["row-0", "row-1", "row-2"]}))
     assert Results.read([tmp_path]).unfinished == ["Unfinished: a, 1 of 3 examples."]
-
-
-def test_visits_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = []
-    monkeypatch.setattr("eval.store.runs.read_visits", lambda folder: folders.append(folder) or read_visits(folder))
-    write_run(tmp_path, [visit(0)], LAZY)
-    results = Results.read([tmp_path])
-    assert len(results.frame) == 2
-    assert len(results.by_task)
-    assert len(folders) == 1

@@ -113,19 +113,6 @@ def test_batched_lazyllm_against_the_slow_reference(seed: int, monkeypatch: pyte
         assert np.abs(found.first_logits.numpy() - expected.logits[0]).max() < TOLERANCE
 
 
-def test_a_batch_of_one_does_the_operations_of_a_generation_alone() -> None:
-    model, prompt, method = small_llama(), prompt_tensor(60), Lazy({2: 0.3, 5: 0.5})
-    lazyllm.generate(model, prompt, method, 1, ())  # checks the model
-    with Seen() as alone:
-        expected = lazyllm.generate(model, prompt, method, 6, ())
-    with Seen() as batched:
-        [(_, found)] = lazyllm.generate_many(model, [prompt], method, 6, (), batch_size=1)
-    assert batched.names["linear"] == alone.names["linear"]
-    assert batched.work == alone.work
-    assert found.token_ids == expected.token_ids
-    assert torch.equal(found.first_logits, expected.first_logits)
-
-
 def batch_of(model: Any, method: Method, lengths: list[int], steps: int) -> Batch:
     """A batch after its prefills, whose answers all end after `steps` more tokens."""
     batch = Batch(model, len(lengths))

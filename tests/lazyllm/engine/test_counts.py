@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MistralConfig, MistralForCausalLM
 
 import lazyllm
-from lazyllm.engine import attention, masks
-from lazyllm.engine.cache import GroupCache
+from lazyllm.engine import masks
 from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.session import Session
@@ -158,16 +157,6 @@ def test_baseline_does_no_more_than_the_model_itself(kv_heads: int) -> None:
     assert our_step.work <= their_step.work - LAYERS
 
 
-def test_operations_of_steps_that_revive_beside_the_baselines() -> None:
-    model, boundaries, steps = small_llama(layers=32), 3, 6
-    baseline, _ = steps_of(model, Baseline(), 200, steps)
-    steered, revived = steps_of(model, SteeredLazy(drift=0.2, every=1), 200, steps)
-    assert min(revived) > 20
-    steering = 5 + boundaries  # a draw of importance in each step, and its use at each boundary
-    for ours, theirs in zip(steered[1:], baseline[1:], strict=True):  # the first makes what later ones use again
-        assert ours.work - steering <= 1.05 * theirs.work
-
-
 def test_prompt_that_is_computed_everywhere_costs_no_search_for_tokens_to_revive() -> None:
     """Once a group has computed all prompt tokens, the host need not ask the device for tokens to revive."""
     seen, revived = steps_of(small_llama(), SteeredLazy({5: 0.9}, drift=1.0, every=1), 30, 12)
@@ -195,42 +184,6 @@ def test_no_tensor_of_a_generation_is_quadratic_in_the_prompt(
         assert (in_blocks.computed[1:] - in_blocks.computed[:-1]).max() > 60  # were revived at once
     # the row of one query may cost more than a block
     assert n * row // 4 < seen.largest <= max(n * row, 2 * block) < n * n
-
-
-@pytest.mark.parametrize(("kv_heads", "most"), [(1, 96 // HEADS), (HEADS, 96)])
-def test_many_tokens_of_a_step_are_sorted_and_few_run_by_masks(
-    kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masked, ordered = list[int](), list[int]()
-    in_blocks, in_order = attention.attend_in_blocks, attention.attend_in_order
-
-    def noted_blocks(attend: Any, form: Any, query: Any, *others: Any) -> Any:
-        masked.append(query.shape[2])
-        return in_blocks(attend, form, query, *others)
-
-    def noted_order(query: Any, *others: Any) -> Any:
-        ordered.append(query.shape[2])
-        return in_order(query, *others)
-
-    monkeypatch.setattr(attention, "attend_in_blocks", noted_blocks)
-    monkeypatch.setattr(attention, "attend_in_order", noted_order)
-    with lazyllm.start(small_llama(kv_heads, layers=6), prompt_tensor(600), Lazy({2: 0.4, 5: 0.5})) as session:
-        session.answer(None, 12, ())
-        session.answer(prompt_tensor(9), 2, ())
-    assert 1 < max(masked) <= most < min(ordered)
-
-
-@pytest.mark.parametrize(("device", "rows"), [("cpu", 2**23 // 256_000), ("cuda", 2**27 // 256_000)])
-def test_blocks_are_larger_on_a_gpu(device: str, rows: int) -> None:
-    """1,000 revived tokens beside 31,000: a query costs 2 bytes for each of 4 heads and 32,000 keys."""
-    n, m = 31_000, 1_000
-    cache = GroupCache(n + m, n + m, torch.device("cpu"))
-    cache.advance(torch.arange(n), n)
-    cache.advance(torch.arange(m), n, is_newest=False)
-    mask = masks.AttentionMask(cache, torch.arange(m), None, None)
-    form: Any = lambda visible: None  # noqa: E731 - no mask, which would have to move to the device
-    blocks = [block.stop - block.start for block, _, _ in mask.blocks(form, 4 * 2, torch.device(device))]
-    assert blocks == [rows] * (m // rows) + [m % rows]
 
 
 class Held(TorchDispatchMode):

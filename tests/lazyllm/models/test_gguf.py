@@ -81,8 +81,13 @@ def test_every_spelling_is_the_same_model(tmp_path: Path, hub, monkeypatch) -> N
     assert load("tiny", tokenizer=str(file))[1].chat_template == TEMPLATE
 
 
-def test_what_was_read_is_read_once_and_by_what_determines_it(tmp_path: Path, cache: Path, monkeypatch) -> None:
+def test_what_was_read_is_read_once_and_by_what_determines_it(
+    tmp_path: Path, cache: Path, monkeypatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = write_gguf(tmp_path / "small.gguf", model_of("llama"))
+    capfd.readouterr()
+    gguf_file.dequantised(file, "float32")
+    assert capfd.readouterr() == ("", "")  # no progress bar
     expected = logits(load(file)[0])
     read = list[str]()
     for name in ("convert", "dequantise"):

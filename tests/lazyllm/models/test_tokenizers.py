@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from lazyllm.errors import UserError
-from lazyllm.models.tokenizers import has_chat_template, load_tokenizer
+from lazyllm.models.tokenizers import chat_templates, load_tokenizer
 from tests.eval.official import LLAMA2, llama2, needs, sentencepiece
 
 needs_llama2 = needs(LLAMA2)
@@ -61,7 +61,7 @@ def test_settings_beside_the_file_are_used(tmp_path):
     for source in (tmp_path, tmp_path / "tokenizer.model"):
         tokenizer = load_tokenizer(source)
         assert (tokenizer("Hello").input_ids, tokenizer.chat_template) == ([15043], "y")
-        assert has_chat_template(source)
+        assert chat_templates(source) == "x\ny"
 
 
 @pytest.mark.parametrize("source", ["./nowhere", "/nowhere/at/all", "a/b/c"])
