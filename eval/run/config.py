@@ -287,7 +287,7 @@ def one_line(error: Exception) -> UserError:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The composed config as dataclasses with allowed values (`eval.run.run.Run` checks the rest)."""
+    """The composed config as dataclasses with allowed values; `ask` and `prepare` check what takes more to know."""
     try:
         # into the schema again, as `++` adds any key
         schema = OmegaConf.structured(OmegaConf.get_type(config))

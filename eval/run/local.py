@@ -46,7 +46,7 @@ class LocalModel:
     spec: ModelSpec
     chat: ChatFormat
     own_tokenizer: Callable[[ModelSpec], Any] | None = None
-    counts_last = False  # it is not run
+    counts_last = False  # the last new token is not run
 
     @property
     def name(self) -> str:
