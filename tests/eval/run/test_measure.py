@@ -16,11 +16,9 @@ from eval.benchmarks.datasets import DATASETS
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.benchmarks.suite import Example
 from eval.run import memory
-from eval.run.case import Case
-from eval.run.decode import WARMUP_TOKENS
+from eval.run.case import Case, scored, visit_of
 from eval.run.memory import Memory
-from eval.run.subject import in_turn
-from eval.run.visits import scored, visit_of
+from eval.run.subject import WARMUP_TOKENS, in_turn
 from eval.store.visit import Visit
 from lazyllm.methods import Baseline, Lazy, PromptCompression
 from lazyllm.spec import ModelSpec
@@ -85,7 +83,7 @@ def test_visit_keeps_the_prompts_end_and_the_gold_answers() -> None:
 
 def test_only_an_answer_of_samsum_has_a_token_before_its_end() -> None:
     for name, least in (("samsum", 1), ("qasper", 0), ("triviaqa", 0)):
-        assert case(name).answering == {"max_new_tokens": 40, "eos_token_ids": (2,), "min_new_tokens": least}
+        assert case(name).options == {"max_new_tokens": 40, "eos_token_ids": (2,), "min_new_tokens": least}
 
 
 def test_warm_up_runs_each_arm_as_often_as_asked_and_briefly() -> None:
