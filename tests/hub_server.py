@@ -7,6 +7,7 @@ with access. Left out: redirects to the hub's caches and storage, which the clie
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -22,6 +23,11 @@ class Repository:
     kind: str = "models"
     gated: frozenset[str] | None = None
     commit: str = "0123456789abcdef0123456789abcdef01234567"
+
+    @classmethod
+    def of(cls, folder: Path) -> "Repository":
+        """The files of a folder, for everybody."""
+        return cls({file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()})
 
 
 @dataclass
@@ -64,6 +70,10 @@ def app_of(hub: HubServer) -> FastAPI:
         if repository.gated is not None and token(request) not in repository.gated:
             raise refusal(403 if token(request) else 401, "GatedRepo", f"Access to model {name} is restricted.")
 
+    def check_revision(revision: str, repository: Repository) -> None:
+        if revision not in ("main", repository.commit):
+            raise refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}", repository.commit)
+
     @app.middleware("http")
     async def noted(request: Request, answer: Any) -> Response:
         hub.asked.append((request.method, request.scope["path"]))
@@ -79,6 +89,8 @@ def app_of(hub: HubServer) -> FastAPI:
     @app.get("/api/{kind}/{owner}/{name}/{part:path}")
     def about(kind: str, owner: str, name: str, request: Request, part: str = "") -> Any:
         repository = repository_of(f"{owner}/{name}", request, kind)
+        if part.startswith("revision/"):
+            check_revision(part.removeprefix("revision/"), repository)
         if part.startswith("tree"):
             sizes = {path: len(content) for path, content in repository.files.items()}
             return [{"type": "file", "path": path, "size": size, "oid": path} for path, size in sizes.items()]
@@ -93,9 +105,8 @@ def app_of(hub: HubServer) -> FastAPI:
         name = site.removeprefix("datasets/")
         repository = repository_of(name, request)
         check_access(name, repository, request)
+        check_revision(revision, repository)
         commit = repository.commit
-        if revision not in ("main", commit):
-            raise refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}", commit)
         if path not in repository.files:
             raise refusal(404, "EntryNotFound", "Entry not found", commit)
         content = repository.files[path]

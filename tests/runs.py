@@ -2,7 +2,6 @@
 
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from eval.benchmarks.chat_format import ChatFormat
@@ -14,10 +13,12 @@ from eval.run.arms import Arm, MethodAsked
 from eval.run.asked import Asked, ask
 from eval.run.case import Case
 from eval.run.config import check_arguments, compose_config, register_schema, to_run_config
+from eval.run.decode import Bench
+from eval.run.memory import Memory
 from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig
-from eval.run.subject import Answering
 from eval.store.runs import StoredRun
+from lazyllm.engine.devices import devices_of
 
 registered = cache(register_schema)  # takes as long as half a run's settings; who registers another restores this one
 
@@ -60,9 +61,8 @@ def bench_of(
     model: Any, tokenizer: Any, arms: Any, baseline: str | None = "baseline", chat: Any = None, **settings: Any
 ) -> Visits:
     """Visits of arms made by hand. settings: `fidelity`, `evidence`, `batch_size` of the run."""
-    given: Any = SimpleNamespace(**{"fidelity": None, "evidence": True} | settings)
-    how = Answering(given, tuple(arms), baseline, settings.get("batch_size", 1))
-    return Visits.of(model, tokenizer, chat or ChatFormat(), how)
+    bench = Bench(model, Memory(devices_of(model)), settings.get("batch_size", 1), settings.get("fidelity") is not None)
+    return Visits(bench, tokenizer, chat or ChatFormat(), tuple(arms), baseline, settings.get("evidence", True))
 
 
 def arm(label: str, **settings: Any) -> Arm:

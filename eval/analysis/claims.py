@@ -44,13 +44,13 @@ class Section:
     def of(self, preset: str, method: str = STUDIED) -> Any:
         """The rows of a method's arms that belong to an experiment.
 
-        preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), "any": the
-        setting of LazyLLM that figures show, or "all".
+        preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), "studied" (those
+        of table1, else of the one setting of LazyLLM that figures show), or "all".
         """
         rows = self.rows[self.rows["method"] == method]
         if preset == "all":
             return rows
-        if preset == "any":
+        if preset == "studied":
             shown = studied(self.results)
             labels = shown[shown["model"] == self.model]["label"].unique()
             table1 = self.of("table1")
@@ -342,7 +342,7 @@ CLAIMS = (
     ),
     Claim(
         "3.2", "No token twice in a layer: largest share of the prompt that a layer ran, %",
-        _largest_share, "any", "figure7", 1, holds="<= 100",
+        _largest_share, "studied", "figure7", 1, holds="<= 100",
     ),
     Claim(
         "5.1", "Score kept, % (mean over tasks)",
@@ -401,7 +401,7 @@ CLAIMS = (
     ),
     Claim(
         "5.5", "First layers compute more of the prompt than the last, points",
-        _deeper_saves, "any", "figure7", 1, holds="> 0",
+        _deeper_saves, "studied", "figure7", 1, holds="> 0",
     ),
 )  # fmt: skip
 

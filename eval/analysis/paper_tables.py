@@ -32,6 +32,12 @@ from eval.store.runs import canonical_json, counted, is_ablation, settings_in
 PUBLISHED = Path(__file__).parent / "published"
 MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
 PAPER_MODELS = ("llama2", "xgen")
+# Captions
+_SOLVED = (
+    "The baseline and arms with the preset table1: the paper does not publish its parameters; ours are solved for its "
+    "TTFT speedups."
+)
+AS_PRINTED = "Ours (the paper's); -: not run; n: examples; *: only a part of the task was run."
 _KEYS = [
     "model", "suite", "paper_model", "task", "method", "settings", "label", "parameters", "status", "examples",
     "datasets", "seeds", "score_seed_std",
@@ -70,10 +76,7 @@ def paper_values() -> dict[tuple[str, str, str, str], float]:
 @as_table(
     70,
     title="Table 1: score and TTFT speedup beside the paper's",
-    caption=(
-        "The baseline and arms with the preset table1: the paper does not publish its parameters; ours are solved for "
-        "its TTFT speedups."
-    ),
+    caption=_SOLVED,
     notes=(
         "Scores 0 to 100, mean over seeds; their standard deviation is in the CSV. Prompt compression keeps half of "
         "its context, as no share has the paper's speedup. Δ: measured minus paper, if every example of the task was "
@@ -90,10 +93,7 @@ def table1(results: Results) -> Rows:
 @as_table(
     80,
     title="Table 2: prompt tokens computed and generation speedup of LazyLLM, beside the paper's",
-    caption=(
-        "The baseline and arms with the preset table1: the paper does not publish its parameters; ours are solved for "
-        "its TTFT speedups."
-    ),
+    caption=_SOLVED,
     notes=(
         "% tokens computed: by the end of generation. Generation speedup: to the last token of the shorter answer; "
         "whole-answer speedup: to the last token of each. Δ: measured minus paper, if every example of the task was "
@@ -194,7 +194,7 @@ _METHOD_NAMES = {
 @as_table(
     50,
     title="Table 1 as the paper prints it",
-    caption="Ours (the paper's); -: not run; n: examples; *: only a part of the task was run.",
+    caption=AS_PRINTED,
     notes=(
         "Means over seeds. Our parameters are solved for the paper's TTFT speedups, as it does not publish its own: "
         "scores compare. Table 1 of all runs has intervals and differences."
@@ -209,7 +209,7 @@ def table1_paper(results: Results) -> Rows:
 @as_table(
     60,
     title="Table 2 as the paper prints it",
-    caption="Ours (the paper's); -: not run; n: examples; *: only a part of the task was run.",
+    caption=AS_PRINTED,
     notes=(
         "Means over seeds. Parameters are those of Table 1, solved for its TTFT speedups. Table 2 of all runs has "
         "intervals and differences."

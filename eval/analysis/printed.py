@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as MplFigure
 
 from eval.analysis import style
 from eval.analysis.columns import BASELINE
-from eval.analysis.paper_tables import table1, table1_paper
+from eval.analysis.paper_tables import AS_PRINTED, table1, table1_paper
 from eval.analysis.table import as_figure
 from eval.store.results import Results
 
@@ -27,7 +27,7 @@ def data(results: Results) -> pd.DataFrame:
     "table1_paper",
     data,
     title="Table 1 as the paper prints it",
-    caption="Ours (the paper's); -: not run; n: examples; *: only a part of the task was run.",
+    caption=AS_PRINTED,
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
 @style.styled

@@ -51,7 +51,7 @@ def step_cost(results: Results) -> Rows:
 
 def _costs(section: Section) -> list[dict[str, Any]]:
     """A row for each task of a section."""
-    rows = first_turns(section.of("any"))
+    rows = first_turns(section.of("studied"))
     theirs = beside(rows, section.frame)
     rows = rows.assign(**{f"theirs_{name}": theirs[name] for name in ("ttft_s", "total_s", "step_s")})
     rows = rows.dropna(subset=["revived_tokens", "total_s", "theirs_total_s"])

@@ -88,11 +88,6 @@ def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset,
     return datasets
 
 
-def missing_rows(dataset: Dataset, settings: DataSettings) -> str | None:
-    """Why the rows of a dataset cannot be loaded; None if they can."""
-    return SUITES[dataset.suite].check(dataset, settings)
-
-
 @lru_cache(maxsize=64)  # a run's check and its plan share them, and so do the runs of a comparison or a sweep
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """A dataset's rows, template and answer length. Raises UserError as the suite's `load` does."""

@@ -208,11 +208,6 @@ class Suite:
         """Whether its rows need no file, network or tokenizer, so that they are read before torch is imported."""
         return bool(self.models)
 
-    @property
-    def reference_tokens(self) -> int | None:
-        """As `Dataset.prompt_tokens`."""
-        return self.datasets[0].prompt_tokens
-
     def length(self, settings: DataSettings) -> int | None:
         """The most tokens of prompt and answer, by the settings; None if they depend on the rows."""
         lengths = None if self._length is None else getattr(settings.options, self._length)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Self
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,25 +10,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import gold_token_ids
 from eval.run.arms import Arm
-from eval.run.case import Case
+from eval.run.case import Case, scored, visit_of
 from eval.run.decode import Bench, Generated, Outcomes
 from eval.run.evidence import of_evidence
 from eval.run.fidelity import of_forced, of_generations
-from eval.run.memory import Memory
-from eval.run.subject import Answering
 from eval.run.tracing import traces
-from eval.run.visits import scored, visit_of
-from eval.store.visit import (
-    Answer,
-    Cost,
-    Failure,
-    Fidelity,
-    Times,
-    Trace,
-    Visit,
-    compact_counts,
-)
-from lazyllm.engine.devices import devices_of
+from eval.store.visit import Answer, Cost, Failure, Fidelity, Times, Trace, Visit, compact_counts
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.measuring import utilisation
 
@@ -110,22 +96,20 @@ def _forced_logits(made: Generated, token_ids: Sequence[int]) -> Tensor:
 class Visits:
     """The arms of a run on a model in this process (`eval.run.subject.Answerer`).
 
+    baseline: the label of its arm; None without one. evidence: whether to record which of its tokens are computed.
     attention_kernel: as of `Visit`; known after `warm_up`.
     """
 
     bench: Bench
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    how: Answering
+    arms: Sequence[Arm]
+    baseline: str | None
+    evidence: bool = True
     attention_kernel: str | None = None
 
-    @classmethod
-    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, how: Answering) -> Self:
-        keeps = how.config.fidelity is not None
-        return cls(Bench(model, Memory(devices_of(model)), how.batch_size, keeps), tokenizer, chat, how)
-
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
-        self.attention_kernel = self.bench.warm_up(cases, self.how.arms, runs)
+        self.attention_kernel = self.bench.warm_up(cases, self.arms, runs)
 
     def visits(self, cases: Sequence[Case]) -> Iterator[Visit]:
         for case, outcomes in self.bench.answers(cases):
@@ -133,7 +117,7 @@ class Visits:
 
     def _visit(self, case: Case, outcomes: Outcomes) -> Visit:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
-        baseline, measured = outcomes.get(self.how.baseline or ""), dict[str, list[Answer] | Failure]()
+        baseline, measured = outcomes.get(self.baseline or ""), dict[str, list[Answer] | Failure]()
         reference = self._reference(case, baseline) if isinstance(baseline, Generated) else None
         for label, made in outcomes.items():
             if isinstance(made, Failure):
@@ -141,10 +125,10 @@ class Visits:
             else:
                 answers = partial(self._answers, case, made, None if made is baseline else reference)
                 measured[label], _ = self.bench.memory.tried(case, answers)
-        return visit_of(case, self.how.arms, measured, self.attention_kernel)
+        return visit_of(case, self.arms, measured, self.attention_kernel)
 
     def _answers(self, case: Case, made: Generated, reference: Reference | None) -> list[Answer]:
-        given = made, self.bench.model, self.tokenizer, self.chat, self.how.config.evidence
+        given = made, self.bench.model, self.tokenizer, self.chat, self.evidence
         own = [answer_of(case, turn, *given) for turn in range(len(made.outs))]
         if reference is None:
             return own

@@ -148,6 +148,11 @@ def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
         for name, settings in _expanded(label, given, config.seed):
             require(name not in arms, "compare", label, "settings that differ in each arm of it")
             arms[name] = settings
+    for key, of_one in (("speedup", "method.schedule=2x or method.keep=2x"), ("draft", "method.draft=NAME")):
+        value = getattr(config, key)
+        is_used = value is None or any(value in settings.values() for settings in arms.values())
+        expected = f"experiment=field with it, or an arm with ${{{key}}} (of one method: {of_one})"
+        require(is_used, key, value, expected)
     if not config.baseline:
         return arms
     baseline = next((label for label, settings in arms.items() if settings["name"] == BASELINE), BASELINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import datasets_asked_for, load, missing_rows
+from eval.benchmarks.datasets import datasets_asked_for, load
 from eval.benchmarks.subsets import SUBSETS, in_split, in_subset
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run.arms import arms_asked
@@ -147,9 +147,7 @@ def _data_settings(config: RunConfig, suite: Suite, subject: Subject) -> DataSet
 def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings) -> tuple[Dataset, ...]:
     """The datasets whose rows can be loaded. Of a whole suite the others are left out, with a log line."""
     suite = SUITES[named[0].suite]
-    for dataset in named:
-        suite.check(dataset, data)
-    reasons = {dataset: reason for dataset in named if (reason := missing_rows(dataset, data)) is not None}
+    reasons = {dataset: reason for dataset in named if (reason := suite.check(dataset, data)) is not None}
     is_whole = not config.dataset or config.dataset.get(suite.whole)
     if reasons and (not is_whole or len(reasons) == len(named)):
         dataset, reason = next(iter(reasons.items()))

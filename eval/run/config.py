@@ -287,7 +287,7 @@ def one_line(error: Exception) -> UserError:
 
 
 def to_run_config(config: DictConfig) -> RunConfig:
-    """The composed config as dataclasses with allowed values (`eval.run.run.Run` checks the rest)."""
+    """The composed config as dataclasses with allowed values; `ask` and `prepare` check what takes more to know."""
     try:
         # into the schema again, as `++` adds any key
         schema = OmegaConf.structured(OmegaConf.get_type(config))
@@ -333,15 +333,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
     folder = plain.data.dir
     require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
     require(plain.out != "", "out", plain.out, "a folder, or null")
-    methods = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["method", "compare"]))  # interpolations unresolved
-    for key, of_one in (("speedup", "method.schedule=2x or method.keep=2x"), ("draft", "method.draft=NAME")):
-        value, reference = getattr(plain, key), f"${{{key}}}"
-        expected = f"experiment=field with it, or an arm with {reference} (of one method: {of_one})"
-        require(value is None or reference in methods, key, value, expected)
-    require(
-        plain.speedup is None or Target.parse(plain.speedup) is not None,
-        "speedup",
-        plain.speedup,
-        "a number and x, such as 2x",
-    )
+    is_target = plain.speedup is None or Target.parse(plain.speedup) is not None
+    require(is_target, "speedup", plain.speedup, "a number and x, such as 2x")
     return plain

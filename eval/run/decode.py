@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from eval.run.arms import Arm
 from eval.run.case import Case
 from eval.run.memory import Memory, failure_of, free, is_out_of_memory
+from eval.run.subject import WARMUP_TOKENS
 from eval.store.visit import Failure
 from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch
@@ -27,8 +28,6 @@ from lazyllm.methods import Method, Sparse
 from lazyllm.methods.support.other_models import HELPERS
 
 log = logging.getLogger(__name__)
-
-WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 
 Pair = tuple[Case, Arm]
 
@@ -84,10 +83,10 @@ def converse(
     turns: as of `lazyllm.start`. after_prefill: as of `Request`, in the first turn.
     """
     with start(model, case.prompt.as_input(), method, turns=turns) as conversation:
-        out = conversation.answer(None, **case.answering, after_prefill=after_prefill)
+        out = conversation.answer(None, **case.options, after_prefill=after_prefill)
         yield out
         for turn in case.prompt.turns:
-            out = conversation.answer(turn.behind(out.token_ids, case.end_ids), **case.answering)
+            out = conversation.answer(turn.behind(out.token_ids, case.end_ids), **case.options)
             yield out
 
 
@@ -171,7 +170,7 @@ class Bench:
             outs = converse(self.model, case, made.method, arm.turns, after)
         else:
             prompt = case.prompt.as_input()
-            outs = iter([generate(self.model, prompt, made.method, **case.answering, after_prefill=after)])
+            outs = iter([generate(self.model, prompt, made.method, **case.options, after_prefill=after)])
         for out in outs:
             made.outs.append(out)
             made.peaks.append(self.memory.peak(made.method))
@@ -194,7 +193,7 @@ class Bench:
             Batch(self.model, 1).add(self._request(case, Generated(method, arm.turns)))
 
     def _request(self, case: Case, made: Generated, keeps: bool = False) -> Request:
-        sampler = Greedy(case.end_ids, case.answering["min_new_tokens"])
+        sampler = Greedy(case.end_ids, case.options["min_new_tokens"])
         after = partial(self._keep, made) if keeps else None
         return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, sampler, after)
 

@@ -41,10 +41,10 @@ ENGINE = (
     "lazyllm/engine",
     "lazyllm/models",
     "lazyllm/methods/support",
+    "eval/run/case.py",
     "eval/run/decode.py",
     "eval/run/memory.py",
     "eval/run/answers.py",
-    "eval/run/visits.py",
     "eval/run/fidelity.py",
     "eval/run/evidence.py",
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -41,10 +41,9 @@ from eval.run.config import (
 )
 from eval.run.receipt import complete_run, leave, receipt_of, show
 from eval.run.settings import RunConfig
+from eval.store.results import Results
+from eval.store.runs import StoredRun
 from lazyllm.errors import FailedExamplesError, UserError
-
-if TYPE_CHECKING:
-    from eval.store.runs import StoredRun
 
 GRACE_S = 0.5  # time for the regular end, which frees the device and records when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
@@ -99,8 +98,7 @@ def main(arguments: Sequence[str]) -> int:
             show_together(whole)
     if bounds is None or (finished and not whole):  # the last shard to end checks the gate
         return 0
-    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported these
-    from eval.store.results import Results
+    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it
 
     failures = [why for run in whole for why in gate_failures(comparisons(Results([run])), bounds)]
     print("\n".join([f"gate {options.gate}: {'FAILED' if failures else 'passed'}", *failures]))
@@ -129,8 +127,13 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
     # a launcher's processes import this package from the same place
     paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    others, whole = without_whole_arms(arguments)
+
+    def job_of(config: DictConfig) -> None:
+        work(with_whole_arms(config, HydraConfig.get().overrides.task, whole))
+
     try:
-        _through_hydra(work, arguments)
+        _through_hydra(job_of, others)
     except KeyboardInterrupt:
         end()
     finally:
@@ -139,28 +142,25 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError for what Hydra refuses."""
-    configs: list[RunConfig] = []
+    jobs: list[tuple[DictConfig, list[str]]] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
-    own = prepared(own)
+    others, whole = without_whole_arms(prepared(own))
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
-        _through_hydra(lambda config: configs.append(to_run_config(config)), ["-m", *own, *quiet])
-    return configs
+        arguments = ["-m", *others, *quiet]
+        _through_hydra(lambda config: jobs.append((config, [*HydraConfig.get().overrides.task])), arguments)
+    # not in Hydra's jobs, which print a line of their own before an error
+    return [to_run_config(with_whole_arms(config, overrides, whole)) for config, overrides in jobs]
 
 
 def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
     """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
     before = sys.argv
-    others, whole = without_whole_arms(arguments)
     # Hydra refuses -m among the settings
-    sys.argv = ["run.py", *sorted(others, key=lambda word: word not in ("-m", "--multirun"))]
-
-    def job_of(config: DictConfig) -> None:
-        work(with_whole_arms(config, HydraConfig.get().overrides.task, whole))
-
+    sys.argv = ["run.py", *sorted(arguments, key=lambda word: word not in ("-m", "--multirun"))]
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(job_of)()
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
     except (HydraException, OmegaConfBaseException) as error:
         raise one_line(error) from error
     finally:

@@ -17,16 +17,18 @@ from eval.benchmarks.datasets import datasets_asked_for
 from eval.benchmarks.suite import Dataset
 from eval.run.arms import Arm, MethodAsked, check_distinct
 from eval.run.settings import SERVER, RunConfig, check_unused
-from eval.run.subject import Answerer, Answering, Load
+from eval.run.subject import Answerer, Load
 from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.errors import UserError, require
+from lazyllm.machine import device_name
 from lazyllm.methods import Method, about_the_method
 from lazyllm.models.checkpoint import HubError, read_config
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -34,17 +36,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in this process. asked: {label of an arm: its settings}, the baseline first.
+    """A model in this process. arm_settings: {label of an arm: its settings}, the baseline first.
 
     own_tokenizer: of a suite whose prompts measure time only (`Suite.tokenizer`); None for the model's.
     """
 
     config: RunConfig
-    asked: Mapping[str, dict[str, Any]]
+    arm_settings: Mapping[str, dict[str, Any]]
     spec: ModelSpec
     chat: ChatFormat
     own_tokenizer: Callable[[ModelSpec], Any] | None = None
-    counts_last = False  # it is not run
+    counts_last = False  # the last new token is not run
 
     @property
     def name(self) -> str:
@@ -52,12 +54,12 @@ class LocalModel:
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
-        samples = [_sample(settings) for settings in self.asked.values()]
+        samples = [_sample(settings) for settings in self.arm_settings.values()]
         return tuple(dict.fromkeys([self.spec, *(spec for method in samples for spec in method.models())]))
 
     def check(self) -> None:
         read_config(self.spec)
-        for label, settings in self.asked.items():
+        for label, settings in self.arm_settings.items():
             for other in _sample(settings).models():
                 try:
                     read_config(other)
@@ -68,7 +70,7 @@ class LocalModel:
                     raise UserError(f"{given}{error.reason}; give a folder with the checkpoint") from error
         layers: int | None = read_config(self.spec).get("num_hidden_layers")
         if layers is not None:  # in a nested config transformers finds it
-            for settings in self.asked.values():
+            for settings in self.arm_settings.values():
                 method = _sample(settings, layers)
                 with about_the_method():
                     method.tokens_per_layer(layers, 1)
@@ -109,7 +111,7 @@ class LocalModel:
 
     def arms(self, datasets: Sequence[Dataset], tokens: int | None, limit: int | None) -> tuple[Arm, ...]:
         arms, shape, column, canonical = list[Arm](), self.shape, self.config.model.paper, dict[str, dict[str, Any]]()
-        for label, settings in self.asked.items():
+        for label, settings in self.arm_settings.items():
             try:
                 with about_the_method():
                     asked = MethodAsked.of(settings, shape.num_hidden_layers)
@@ -117,18 +119,17 @@ class LocalModel:
                 canonical[label] = asked.canonical()
             except OutOfReachError as error:
                 log.warning("left out: %s: %s", label, error)
-        first = next(iter(self.asked)) if self.config.baseline else None
-        if not {arm.label for arm in arms} - ({first} if len(self.asked) > 1 else set()):
+        first = next(iter(self.arm_settings)) if self.config.baseline else None
+        if not {arm.label for arm in arms} - ({first} if len(self.arm_settings) > 1 else set()):
             raise UserError("no method reaches its speedup on this model: give another")
         check_distinct(canonical)
         return tuple(arms)
 
     def batch_size(self, arms: Sequence[Arm], prompt_tokens: int, new_tokens: int) -> int:
         from lazyllm.measuring import memory_of
-        from lazyllm.models.load import devices_in_use
 
         methods = [method for arm in arms for method in arm.methods.values()]
-        memory = memory_of(*devices_in_use(self.spec))
+        memory = memory_of(*self.devices)
         return fitting_batch(self.config.batch_size, self.spec, methods, prompt_tokens, new_tokens, memory)
 
     def identity(self, arms: Sequence[Arm]) -> dict[str, Any]:
@@ -142,17 +143,19 @@ class LocalModel:
         """Whether times are the process's CPU time: of prompts that only measure time, by one thread of a CPU."""
         import torch
 
-        from lazyllm.models.load import devices_in_use
-
-        is_cpu = {device.type for device in devices_in_use(self.spec)} == {"cpu"}
+        is_cpu = {device.type for device in self.devices} == {"cpu"}
         return is_cpu and self.own_tokenizer is not None and (self.config.threads or torch.get_num_threads()) == 1
 
     @property
-    def device(self) -> str:
-        from lazyllm.machine import device_name
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices that it may use."""
         from lazyllm.models.load import devices_in_use
 
-        return device_name(devices_in_use(self.spec)[0])
+        return devices_in_use(self.spec)
+
+    @property
+    def device(self) -> str:
+        return device_name(self.devices[0])
 
     def load(self) -> PreTrainedModel:
         """The model, ready to answer. Raises as `lazyllm.load_model`."""
@@ -177,27 +180,30 @@ class LocalModel:
         """A function that loads the model when it is first called. From then on until the block ends, its devices are
         held."""
         from eval.run.memory import held_and_released
-        from lazyllm.models.load import devices_in_use
 
         with ExitStack() as stack:
 
             @cache
             def load() -> PreTrainedModel:
-                stack.enter_context(held_and_released(devices_in_use(self.spec)))
+                stack.enter_context(held_and_released(self.devices))
                 stack.callback(load.cache_clear)
                 return self.load()
 
             yield load
 
     @contextmanager
-    def ready(self, how: Answering, load: Load | None = None) -> Iterator[Answerer]:
+    def ready(
+        self, arms: Sequence[Arm], baseline: str | None, batch_size: int, load: Load | None = None
+    ) -> Iterator[Answerer]:
         from eval.run.answers import Visits
-        from eval.run.memory import held_and_released
-        from lazyllm.engine.devices import cpu_time
-        from lazyllm.models.load import devices_in_use
+        from eval.run.decode import Bench
+        from eval.run.memory import Memory, held_and_released
+        from lazyllm.engine.devices import cpu_time, devices_of
 
-        with held_and_released(devices_in_use(self.spec)), cpu_time(self.counts_cpu_time):
-            yield Visits.of((load or self.load)(), self.tokenizer, self.chat, how)
+        with held_and_released(self.devices), cpu_time(self.counts_cpu_time):
+            model, keeps = (load or self.load)(), self.config.fidelity is not None
+            bench = Bench(model, Memory(devices_of(model)), batch_size, keeps)
+            yield Visits(bench, self.tokenizer, self.chat, arms, baseline, self.config.evidence)
 
 
 def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalModel:

@@ -14,6 +14,7 @@ from eval.run.case import Case
 from eval.run.identity import now
 from eval.run.run import Run
 from eval.run.subject import Answerer, Load, in_turn
+from eval.run.summary import summarise
 from eval.run.wandb_run import Tracker, open_trackers
 from eval.store.folder import RunStore, open_store
 from eval.store.runs import StoredRun, counted
@@ -46,8 +47,6 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
             elif not stored.answered:
                 raise FailedExamplesError(f"no answer: {stored.failures}")
             else:
-                from eval.run.summary import summarise  # not at the top: it imports pandas
-
                 summarise(run, stored, trackers, show)
     if run.skipped:
         where, reason = run.skipped[0]
@@ -102,13 +101,14 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: L
     for number, case in enumerate(run.ours):
         answered = store.answered(case.key)
         if lacking := [arm for arm in run.arms if arm.label not in answered]:
-            again = [arm for arm in run.arms if arm in lacking or arm.label == run.how.baseline]
+            again = [arm for arm in run.arms if arm in lacking or arm.label == run.asked.baseline]
             todo.append(replace(case, arms=in_turn(again, number)))
     untraced, ours = _untraced(run, store), len(run.ours)
     log.info("%s: %s, %d of them already measured", run.folder, counted(ours, "example"), ours - len(todo))
     if not todo and not untraced:
         return
-    with _noted(store, len(todo)), run.asked.subject.ready(run.how, load) as subject:
+    ready = run.asked.subject.ready(run.arms, run.asked.baseline, run.batch_size, load)
+    with _noted(store, len(todo)), ready as subject:
         if todo:
             _measure(subject, todo, run.asked.config.warmup, store, trackers)
         for case, labels in untraced.items():
@@ -122,7 +122,7 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: L
 
 def _untraced(run: Run, store: RunStore) -> dict[Case, set[str]]:
     """{case: labels of arms} without the trace that the run asks for; the baseline's only if it is the only arm."""
-    labels = {arm.label for arm in run.arms if arm.label != run.how.baseline or len(run.arms) == 1}
+    labels = {arm.label for arm in run.arms if arm.label != run.asked.baseline or len(run.arms) == 1}
     untraced = dict[Case, set[str]]()
     for _, cases in groupby(run.cases, key=lambda case: case.dataset.name):
         for case in islice(cases, run.asked.config.trace):

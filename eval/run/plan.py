@@ -20,9 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.run.asked import Asked, ask
+from eval.run.cases import limit_of_answers, limit_of_prompts, prompts_of
 from eval.run.job import jobs_of
 from eval.run.local import LocalModel
+from eval.run.subject import WARMUP_TOKENS
 from eval.run.work import Model, Work, fitting_batch
+from eval.store.runs import counted
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
@@ -89,15 +92,11 @@ def model_of(asked: Asked) -> LocalModel:
 
 def _limit(asked: Asked) -> int:
     """Tokens of a prompt."""
-    from eval.run.cases import limit_of_prompts  # not at the top: it imports torch
-
     return limit_of_prompts(asked, model_of(asked).shape.max_position_embeddings)
 
 
 def groups_of(asked: Asked) -> list[Group]:
     """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
-    from eval.run.cases import prompts_of
-
     if is_estimated(asked):
         return estimated_groups(asked)
     here = replace(asked.config.model, device="cpu", quantise=None, device_map=None)
@@ -124,8 +123,6 @@ def is_estimated(asked: Asked) -> bool:
 
 def estimated_groups(asked: Asked) -> list[Group]:
     """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
-    from eval.run.cases import limit_of_answers
-
     config, limit = asked.config, _limit(asked)
     groups, sizes = list[Group](), asked.suite.published(asked.data)
     for dataset in asked.datasets:
@@ -139,8 +136,6 @@ def estimated_groups(asked: Asked) -> list[Group]:
 
 def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
-    from eval.run.decode import WARMUP_TOKENS
-
     spec, first, costs, is_estimate = asked.subject.spec, groups[0], list[Cost](), is_estimated(asked)
     model, arms = Model.of(spec), model_of(asked).arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
     every = [method for arm in arms for method in arm.methods.values()]
@@ -218,7 +213,6 @@ def amount(value: float) -> str:
 def as_text(planned: Sequence[Cost]) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
-    from eval.store.runs import counted
 
     headings = ["model", "arm", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "TB read", "GB"]
     rows = [

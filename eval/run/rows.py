@@ -11,6 +11,7 @@ from pathlib import Path
 
 from eval.benchmarks.rows import named
 from eval.run.asked import ask, read_rows
+from eval.run.cases import prompts_of
 from eval.run.config import run_config
 from eval.store.runs import counted
 from lazyllm.errors import parser_of
@@ -22,8 +23,6 @@ def main(arguments: Sequence[str]) -> int:
     _, arguments = parser_of("rows", __doc__).parse_known_args(arguments)
     asked = ask(run_config(arguments))
     if asked.config.out is None:
-        from eval.run.cases import prompts_of  # not at the top: it imports torch
-
         shown = asked if asked.config.limit is not None else asked.changed(limit=1)
         for case in prompts_of(shown):
             gold = " | ".join(case.example.answers)

@@ -16,7 +16,6 @@ from eval.run.asked import Asked, read_rows
 from eval.run.case import Case
 from eval.run.cases import limit_of_answers, limit_of_prompts, make_cases
 from eval.run.identity import identity_of, provenance_of
-from eval.run.subject import Answering
 from eval.store.folder import fingerprint
 
 log = logging.getLogger(__name__)
@@ -28,21 +27,18 @@ DEFAULT_THREADS = torch.get_num_threads()  # restored in a sweep, where an earli
 class Run:
     """A run with its arms and prompts, before anything is measured.
 
-    how: how the cases are answered. cases: all examples with their prompts, in order. skipped: (place, reason) of
-    invalid rows that were left out. identity: what must agree for two visits to share a folder. about: config and
-    provenance, for run.json.
+    arms: in order, the baseline first. batch_size: answers that decode together. cases: all examples with their
+    prompts, in order. skipped: (place, reason) of invalid rows that were left out. identity: what must agree for two
+    visits to share a folder. about: config and provenance, for run.json.
     """
 
     asked: Asked
-    how: Answering
+    arms: tuple[Arm, ...]
+    batch_size: int
     cases: tuple[Case, ...]
     skipped: tuple[tuple[str, str], ...]
     identity: dict[str, Any]
     about: dict[str, Any]
-
-    @property
-    def arms(self) -> tuple[Arm, ...]:
-        return self.how.arms
 
     @property
     def folder(self) -> Path:
@@ -94,7 +90,8 @@ def prepare(asked: Asked) -> Run:
     }
     return Run(
         asked=asked,
-        how=Answering(config, arms, asked.baseline, batch_size),
+        arms=arms,
+        batch_size=batch_size,
         cases=tuple(make_cases(asked, arms, rows, limit)),
         skipped=tuple(row for data in rows for row in data.skipped),
         identity=identity_of(asked, arms, rows, limit, batch_size),

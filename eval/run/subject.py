@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,18 +21,7 @@ if TYPE_CHECKING:
 
 Load = Callable[[], "PreTrainedModel"]
 
-
-@dataclass(frozen=True)
-class Answering:
-    """How the cases of a run are answered.
-
-    arms: in order; baseline: the label of the one to compare with. batch_size: answers that decode together.
-    """
-
-    config: RunConfig
-    arms: tuple[Arm, ...]
-    baseline: str | None
-    batch_size: int
+WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 
 
 def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
@@ -130,8 +118,14 @@ class Subject(Protocol):
         """The name of what computes."""
         ...
 
-    def ready(self, how: Answering, load: Load | None = None) -> AbstractContextManager[Answerer]:
-        """The subject, ready to answer until the block ends. load: gives the model, if several runs share it."""
+    def ready(
+        self, arms: Sequence[Arm], baseline: str | None, batch_size: int, load: Load | None = None
+    ) -> AbstractContextManager[Answerer]:
+        """The subject, ready to answer until the block ends.
+
+        arms: of the run, in order. baseline: the label of the one to compare with. batch_size: answers that decode
+        together. load: gives the model, if several runs share it.
+        """
         ...
 
 

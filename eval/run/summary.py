@@ -24,7 +24,7 @@ def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bo
     write_whole(folder / "summary.md", table.to_page())
     pictures = list[Path]()
     is_tracked = run.asked.config.tracker.name != "none"
-    if is_tracked or (run.how.baseline is not None and len(run.arms) > 2):  # one arm needs no picture to be compared
+    if is_tracked or (run.asked.baseline is not None and len(run.arms) > 2):  # a picture compares methods
         from eval.analysis.style import save  # not at the top: matplotlib is slow to import
         from eval.analysis.table import figures
         from eval.report.content import content_of

@@ -20,7 +20,7 @@ def traces(
     """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
     importance = importance_of_layers(model, case.prompt.token_ids)
     for arm in arms:
-        out = generate(model, case.prompt.as_input(), arm.method(case.dataset.name), **case.answering)
+        out = generate(model, case.prompt.as_input(), arm.method(case.dataset.name), **case.options)
         group_starts, computed = compact_counts(out.computed)
         yield Trace(
             dataset=case.dataset.name,

@@ -21,18 +21,17 @@ from urllib.parse import urlsplit
 from eval.benchmarks.chat_format import THOUGHT_END, ChatFormat, chat_format
 from eval.benchmarks.suite import Dataset
 from eval.run.arms import Arm, check_distinct
+from eval.run.case import Case, scored, visit_of
 from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig
-from eval.run.subject import Answering, Load, in_turn
-from eval.run.visits import scored, visit_of
+from eval.run.subject import WARMUP_TOKENS, Load, in_turn
 from eval.serving.client import Completion, RequestError, Server, describe
 from eval.store.visit import Answer, Failure, Fidelity, Times, Trace, Visit
 from lazyllm.errors import UserError, require
+from lazyllm.models.tokenizers import chat_templates, tokenizer_of
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from eval.run.case import Case
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +39,18 @@ BLOCK = 32  # requests to one arm before the next under load, or four times thos
 
 
 _OF_THE_RUN = {"model", "prompt", "messages", "stream", "stream_options", "max_tokens", "stop"}  # fields of a request
-SOURCES = ("eval/serving/client.py", "eval/serving/subject.py", "eval/run/visits.py")  # that can change a number
-WARMUP_TOKENS = 4
+SOURCES = ("eval/serving/client.py", "eval/serving/subject.py", "eval/run/case.py")  # that can change a number
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers in the place of a model (`eval.run.subject`). asked: {label of an arm: its settings}.
+    """Servers in the place of a model (`eval.run.subject`). arm_settings: {label of an arm: its settings}.
 
     spec: the model behind them, whose tokenizer is known.
     """
 
     config: RunConfig
-    asked: Mapping[str, dict[str, Any]]
+    arm_settings: Mapping[str, dict[str, Any]]
     spec: ModelSpec
     chat: ChatFormat
     counts_last = True  # as servers do
@@ -69,7 +67,7 @@ class Servers:
     def servers(self) -> dict[str, Server]:
         """{label of an arm: its server}, asked what they are. Raises UserError."""
         server, asked, servers = self.config.server, dict[str, Server](), dict[str, Server]()
-        for label, settings in self.asked.items():
+        for label, settings in self.arm_settings.items():
             url: Any = settings.get("url") or server.url
             kind = settings.get("kind") or (server.kind if url.rstrip("/") == str(server.url).rstrip("/") else None)
             extra = {**(server.extra_body or {}), **(settings.get("extra_body") or {})}
@@ -80,8 +78,6 @@ class Servers:
         return servers
 
     def check(self) -> None:
-        from lazyllm.models.tokenizers import chat_templates, tokenizer_of
-
         chat_templates(*tokenizer_of(self.spec))  # refuses what is no tokenizer
         _ = self.servers
 
@@ -103,8 +99,8 @@ class Servers:
         return min(reported, default=None)
 
     def arms(self, datasets: Sequence[Dataset], tokens: int | None, limit: int | None) -> tuple[Arm, ...]:
-        check_distinct(self.asked)
-        return tuple(Arm(label, settings) for label, settings in self.asked.items())
+        check_distinct(self.arm_settings)
+        return tuple(Arm(label, settings) for label, settings in self.arm_settings.items())
 
     def batch_size(self, arms: Sequence[Arm], prompt_tokens: int, new_tokens: int) -> int:
         return 1
@@ -132,8 +128,10 @@ class Servers:
         return "server"
 
     @contextmanager
-    def ready(self, how: Answering, load: Load | None = None) -> Iterator[Client]:
-        yield Client(self, how)
+    def ready(
+        self, arms: Sequence[Arm], baseline: str | None, batch_size: int, load: Load | None = None
+    ) -> Iterator[Client]:
+        yield Client(self, arms, baseline)
 
 
 def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> Servers:
@@ -190,7 +188,8 @@ class Client:
     """
 
     subject: Servers
-    how: Answering
+    arms: Sequence[Arm]
+    baseline: str | None
     _secret: str = field(default_factory=secrets.token_hex)
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
@@ -200,7 +199,7 @@ class Client:
         ordered = sorted(cases, key=lambda case: len(case.prompt.token_ids))
         longest = {sum(len(case.prompt.token_ids) > end for end in PROMPT_ENDS): case for case in ordered}
         for case in longest.values():
-            for arm in self.how.arms * runs:
+            for arm in (*self.arms,) * runs:
                 try:
                     self._timed(arm, case, [], WARMUP_TOKENS, secrets.token_hex(8))
                 except RequestError as error:
@@ -211,12 +210,12 @@ class Client:
 
         Under load, an arm has the run's number of conversations at once, or they begin at the run's rate.
         """
-        load, rng, waiting = self.how.config.load, random.Random(self.how.config.seed), iter(cases)
+        load, rng, waiting = self.subject.config.load, random.Random(self.subject.config.seed), iter(cases)
         most = max(BLOCK, 4 * load.concurrency) if load.is_shared else 1
         for number in count():
             if not (block := list(islice(waiting, most))):
                 return
-            order = [arm.label for arm in (in_turn(self.how.arms, number) if load.is_shared else block[0].arms)]
+            order = [arm.label for arm in (in_turn(self.arms, number) if load.is_shared else block[0].arms)]
             answers: list[dict[str, list[Completion] | Failure]] = [{} for _ in block]
             for label in order:
                 asked = [(place, arm) for place, case in enumerate(block) for arm in case.arms if arm.label == label]
@@ -231,11 +230,11 @@ class Client:
                     answers[place][label] = future.result()
             for case, given in zip(block, answers, strict=True):
                 arms = tuple(sorted(case.arms, key=lambda arm: order.index(arm.label)))
-                baseline, measured = given.get(self.how.baseline or ""), dict[str, list[Answer] | Failure]()
+                baseline, measured = given.get(self.baseline or ""), dict[str, list[Answer] | Failure]()
                 for label, own in given.items():
                     is_failure = isinstance(own, Failure)
                     measured[label] = own if is_failure else self._measurements(case, own, baseline)
-                yield visit_of(replace(case, arms=arms), self.how.arms, measured)
+                yield visit_of(replace(case, arms=arms), self.arms, measured)
 
     def _converse_until(self, is_over: threading.Event, arm: Arm, case: Case) -> list[Completion] | Failure:
         """`_converse`. An error that ends the run sets `is_over`; no conversation begins after it, so that a server
@@ -265,7 +264,7 @@ class Client:
 
     def _timed(self, arm: Arm, case: Case, earlier: Sequence[Completion], most: int, mark: str) -> Completion:
         """The answer that follows the earlier ones. most: new tokens. mark: text that no other prompt has."""
-        config, server = self.how.config, self.subject.servers[arm.label]
+        config, server = self.subject.config, self.subject.servers[arm.label]
         is_warm = config.server.cache == "warm"
         cold = "nothing" if is_warm else server.takes.cold
         if cold == "flush" and config.load.is_shared:
@@ -298,11 +297,11 @@ class Client:
         self, case: Case, server: Server, noise: str, earlier: Sequence[Completion]
     ) -> tuple[dict[str, Any], int | None]:
         """The request's fields with the conversation, and its tokens by our tokenizer; None if unknown."""
-        model, prompt, tokenizer = self.how.config.model, case.prompt, self.subject.tokenizer
+        model, prompt, tokenizer = self.subject.config.model, case.prompt, self.subject.tokenizer
         texts = [prompt.text]
         for answer, turn in zip(earlier, prompt.turns, strict=False):
             texts += [answer.text, turn.text]
-        if self.how.config.server.api == "chat":
+        if self.subject.config.server.api == "chat":
             texts[0] = noise + texts[0]
             messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
             messages[:0] = [{"role": "system", "content": model.system}] if model.system is not None else []

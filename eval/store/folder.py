@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 VERSION = 4  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
-
 # Exceptions raised by parsing an invalid line
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 

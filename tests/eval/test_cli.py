@@ -141,6 +141,8 @@ LATE = {
     "paper nosuch": "no such folder",
     "status nosuch": "no such folder",
     "status MADE": "no run in or below",
+    "plan dataset=lookup model.device=cuda": "or plan for another machine: --gpu b200, ",
+    "plan dataset=lookup method=static_pruning method.layer=99 method.keep=0.3": "only 8 layers",
     "plan dataset=lookup method=fastkv method.keep=2x": "give another",
     "plan model=llama2 dataset=lookup": "lazyllm-bench fetch",
     "chat --once x max_new_tokens=0": "max_new_tokens=0: expected 1 or more",
@@ -252,3 +254,9 @@ def test_a_terminal_without_the_sign_shows_another() -> None:
     shown = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=True)
     assert b"?" in shown.stdout  # for ±
     assert shown.stderr == b""
+
+
+def test_first_example_waits_for_no_import_that_only_tables_and_trackers_need() -> None:
+    code = "import sys, eval.run.loop, eval.run.answers; print(*sorted(set(sys.argv[1:]) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code, *HEAVY], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["torch", "transformers"]

@@ -23,7 +23,7 @@ from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.analysis import made
 from tests.eval.store.test_folder import JSON
-from tests.hub_server import HubServer, Repository
+from tests.hub_server import Repository
 
 LONGBENCH_NAMES = [name for name, dataset in DATASETS.items() if dataset.suite == "longbench"]
 QASPER = DATASETS["qasper"]
@@ -173,26 +173,19 @@ REPOSITORY = "THUDM/LongBench"
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch):
-    """LongBench as the hub and GitHub serve it, with rows of our own, and an empty cache."""
+def server(hub, monkeypatch):
+    """LongBench as the hub and GitHub serve it, with rows of our own."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as opened:
         opened.writestr("data/qasper.jsonl", as_line(ROW))
     archive = Repository({"data.zip": packed.getvalue()}, "datasets", commit=longbench.HUB_REVISION)
-    served = HubServer({REPOSITORY: archive}, {f"/config/{name}": text.encode() for name, text in CONFIG.items()})
-    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", served.url)
-    template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    hub.repositories[REPOSITORY] = archive
+    hub.others |= {f"/config/{name}": text.encode() for name, text in CONFIG.items()}
     monkeypatch.setattr(longbench, "HUB_SHA256", hashlib.sha256(packed.getvalue()).hexdigest())
-    monkeypatch.setattr(longbench, "CONFIG_URL", f"{served.url}/config/")
+    monkeypatch.setattr(longbench, "CONFIG_URL", f"{hub.url}/config/")
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in CONFIG.items()}
     monkeypatch.setattr(longbench, "CONFIG_SHA256", hashes)
-    yield served
-    served.close()
+    return hub
 
 
 def test_rows_and_templates_are_fetched_once_then_read_offline(server, monkeypatch):

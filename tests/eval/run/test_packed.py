@@ -169,7 +169,7 @@ def test_memory_is_for_the_longest_answer_of_a_case(monkeypatch: pytest.MonkeyPa
     asked = Mock(return_value=3)
     monkeypatch.setattr("eval.run.local.fitting_batch", asked)
     run = run_of("dataset=needle", "needle.lengths=[300]", "model.thinking_tokens=700", "max_new_tokens=5")
-    assert prepare(run).how.batch_size == 3
+    assert prepare(run).batch_size == 3
     (*_, new_tokens, _) = asked.call_args.args
     assert new_tokens == 5 + 700 == max(case.max_new_tokens for case in prepare(run).cases)
 

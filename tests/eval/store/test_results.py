@@ -24,6 +24,7 @@ def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
     runs = Results.read([tmp_path, tmp_path / "a"]).runs
     assert [run.folder for run in runs] == [tmp_path / "a" / "deep", tmp_path / "b"]
     assert runs[1].visits == [visit(0)]
+    assert runs[1].visits is runs[1].visits  # they are read once
     lazy = runs[0].arms["lazy"]
     assert (lazy.method, lazy.seed, lazy.is_baseline, runs[1].arms["lazy"].seed) == ("lazy", 1, False, 0)
     assert lazy.settings == {"schedule": {"2": 0.5}, "prune_generated": False, "revive": True}

@@ -1,24 +1,27 @@
 """Architecture x method x (dtype, attention implementation): cells in which all pairs meet, and a cell's checks."""
 
 import contextlib
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lazyllm
+from lazyllm.engine import kernels
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.generation import Conversation, Greedy
 from lazyllm.methods import Method
 from tests.helpers import TOLERANCE
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS
-from tests.reference import VARIANTS, ReferenceOutput, attention_of, casts_in_float64, random_variant
+from tests.reference import VARIANTS, ReferenceOutput, attention_of, casts_in_float64, random_model, random_variant
 
 # (dtype, attention implementation); FlashAttention supports half precision only
 COLUMNS = [
@@ -233,3 +236,15 @@ def flash_stand_in() -> Iterator[None]:
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
         assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is own
+
+
+def drawn(
+    architecture: str, seed: int, rng: random.Random, patch: pytest.MonkeyPatch
+) -> tuple[PreTrainedModel, dict[int, float]]:
+    """A model of 2 to 6 layers and a schedule; from which number of queries and size of a block on routes part."""
+    patch.setattr(kernels, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
+    patch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
+    layers = rng.randint(2, 6)
+    model = random_model(architecture, seed, num_layers=layers)
+    pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
+    return model, {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}

@@ -9,7 +9,7 @@ import lazyllm
 from lazyllm.engine import kernels
 from lazyllm.methods import Baseline, Lazy
 from tests.helpers import VOCABULARY, slow
-from tests.lazyllm.engine.architecture_matrix import assert_same
+from tests.lazyllm.engine.architecture_matrix import assert_same, drawn
 from tests.reference import ARCHITECTURES, lazy_reference, random_model
 
 
@@ -28,12 +28,7 @@ def test_random_shapes_and_schedules(
     """copies: devices on which one query attends to a copy of its tokens; as on a GPU, here too."""
     monkeypatch.setattr(kernels, "COPIES", copies)
     rng = random.Random(f"{architecture} {seed}")
-    monkeypatch.setattr(kernels, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
-    monkeypatch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
-    layers = rng.randint(2, 6)
-    model = random_model(architecture, seed, num_layers=layers)
-    pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
-    schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}
+    model, schedule = drawn(architecture, seed, rng, monkeypatch)
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 2, 3, 9, 17, 30]))]
     check(model, prompt, schedule, steps=rng.randint(1, 9), prune_generated=rng.random() < 0.4)
 

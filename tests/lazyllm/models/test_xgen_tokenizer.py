@@ -24,6 +24,7 @@ from lazyllm.models import xgen_tokenizer as xgen
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.models.tokenizers import load_tokenizer
 from lazyllm.spec import ModelSpec
+from tests.hub_server import Repository
 
 CHARACTERS = [code for code in range(sys.maxunicode + 1) if not 0xD800 <= code < 0xE000]  # no surrogates
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -264,9 +265,10 @@ def test_damaged_files_are_refused(checkpoint, name, content, remedy):
 
 
 def test_preset_takes_gpt2s_merges_from_the_hub(checkpoint, merges_file, hub):
-    hub["Salesforce/xgen-7b-8k-inst"] = checkpoint()
-    hub["openai-community/gpt2"] = merges_file.parent
-    (checkpoint() / "merges.txt").unlink()
+    folder = checkpoint()
+    (folder / "merges.txt").unlink()
+    hub.repositories["Salesforce/xgen-7b-8k-inst"] = Repository.of(folder)
+    hub.repositories["openai-community/gpt2"] = Repository.of(merges_file.parent)
     tokenizer = load_tokenizer_of(ModelSpec("xgen"))
     assert tokenizer is not None
     assert (tokenizer.eos_token_id, len(tokenizer)) == (50256, 50313)

@@ -2,7 +2,6 @@
 
 import doctest
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from hydra.core.config_store import ConfigStore
 
-import lazyllm
 from eval.cli import main
 from eval.run.arms import MethodAsked
 from eval.run.asked import ask
@@ -200,18 +198,16 @@ def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     assert prepare(run).identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
 
 
-def test_two_drafts_never_share_a_run_folder(installed: Path, tmp_path: Path) -> None:
+def test_two_drafts_never_share_a_run_folder(installed: Path, tiny_copy: Path) -> None:
     """A method names its other models itself, whatever the setting is called: their weights are in the identity."""
-    draft = tmp_path / "draft"
-    shutil.copytree(Path(lazyllm.__file__).parent / "models" / "tiny", draft)
 
     def identity() -> dict:
-        overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={draft}")
+        overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={tiny_copy}")
         return prepare(run_of(*overrides)).identity
 
     first = identity()
     assert identity() == first
-    weights = draft / "model.safetensors"
+    weights = tiny_copy / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
