@@ -45,7 +45,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "fails": {"name": "static_pruning", "layer": 2, "keep": 0.5},
 }
 # Columns with times, current memory, or values derived from them
-TIMES = re.compile(r"run$|(ttft|total_s|step_s|scoring_s|peak_|prefill_mfu)|(generation|step)_speedup")
+TIMES = re.compile(r"run$|(ttft|total_s|step_s|scoring_s|peak_|prefill_mfu)|(generation|equal_length|step)_speedup")
 HANG_S = 120  # a job that takes longer hangs
 
 
