@@ -257,3 +257,9 @@ def test_a_terminal_without_the_sign_shows_another() -> None:
     shown = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=True)
     assert b"?" in shown.stdout  # for ±
     assert shown.stderr == b""
+
+
+def test_first_example_waits_for_no_import_that_only_tables_and_trackers_need() -> None:
+    code = "import sys, eval.run.loop, eval.run.answers; print(*sorted(set(sys.argv[1:]) & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code, *HEAVY], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["torch", "transformers"]
