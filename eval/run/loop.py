@@ -14,7 +14,6 @@ from eval.run.case import Case
 from eval.run.identity import now
 from eval.run.run import Run
 from eval.run.subject import Answerer, Load, in_turn
-from eval.run.summary import summarise
 from eval.run.wandb_run import Tracker, open_trackers
 from eval.store.folder import RunStore, open_store
 from eval.store.runs import StoredRun, counted
@@ -47,6 +46,8 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
             elif not stored.answered:
                 raise FailedExamplesError(f"no answer: {stored.failures}")
             else:
+                from eval.run.summary import summarise  # not at the top: it imports pandas
+
                 summarise(run, stored, trackers, show)
     if run.skipped:
         where, reason = run.skipped[0]

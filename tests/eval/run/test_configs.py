@@ -442,20 +442,6 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
             _ = prepare(run_of(*arguments, "turns=2")).cases
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["dataset=needle", "needle.lengths=[99999]"], "99999 tokens of prompt and answer exceed the model's 4096"),
-        (["model.chat=auto"], "model.chat=auto: the tokenizer has no chat template: give model.chat=none"),
-        (["model.device=cuda"], "sees none: give device=cpu"),
-    ],
-)
-def test_what_takes_torch_to_know_is_refused_before_rows_are_made(overrides: list[str], message: str) -> None:
-    run = run_of("model=tiny", *overrides)
-    with pytest.raises(UserError, match=message):
-        _ = prepare(run).identity
-
-
 @pytest.mark.quantised
 def test_identity_holds_quantisation_and_devices() -> None:
     identities = {
