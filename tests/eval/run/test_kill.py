@@ -19,7 +19,7 @@ KILLS = 10
 @pytest.mark.parametrize("rows", [1, 4, 0])
 def test_killed_run_ends_as_if_it_had_not_been(rows: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.eval.run.kill_run", str(KILLS), "0", str(rows)],
+        [sys.executable, "-m", "tests.eval.run.kill_run", str(KILLS), "1", str(rows)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
