@@ -91,7 +91,7 @@ def test_tables_rows_and_columns_are_inserted() -> None:
     """The heading, the rule and a row of each arm of the demo; columns from 1."""
     page = (ROOT / "results/demo/demo.md").read_text(encoding="utf-8")
     assert table_of("results/demo/demo.md") == [line for line in page.splitlines() if line.startswith("|")]
-    head, rule, *rows = table_of("results/demo/demo.md mean over tasks columns 2-4")
+    head, rule, *rows = table_of("results/demo/demo.md needle columns 2-4")
     assert (head, rule) == ("| method | n | score |", "|---|---:|---:|")
     assert [row.split("|")[1].strip() for row in rows][:2] == ["baseline", "lazy"]
     _, _, *rows = table_of(r"results/field/field.md tiny.*=1\.5x columns 3-3")
