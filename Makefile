@@ -1,4 +1,4 @@
-# make run    set up, then the paper's methods on the embedded suite, side by side
+# make run    set up, then the paper's methods side by side on SmolLM2-135M
 # make test   set up, then lint and all tests but the slow ones, which .ci/run runs too
 # make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
 # make notebooks  JupyterLab with the notebooks
