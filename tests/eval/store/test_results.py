@@ -188,6 +188,14 @@ def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path
     assert {*Results.read([tmp_path]).counting["folder"]} == {str(tmp_path / "again")}  # as many, but newer
 
 
+def test_a_target_speedup_is_one_setting_however_it_is_written(tmp_path: Path) -> None:
+    for name, target in (("a", "2.0x"), ("b", "2x"), ("c", "2.05x")):
+        write_run(tmp_path / name, [visit(0)], {"name": "lazy", "schedule": target})
+    frame = Results.read([tmp_path]).counting
+    labels = set(frame[frame["method"] == "lazy"]["label"])
+    assert labels == {"lazy, schedule=2x", "lazy, schedule=2.05x"}
+
+
 def test_label_leaves_out_usual_values() -> None:
     assert label_of("baseline", {}) == "baseline"
     usual = {"schedule": {"2": 0.3}, "prune_generated": False, "revive": True}
