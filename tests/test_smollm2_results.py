@@ -105,9 +105,10 @@ def variants() -> dict[str, dict[str, Any]]:
     }
     found = {}
     for kind in kinds:
-        odd = sorted(key for key in kind if kind[key] != usual[key])
-        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        name = f"{kind['model']} ({odd[0]}={json.dumps(kind[odd[0]])}{more})" if odd else kind["model"]
+        odd = [key for key in kind if kind[key] != usual[key]]
+        named = [f"{key}={json.dumps(kind[key])}" for key in odd]
+        text = ", ".join(named) if len(odd) <= 2 else f"{named[0]} and {len(odd) - 1} more"
+        name = f"{kind['model']} ({text})" if odd else kind["model"]
         assert name not in found
         found[name] = kind
     return found
@@ -458,7 +459,40 @@ def test_equal_memory_is_beside_the_nearest_setting() -> None:
         ours, theirs = shared[nearest], shared[line["method"]]
         name = next(one for one in KLS.values() if not math.isnan(fidelity(one)(ours) + fidelity(one)(theirs)))
         check(line["LazyLLM's lead, nats"], fidelity(name)(theirs) - fidelity(name)(ours), line)
-        check(line["LazyLLM's lead, points"], PLAIN_SCORE(ours) - PLAIN_SCORE(theirs), line)
+        check(line["its lead, points"], PLAIN_SCORE(ours) - PLAIN_SCORE(theirs), line)
+        of_gold = fidelity("gold_log_likelihood")
+        check(line["its lead, gold log-likelihood"], of_gold(ours) - of_gold(theirs), line)
+
+
+def test_aux_cache_by_step() -> None:
+    """Held: the prompt's tokens that the last layers have not run; a state is as large as in the answer's end."""
+    for line in lines_of("aux_cache"):
+        rows = [row for row in rows_of(line["model"], line["method"]) if row["cost"]]
+        whole = next(row for row in rows if row["cost"]["aux_bytes"])
+        state = whole["cost"]["aux_bytes"] / (whole["tokens"] - whole["cost"]["computed"][-1][-1])
+        name = line["decoding steps"]
+        first, last = (0, 0) if name == "prefill" else (int(name.split("-")[0]), int(name.split("-")[-1]))
+        held, bytes_held, kv, revived = [], 0.0, 0.0, []
+        answers = 0
+        for row in rows:
+            computed, baseline = row["cost"]["computed"], row["baseline"]
+            token = baseline["cost"]["kv_bytes"] / (baseline["tokens"] + len(baseline["token_ids"]) - 1)
+            steps = range(first, min(last, len(computed) - 1) + 1)
+            answers += bool(steps)
+            for step in steps:
+                left = row["tokens"] - computed[step][-1]
+                held.append(100 * left / row["tokens"])
+                bytes_held += left * state
+                kv += token * (row["tokens"] + step)
+                if step:
+                    pairs = zip(computed[step], computed[step - 1], strict=True)
+                    revived.append(max(after - before for after, before in pairs))
+        check(line["answers"], answers, line)
+        check(line["in the Aux Cache, % of the prompt"], mean(held), line)
+        check(line["Aux Cache, % of the baseline's KV cache"], 100 * bytes_held / kv, line)
+        check(line["revived a step"], mean(revived) if revived else math.nan, line)
+        reviving = 100 * sum(one > 0 for one in revived) / len(revived) if revived else math.nan
+        check(line["steps that revive, %"], reviving, line)
 
 
 def one_layer(setting: str) -> tuple[int, float] | None:
@@ -538,6 +572,7 @@ def test_step_cost() -> None:
             check(line["a step costs"], step / unit, line)
             check(line["a revived token"], token / unit, line)
             check(line["a token in prefill"], baseline_ttft / unit, line)
+            check(line["revived / prefill"], token / baseline_ttft, line)
             check(line["speedup, predicted"], mean(totals), line)
             check(line["speedup, measured"], SHOWN["whole-answer speedup"](own), line)
 
@@ -587,7 +622,7 @@ def lead(column: str, other: str) -> Callable[[str], list[float]]:
 
 
 def gains(column: str, axis: int) -> Callable[[str], list[float]]:
-    """How much better each next layer (axis 0) or share (axis 1) is, for one pruning layer, at each value of the other."""
+    """How much better each next layer (axis 0) or share (axis 1) is, at each value of the other."""
     value, sign = (PLAIN_SCORE, 1) if column == "score" else (fidelity(column), -1)
 
     def values(model: str) -> list[float]:

@@ -51,14 +51,14 @@ DROP = {"method": {"name": "random_drop", "keep": 0.5}}
         ([{}, {"versions": {"torch": "3"}}, {}], ["", "versions.torch=3", ""]),
         ([{}, {"max_new_tokens": 3}, {}], ["", "max_new_tokens=3", ""]),
         ([{}, {"data": {"hotpotqa": "another"}}, {}], ["", "rows of hotpotqa=another", ""]),
-        ([{}, {"turns": 4, "data": {"hotpotqa": "another"}}, {}], ["", "turns=4 and 1 more", ""]),
+        ([{}, {"turns": 4, "data": {"hotpotqa": "another"}}, {}], ["", "turns=4, rows of hotpotqa=another", ""]),
         ([{}, {}, {"dtype": "x", "threads": 2}, {"dtype": "x"}, {"threads": 2}],
-         ["", "", "dtype=x and 1 more", "dtype=x", "threads=2"]),
+         ["", "", "dtype=x, threads=2", "dtype=x", "threads=2"]),
         ([{}, {}, {"engine": "0123456789abcdef"}, {"engine": "0123fedcba987654"}],
          ["", "", "engine=0123456789abcdef", "engine=0123fedcba987654"]),
         # two of one name are numbered
-        ([{}, {}, {}, {"dtype": "x", "threads": 3}, {"dtype": "x", "threads": 2}],
-         ["", "", "", "dtype=x and 1 more, 2", "dtype=x and 1 more"]),
+        ([{}, {}, {}, {"dtype": "x", "turns": 2, "threads": 3}, {"dtype": "x", "turns": 2, "threads": 2}],
+         ["", "", "", "turns=2 and 2 more, 2", "turns=2 and 2 more"]),
         # a method's and a suite's code count only where they ran
         ([{}, DROP | {"seed": 3}, {"data": {"hops": "1"}, "suite_code": "t"}], ["", "", ""]),
         ([{}, DROP, {"suite_code": "u"}], ["", "", "code of longbench=u"]),
