@@ -67,7 +67,7 @@ def _costs(section: Section) -> list[dict[str, Any]]:
         both: Any = group.assign(predicted=predicted).groupby("dataset")[["theirs_total_s", "predicted"]].sum()
         unit = group["theirs_step_s"].mean()
         costs.append({
-            "model": section.model, "suite": section.suite, "task": task, "examples": group["id"].nunique(),
+            "model": group["model"].iloc[0], "suite": section.suite, "task": task, "examples": group["id"].nunique(),
             "prefill_saved": (group["theirs_ttft_s"] - group["ttft_s"]).mean() / unit,
             "revived_a_step": group["revived_tokens"].sum() / max(1, group["steps"].sum()),
             "step_cost": step / unit, "token_cost": token / unit,
