@@ -61,9 +61,10 @@ def wrong_scores(run: StoredRun) -> Iterator[str]:
         classes = classes_of(one.dataset)[one.id] if needs_classes(dataset) else None  # visits lack the class names
         for arm, answers in one.answers.items():
             for asked, stored in zip(one.turns, answers, strict=True):
-                score = score_example(dataset, stored.text, asked.answers, classes)
-                if abs(score - stored.score) > 1e-9:  # versions of Python may add floats in another order
-                    yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score:g}, computed {score:g}"
+                score = score_example(dataset, stored.text or "", asked.answers, classes)
+                # versions of Python may add floats in another order
+                if stored.score is None or abs(score - stored.score) > 1e-9:
+                    yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score}, computed {score:g}"
 
 
 def leaves_out_texts(visit: Visit) -> bool:

@@ -86,9 +86,9 @@ def test_records_are_the_run_without_its_texts(run: Path, tmp_path: Path) -> Non
     [whole] = map(read_trace, was.traces)
     assert replace(trace, tokens=whole.tokens, generated=whole.generated) == whole
     assert (len(trace.tokens), len(trace.generated)) == (2, 1)
-    numbers = Results([was]).frame
+    numbers: Any = Results([was]).frame
     kept = numbers[numbers["id"] != "row-2"].drop(columns=["folder", "pct_answered"]).reset_index(drop=True)
-    found = Results([made]).frame
+    found: Any = Results([made]).frame
     assert found["pct_answered"].isna().all()  # whether an answer was empty is not known either
     assert found.drop(columns=["folder", "pct_answered"]).equals(kept)
 
@@ -101,7 +101,7 @@ def test_a_text_would_be_seen(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_visit_beside_other_work_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """LazyLLM has half of the baseline's FLOPs in half of its 0.4 s, which is usual; in 0.4 s it runs at half the rate."""
+    """LazyLLM runs half of the baseline's FLOPs in half of its 0.4 s, as usual; in 0.4 s, its rate is halved."""
     times = [0.2, 0.21, 0.19, 0.4, 0.2]
     visits = [visit(number, ttft_s=time, prefill_flops=50) for number, time in enumerate(times)]
     for made in visits:

@@ -42,7 +42,7 @@ def trace_without_texts(trace: Trace) -> Trace:
     return replace(trace, tokens=[""] * len(trace.tokens), generated=[""] * len(trace.generated))
 
 
-FACTOR = 1.3  # by which the speed of an arm beside the baseline's may differ from its median
+FACTOR = 1.5  # by which the speed of an arm beside the baseline's may differ from its median
 
 
 def disturbed(run: StoredRun) -> dict[tuple[str, str], str]:

@@ -315,4 +315,5 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
     assert list(table.frame["predicted"]) == pytest.approx(list(table.frame["generation_speedup"]))
     (few_shot,) = table.frame[table.frame["task"] == "few_shot"].to_dict("records")
     assert few_shot["prefill_token_cost"] == pytest.approx(0.4 / 100 / 0.1)
+    assert few_shot["revived_in_prefill"] == pytest.approx(few_shot["token_cost"] / few_shot["prefill_token_cost"])
     assert (few_shot["prefill_saved"], few_shot["revived_a_step"]) == (pytest.approx(2), 8 / 4)
