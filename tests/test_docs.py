@@ -72,7 +72,7 @@ def test_ceilings_of_sparse_attention_are_those_of_the_flops() -> None:
             assert shown == [(round(100 - 100 / of_model, 1), round(of_model, 2)) for of_model in ceilings]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", docs.filled(), ids=name_of)
 def test_make_docs_changes_nothing(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert docs.inserted(text) == text, "python -m scripts.dev.docs"

@@ -126,13 +126,18 @@ class Results:
             yield visit.turns[turn - 1], visit.answers[arm][turn - 1]
 
     @cached_property
-    def usual(self) -> Results:
-        """The runs that differ least from the others of their model. Figures show only these; tables show all."""
-        counts = defaultdict[str, list[int]](list)
-        for run in self.runs:
-            counts[run.model.removesuffix(run.variant)].append(len(run.differences))
-        runs = [run for run in self.runs if len(run.differences) == min(counts[run.model.removesuffix(run.variant)])]
-        return self if len(runs) == len(self.runs) else Results(runs)
+    def families(self) -> dict[str, str]:
+        """{model: it without its variant}."""
+        return {run.model: run.family for run in self.runs}
+
+    def least_different(self, rows: Any) -> Any:
+        """Of these rows of a frame, those of the variant of each model that differs least from its other runs.
+
+        What shows one variant of a model, as figures and claims do, asks it of the rows that it could show.
+        """
+        differences = rows["model"].map({run.model: len(run.differences) for run in self.runs})
+        least = differences.groupby(rows["model"].map(self.families)).transform("min")
+        return rows[differences == least]
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:

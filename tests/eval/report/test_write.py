@@ -66,6 +66,14 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
         assert len(rows) == len(made[name].frame)
 
 
+def test_a_page_of_somebody_else_is_kept(runs: Results, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# How these were made\n")
+    paths = write_paper(runs, tmp_path, {}, SOME, ["png"])
+    assert (tmp_path / "README.md").read_text() == "# How these were made\n"
+    assert paths[0] == tmp_path / "index.md"
+    assert "About some." in paths[0].read_text()
+
+
 def test_paper_removes_what_an_earlier_call_wrote_and_has_no_run_now(runs: Results, tmp_path: Path) -> None:
     write_paper(runs, tmp_path, {"field": TABLES["field"]}, SOME)
     write_paper(runs, tmp_path, {"field": TABLES["turns"]}, NONE)
