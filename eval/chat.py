@@ -46,9 +46,8 @@ def main(arguments: Sequence[str]) -> None:
         from lazyllm.models.load import load_weights  # not at the top: it imports torch
 
         method.check(subject.model_config)
-        chat = Chat(
-            load_weights(subject.spec), subject.tokenizer, method, asked.config.max_new_tokens or MAX_NEW_TOKENS
-        )
+        tokenizer = subject.tokenizer  # refused, if it is another model's, before the weights are read
+        chat = Chat(load_weights(subject.spec), tokenizer, method, asked.config.max_new_tokens or MAX_NEW_TOKENS)
         if options.once is not None:
             chat.answer(context + (sys.stdin.read() if options.once == "-" else options.once))
             return

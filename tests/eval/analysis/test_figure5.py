@@ -162,3 +162,11 @@ def test_figure5_shows_the_kl_of_a_task_in_which_the_baseline_scores_nothing() -
     assert measured["relative_score"].isna().all()
     assert measured["on_curve"].all()  # no setting has a better score
     assert "KL over the baseline's answer, nats" in texts(drawn(plot, data(results)))
+
+
+def test_figure5_of_a_suite_that_the_baseline_fails_shows_the_kl_alone() -> None:
+    """The paper has no points of its task either."""
+    wrong = [example("needle", row, score=0.0, kl=0.1, ttft_s=0.2, baseline={"score": 0.0}) for row in "ab"]
+    shown = texts(drawn(plot, data(Results([stored(wrong)]))))
+    assert "score, % of the baseline's" not in shown
+    assert "KL from the baseline's first token, nats" in shown
