@@ -4,7 +4,7 @@ A page names its source in a pair of comments, and what stands between them is r
 
     <!-- insert: results/demo/demo.md -->           the table of a Markdown file
     <!-- insert: results/demo/demo.md mean over tasks -->   its rows whose beginning matches this regular expression
-    <!-- insert: results/field/field.md tiny.*=1\.5x columns 2-7 -->   these columns of them, from 1
+    <!-- insert: results/demo/demo.md needle columns 2-9 -->   these columns of them, from 1
     <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
     <!-- insert: methods -->                        the hyperparameters of `lazyllm-bench methods`
     <!-- end -->

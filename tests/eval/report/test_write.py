@@ -129,8 +129,8 @@ def test_import_of_the_command_loads_nothing_slow() -> None:
 
 @pytest.mark.slow
 def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
-    """results/embedded goes stale if a table changes: `lazyllm-bench paper results/embedded/records` makes it."""
-    committed = ROOT / "results" / "embedded"
+    """results/smollm2 goes stale if a table changes: results/smollm2/README.md has the command that makes it."""
+    committed = ROOT / "results" / "smollm2"
     write_paper(Results.read([committed / "records"]), tmp_path, TABLES, {}, ["md"])
     names = {file.name for file in (committed / "tables").iterdir()}
     assert names == {file.name for file in (tmp_path / "tables").iterdir()}
