@@ -201,7 +201,7 @@ def require_network(url: str, what: str, ways_out: str) -> None:
     """Raise UserError if HF_HUB_OFFLINE is set or the server does not answer. what: the file in the message."""
     if is_offline():
         raise UserError(
-            f"{what} is not cached yet and no network is used (HF_HUB_OFFLINE; never in plan and doctor). {ways_out}"
+            f"{what} is not cached yet and no network is used (by plan and doctor, or with HF_HUB_OFFLINE). {ways_out}"
         )
     if not is_reachable(url):
         raise UserError(f"{what} is not cached yet and {url} does not answer. {ways_out}")

@@ -69,7 +69,7 @@ def test_rows_come_from_the_hub_and_prompts_once_from_a_commit(
         run_of(f"dataset={name}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(
-        UserError, match=rf"{path} is not cached yet and no network is used \(HF_HUB_OFFLINE; .*\)\. Either {out}"
+        UserError, match=rf"{path} is not cached yet and no network is used \(by plan and doctor, .*\)\. Either {out}"
     ):
         suite.load(dataset, settings)
 
