@@ -129,8 +129,8 @@ def plot(frame: Any) -> MplFigure:
 
 def _measured(rows: Any) -> dict[str, str]:
     """{each value that was measured and is drawn in panels of its own: its axis label}."""
-    kls = list(style.kls_in(rows).items())
-    return {"relative_score": "score, % of the baseline's"} | dict(kls[:1])
+    scores = {"relative_score": "score, % of the baseline's"} if rows["relative_score"].notna().any() else {}
+    return scores | dict(list(style.kls_in(rows).items())[:1])
 
 
 def _undominated(settings: Any) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.datasets import DATASETS
 from eval.store.runs import COLUMNS, StoredRun, stored_runs
 from eval.store.visit import Answer, Turn, Visit
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -245,8 +245,9 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
         key, equals, value = condition.partition("=")
         known = [{"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)} for run in left]
         if not equals or not any(key in values for values in known):
-            names = ", ".join(sorted({name for values in known for name in values if "parameters." not in name}))
-            raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {names}")
+            names = {name for values in known for name in values if "parameters." not in name}
+            near = nearest(key, names, "run.json of a run")
+            raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {near}")
         left = [run for run, values in zip(left, known, strict=True) if values.get(key) == value]
         if not left:
             choices = ", ".join(sorted({values[key] for values in known if key in values}))

@@ -181,3 +181,11 @@ def test_no_figure_joins_ablations() -> None:
     runs = [stored(visits, settings={"schedule": "2x", **own}) for own in ({}, {"revive": False})]
     for name in ("figure5", "field"):
         assert set(figures()[name].data(Results(runs))["label"].dropna()) == {"lazy, schedule=2x"}, name
+
+
+def test_figure5_of_a_suite_that_the_baseline_fails_shows_the_kl_alone() -> None:
+    """The paper has no points of its task either."""
+    wrong = [example("needle", row, score=0.0, kl=0.1, ttft_s=0.2, baseline={"score": 0.0}) for row in "ab"]
+    shown = texts(drawn(plot, data(Results([stored(wrong)]))))
+    assert "score, % of the baseline's" not in shown
+    assert "KL from the baseline's first token, nats" in shown
