@@ -9,6 +9,7 @@ from eval.run.arms import Arm
 from eval.run.asked import Asked, read_rows
 from eval.run.case import Case
 from eval.run.config import prompt_limit
+from eval.run.hidden import question_start
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -64,11 +65,12 @@ def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -
     for example in data.examples:
         prompt = build_prompt(example, dataset, subject.tokenizer, limit if dataset.truncate else None, subject.chat)
         where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))
-        for method in methods:
-            try:
-                method.check_prompt(prompt.as_input())
-            except ValueError as error:
-                raise UserError(f"{where}: {error}") from error
+        try:
+            cut = None if asked.config.question is None else question_start(prompt)
+            for method in methods:
+                method.check_prompt(prompt.as_input(cut))
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
         tokens = sum(len(message.token_ids) for message in (prompt, *prompt.turns))
         needed = tokens + new_tokens - (not subject.counts_last)
         if positions is not None and needed > positions:
@@ -81,4 +83,4 @@ def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -
                 f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
                 f"{positions} positions: {instead}"
             )
-        yield Case(dataset, example, prompt, max_new_tokens, end_ids)
+        yield Case(dataset, example, prompt, max_new_tokens, end_ids, cut, asked.config.model.penalties)
