@@ -1,10 +1,10 @@
 """An example of a run, ready to be answered; and what every visit holds of it, whatever answered."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import score_example, second_score
@@ -12,8 +12,11 @@ from eval.benchmarks.prompts import BuiltPrompt
 from eval.benchmarks.suite import Dataset, Example
 from eval.run.arms import Arm
 from eval.store.visit import PROMPT_END, Answer, Failure, Turn, Visit
-from lazyllm.engine.generation import Greedy, Sampler
-from lazyllm.integrations.transformers_generate import greedy_with_penalties
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lazyllm.engine.generation import Sampler
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ class Case:
 
     def sampler(self, model: PreTrainedModel, text_ids: Sequence[int]) -> Sampler:
         """Chooses the tokens of one answer behind the text, greedily."""
+        from lazyllm.engine.generation import Greedy  # not at the top: servers need no torch
+        from lazyllm.integrations.transformers_generate import greedy_with_penalties
+
         if self.penalties:
             return greedy_with_penalties(model, text_ids, **self.options)
         return Greedy(self.end_ids, self.options["min_new_tokens"])

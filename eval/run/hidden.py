@@ -1,6 +1,6 @@
 """A hidden question: a prompt's context runs before its question is known, the question as a later turn.
 
-The text is exactly the usual prompt. It is cut before the first token of the row's input (`question_start`). A method
+The text is exactly the usual prompt. It is cut before the first token of the row's input (`Case.cut`). A method
 chooses among the tokens before the cut, and the rest runs as in later turns of a conversation (docs/turns.md).
 """
 
@@ -9,32 +9,11 @@ from collections.abc import Callable
 import numpy as np
 from transformers import PreTrainedModel
 
-from eval.benchmarks.prompts import BuiltPrompt
 from eval.run.case import Case
-from eval.run.evidence import evidence_positions, in_sets
+from eval.run.evidence import in_sets
 from lazyllm import Generation, start
 from lazyllm.engine.generation import Forced, Prefilled
 from lazyllm.engine.method import Method
-from lazyllm.errors import UserError
-
-HIDDEN = "question=hidden"
-
-
-def question_start(prompt: BuiltPrompt) -> int:
-    """The number of tokens before the question: those before the first token with a part of it. Raises UserError."""
-    if prompt.turns:
-        raise UserError(f"{HIDDEN} asks one question of each row: give turns=1")
-    if prompt.spans is None:
-        raise UserError(f"{HIDDEN}: the question's place in the tokens is unknown (no fast tokenizer, or a template)")
-    if prompt.question is None:
-        raise UserError(f"{HIDDEN}: the prompt's question is empty or cut away: give a larger model.max_prompt_tokens")
-    cut = int(evidence_positions(prompt.spans, [(prompt.question, prompt.question + 1)])[0])
-    if not 1 <= cut <= len(prompt.token_ids) - 2:  # the question's first token ends one turn, the others are the next
-        raise UserError(
-            f"{HIDDEN}: {cut} of {len(prompt.token_ids)} tokens precede the question: expected 1 or more, "
-            "and 2 or more of the question"
-        )
-    return cut
 
 
 def answer_hidden(

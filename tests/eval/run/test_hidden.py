@@ -17,7 +17,8 @@ from eval.benchmarks.embedded import TEMPLATES
 from eval.benchmarks.prompts import BuiltPrompt, Message, build_prompt
 from eval.benchmarks.suite import Example
 from eval.run.case import Case
-from eval.run.hidden import answer_hidden, question_start
+from eval.run.cases import question_start
+from eval.run.hidden import answer_hidden
 from eval.run.run import prepare
 from eval.run.settings import ModelConfig, ServerConfig
 from lazyllm.engine.flops import LayerShape
@@ -128,7 +129,7 @@ def test_first_part_of_a_prompt_has_its_part_of_the_text() -> None:
         ({"turns": (Message("more", (1,)),)}, "give turns=1"),
         ({"spans": None}, "place in the tokens is unknown"),
         ({"question": None}, "empty or cut away"),
-        ({"question": 0}, "0 of 12 tokens precede the question: expected 1 or more, and 2 or more of the question"),
+        ({"question": 0}, "0 of 12 tokens precede the question: expected 1 or more, and 2 or more behind them"),
         ({"question": 11}, "11 of 12 tokens precede"),
     ],
 )
@@ -225,16 +226,16 @@ def run_of(out: Path | None, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def visits(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], list[Any]]:
+def visits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = tmp_path_factory.mktemp("hidden")
     hidden, usual = (
         measure(run_of(folder / str(question), question=question), show=False) for question in ("hidden", None)
     )
-    return hidden.visits, usual.visits
+    return hidden, usual
 
 
-def test_visits_of_the_baseline_are_the_usual_ones(visits: tuple[list[Any], list[Any]]) -> None:
-    for hidden, usual in zip(*visits, strict=True):
+def test_visits_of_the_baseline_are_the_usual_ones(visits: tuple[Any, Any]) -> None:
+    for hidden, usual in zip(*(run.visits for run in visits), strict=True):
         assert hidden.turns == usual.turns
         assert not hidden.failures
         own, theirs = (flat(visit.answers["baseline"][0]) for visit in (hidden, usual))
@@ -249,11 +250,11 @@ def test_visits_of_the_baseline_are_the_usual_ones(visits: tuple[list[Any], list
         assert own.ttft_s < own.total_s
 
 
-def test_forced_answers_follow_the_question(visits: tuple[list[Any], list[Any]]) -> None:
+def test_forced_answers_follow_the_question(visits: tuple[Any, Any]) -> None:
     """The slow way: the baseline's answer, forced in a conversation of two turns of its own."""
     run = prepare(run_of(None))
     model = run.asked.subject.load()
-    for case, visit in zip(run.cases, visits[0], strict=True):
+    for case, visit in zip(run.cases, visits[0].visits, strict=True):
         ids, cut, answer = case.prompt.token_ids, case.cut, visit.answers["baseline"][0].token_ids
         assert cut is not None
         for arm in run.arms[1:]:
@@ -269,12 +270,12 @@ def test_forced_answers_follow_the_question(visits: tuple[list[Any], list[Any]])
             assert (own.answer_kl, own.answer_log_likelihood) == pytest.approx(expected, abs=1e-9)
 
 
-def test_cost_by_hand(visits: tuple[list[Any], list[Any]]) -> None:
+def test_cost_by_hand(visits: tuple[Any, Any]) -> None:
     """Static pruning after 2 of 8 layers: half of the context goes on, and all of the question."""
     run = prepare(run_of(None))
     config = tiny()[0].config
     shape = LayerShape.of(config)
-    for case, visit in zip(run.cases, visits[0], strict=True):
+    for case, visit in zip(run.cases, visits[0].visits, strict=True):
         assert case.cut is not None
         own, n = flat(visit.answers["static"][0]), len(case.prompt.token_ids)
         behind = n - case.cut
@@ -288,6 +289,12 @@ def test_cost_by_hand(visits: tuple[list[Any], list[Any]]) -> None:
         lazy = flat(visit.answers["lazy"][0])
         assert lazy.tokens_computed <= n
         assert lazy.kv_bytes > 0
+
+
+def test_table_says_so(visits: tuple[Any, Any]) -> None:
+    hidden, usual = ((run.folder / "summary.md").read_text() for run in visits)
+    assert "Hidden question: the context ran before it was known." in hidden
+    assert "Hidden question" not in usual
 
 
 def test_identity_names_it_only_if_it_is_given() -> None:
@@ -316,9 +323,9 @@ def test_method_that_answers_by_itself_is_one() -> None:
     assert Transformers.answers_itself
 
 
-def test_batches_leave_it_alone(tmp_path: Path, visits: tuple[list[Any], list[Any]]) -> None:
+def test_batches_leave_it_alone(tmp_path: Path, visits: tuple[Any, Any]) -> None:
     together = measure(run_of(tmp_path / "run", batch_size=4), show=False)
-    for one, alone in zip(together.visits, visits[0], strict=True):
+    for one, alone in zip(together.visits, visits[0].visits, strict=True):
         assert [flat(own[0]).token_ids for own in one.answers.values()] == [
             flat(own[0]).token_ids for own in alone.answers.values()
         ]

@@ -138,6 +138,8 @@ def test_runs_answers_are_transformers_own(
         assert answer == out[0, ids.shape[1] :].tolist()
         plain += answer == lazyllm.generate(model, ids, Baseline(), 6).token_ids
     assert plain < len(visits)
+    summary = (tmp_path / "run" / "summary.md").read_text()
+    assert "the model's own repetition_penalty=1.7, no_repeat_ngram_size=2. KL is of" in summary
 
 
 def test_later_turns_are_penalised_for_all_of_the_text(checkpoint: Path, tmp_path: Path) -> None:
