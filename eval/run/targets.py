@@ -64,14 +64,15 @@ class Target:
 
         name: the method's. others: its other hyperparameters. shape: the model's config. column: the paper's for this
         model, llama2 or xgen; None takes llama2's. length: the prompt length in tokens to solve for; None for the
-        dataset's. limit: of the run's prompts; `table1` is solved for no more tokens.
+        dataset's. limit: of the run's prompts; no target is solved for more tokens.
         Raises OutOfReachError if the method cannot reach the speedup, UserError if Table 1 has none.
         """
         column = column or "llama2"
         tokens = length or dataset.prompt_tokens
         if tokens is None:
             tokens = REFERENCE_TOKENS[column]
-            tokens = tokens if limit is None or self.speedup is not None else min(tokens, limit)
+        if limit is not None:
+            tokens = min(tokens, limit)
         key, expected = f"dataset.{dataset.name}.prompt_tokens", "the rows' mean, for which 2x is solved"
         require(tokens > 0, key, tokens, expected)
         speedup = self.speedup or table1_speedup(dataset.task, name, column)
