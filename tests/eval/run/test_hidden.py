@@ -36,6 +36,7 @@ from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import LazyTurns, casts_in_float64, random_model, random_variant
 from tests.reference_turns import ContinuedTurns
 from tests.runs import measure, small_run
+from tests.runs import run_of as written
 
 MARK = "~"  # the first letter of a question, and nowhere else in a row
 
@@ -53,7 +54,7 @@ def drawn_case(rng: random.Random, most: int = 40) -> Case:
 
 
 def answered(model: Any, case: Case, method: Method, steps: int) -> tuple[lazyllm.Generation, lazyllm.Generation]:
-    return answer_hidden(model, case, method, max_new_tokens=steps, eos_token_ids=())
+    return answer_hidden(model, replace(case, max_new_tokens=steps), method)
 
 
 # --- The place of the cut ---
@@ -83,7 +84,10 @@ def test_cut_is_before_the_first_token_with_a_part_of_the_question(name: str, ch
     rng, tokenizer, found = random.Random(f"{name} {chat}"), tokenizers()[name], 0
     for number in range(60):
         parts = words(rng, 12), words(rng, 60), MARK + words(rng, 20)
-        own = {"instruction": parts[0] * rng.randint(0, 1), "answer_prefix": rng.choice(["", " Answer:"])}
+        own: dict[str, Any] = {
+            "instruction": parts[0] * rng.randint(0, 1),
+            "answer_prefix": rng.choice(["", " Answer:"]),
+        }
         example = Example("lookup", str(number), parts[2], parts[1], ("x",), **own)
         limit = rng.choice([None, rng.randint(4, 80)])
         prompt = build_prompt(example, DATASETS["lookup"], tokenizer, limit, chat)
@@ -253,7 +257,8 @@ def test_visits_of_the_baseline_are_the_usual_ones(visits: tuple[Any, Any]) -> N
 def test_forced_answers_follow_the_question(visits: tuple[Any, Any]) -> None:
     """The slow way: the baseline's answer, forced in a conversation of two turns of its own."""
     run = prepare(run_of(None))
-    model = run.asked.subject.load()
+    subject: Any = run.asked.subject
+    model = subject.load()
     for case, visit in zip(run.cases, visits[0].visits, strict=True):
         ids, cut, answer = case.prompt.token_ids, case.cut, visit.answers["baseline"][0].token_ids
         assert cut is not None
@@ -309,14 +314,20 @@ def test_identity_names_it_only_if_it_is_given() -> None:
         ({"compare": {"t": {"name": "transformers"}}}, r"compare.t.name=transformers: expected another method"),
         ({"compare": {"s": {"name": "lazy", "schedule": {2: 0.5}, "turns": "recompute"}}}, "compare.s.turns=recompute"),
         ({"compare": None, "method": {"name": "gemfilter", "turns": "recompute"}}, "method.turns=recompute"),
-        ({"trace": 1}, "trace=1: expected 0, as traces show whole prompts"),
-        ({"server": ServerConfig(url="http://127.0.0.1:1/v1"), "compare": None, "method": {"name": "baseline"},
-          "fidelity": None}, "question=hidden: expected null, as a server"),
     ],
 )  # fmt: skip
 def test_what_cannot_have_a_hidden_question_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         prepare(run_of(None, **changes))
+
+
+def test_servers_and_traces_are_refused() -> None:
+    model, server = ModelConfig(name="tiny", tokenizer="tiny"), ServerConfig(url="http://127.0.0.1:1/v1")
+    settings = {"model": model, "compare": None, "method": {"name": "baseline"}, "fidelity": None}
+    with pytest.raises(UserError, match="question=hidden: expected null, as a server"):
+        run_of(None, server=server, **settings)
+    with pytest.raises(UserError, match="trace=1: expected 0, as traces show whole prompts"):
+        written("model=tiny", "question=hidden", "trace=1")
 
 
 def test_method_that_answers_by_itself_is_one() -> None:

@@ -39,7 +39,7 @@ PENALTIES: list[dict[str, Any]] = [
     {"bad_words_ids": [[number] for number in range(40)]},
     {"sequence_bias": [[[5], 50.0]], "forced_eos_token_id": 7},
     {"min_new_tokens": 4},
-    {"min_length": 20, "repetition_penalty": 1.5},
+    {"min_length": 14, "repetition_penalty": 1.5},
     {"exponential_decay_length_penalty": (2, 9.0)},
 ]
 
@@ -48,9 +48,9 @@ PENALTIES: list[dict[str, Any]] = [
 def test_baseline_chooses_as_transformers_own_generate(asked: dict[str, Any]) -> None:
     """Over all cases, each of these settings changes an answer."""
     rng, model, changed = random.Random(str(asked)), random_model("llama", 5, num_layers=4), 0
-    for number in range(6):
-        ids, end = rng.choices(range(VOCABULARY), k=rng.randint(3, 18)), rng.sample(range(VOCABULARY), 30)
-        options: dict[str, Any] = {"max_new_tokens": rng.randint(3, 9)}
+    for number in range(12):
+        ids, end = rng.choices(range(VOCABULARY), k=rng.randint(10, 30)), rng.sample(range(VOCABULARY), 15)
+        options: dict[str, Any] = {"max_new_tokens": rng.randint(5, 12)}
         model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=end)
         plain: Any = model.generate(torch.tensor([ids]), do_sample=False, **options)  # type: ignore[operator]
         model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=end, **SAMPLED, **asked)
@@ -61,7 +61,7 @@ def test_baseline_chooses_as_transformers_own_generate(asked: dict[str, Any]) ->
             with lazyllm.start(model, ids, method) as conversation:
                 conversation.answer_with(sampler, None, options["max_new_tokens"])
             assert conversation.token_ids == expected[0].tolist(), number
-    assert changed
+    assert changed, "the setting changes no answer"
 
 
 def test_lazy_is_penalised_as_its_own_logits_are() -> None:
@@ -133,10 +133,13 @@ def test_runs_answers_are_transformers_own(
     for case in prepare(asked).cases:
         (visit,) = [visit for visit in visits if visit.key == case.key]
         ids = torch.tensor([case.prompt.token_ids])
-        out = model.generate(ids, do_sample=False, max_new_tokens=6)
+        least = int(case.dataset.newline_ends)
+        out = model.generate(
+            ids, do_sample=False, max_new_tokens=6, eos_token_id=list(case.end_ids), min_new_tokens=least
+        )
         answer = visit.answers["baseline"][0].token_ids
         assert answer == out[0, ids.shape[1] :].tolist()
-        plain += answer == lazyllm.generate(model, ids, Baseline(), 6).token_ids
+        plain += answer == lazyllm.generate(model, ids, Baseline(), **case.options).token_ids
     assert plain < len(visits)
     summary = (tmp_path / "run" / "summary.md").read_text()
     assert "the model's own repetition_penalty=1.7, no_repeat_ngram_size=2. KL is of" in summary
@@ -148,9 +151,10 @@ def test_later_turns_are_penalised_for_all_of_the_text(checkpoint: Path, tmp_pat
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     ids = list(case.prompt.token_ids)
     for turn, answer in enumerate(visit.answers["baseline"]):
-        expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6)[0].tolist()
-        assert ids + answer.token_ids == expected
-        more = case.prompt.turns[turn].behind(answer.token_ids, case.end_ids) if turn < 2 else ()
+        end = list(case.end_ids)
+        expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6, eos_token_id=end)[0].tolist()
+        assert expected[len(ids) :] == answer.token_ids
+        more = case.prompt.turns[turn].behind(expected[len(ids) :], case.end_ids) if turn < 2 else ()
         ids = [*expected, *more]
 
 
@@ -171,7 +175,11 @@ def test_identity_holds_what_is_applied(checkpoint: Path) -> None:
 
 
 def test_what_cannot_apply_them_is_refused(checkpoint: Path) -> None:
-    for settings in ({"method": {"name": "transformers"}}, {"compare": {"t": {"name": "transformers"}}}):
+    own_generate: tuple[dict[str, Any], ...] = (
+        {"method": {"name": "transformers"}},
+        {"compare": {"t": {"name": "transformers"}}},
+    )
+    for settings in own_generate:
         with pytest.raises(UserError, match=r"name=transformers: expected another method with model\.penalties=true"):
             penalised(checkpoint, None, **settings)
     server = ServerConfig(url="http://127.0.0.1:1/v1")
