@@ -1,7 +1,7 @@
 """Talk to a model, or ask it about a long file.
 
     lazyllm-bench chat model=llama2 method=lazy 'method.schedule={9: 0.5, 19: 0.5}' --prompt-file report.txt
-    lazyllm-bench chat model=custom model.name=FILE.gguf max_new_tokens=50 --once "What is the capital of France?"
+    lazyllm-bench chat model.name=FILE.gguf max_new_tokens=50 --once "What is the capital of France?"
 
 The arguments are those of lazyllm-bench run; those of datasets and prompts have no effect. Answers are greedy, of 256
 tokens or `max_new_tokens` at most, and go to standard output, their cost to standard error: TTFT, the share of all
@@ -47,9 +47,8 @@ def main(arguments: Sequence[str]) -> None:
         from lazyllm.models.load import load_weights  # not at the top: it imports torch
 
         method.check(subject.model_config)
-        chat = Chat(
-            load_weights(subject.spec), subject.tokenizer, method, asked.config.max_new_tokens or MAX_NEW_TOKENS
-        )
+        tokenizer = subject.tokenizer  # refused, if it is another model's, before the weights are read
+        chat = Chat(load_weights(subject.spec), tokenizer, method, asked.config.max_new_tokens or MAX_NEW_TOKENS)
         if options.once is not None:
             chat.answer(context + (sys.stdin.read() if options.once == "-" else options.once))
             return

@@ -42,8 +42,8 @@ def require(holds: bool, key: str, value: Any, expected: str) -> None:
         raise UserError(f"{key}={value}: expected {expected}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What an error says of the known names: the nearest first; of more than eight, five and how to see the others."""
+def nearest(name: str, known: Iterable[str], all_in: str = "lazyllm-bench run --list") -> str:
+    """What an error says of the known names: the nearest first; of more than eight, five and what shows all of them."""
 
     def distance(other: str) -> float:
         return -SequenceMatcher(None, name.lower(), other.lower()).ratio()
@@ -51,7 +51,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known, key=distance)
     if len(names) <= 8:
         return f"expected one of {', '.join(names)}"
-    return f"the nearest names are {', '.join(names[:5])}; lazyllm-bench run --list shows all {len(names)}"
+    return f"the nearest names are {', '.join(names[:5])}; {all_in} shows all"
 
 
 def parser_of(command: str, description: str | None) -> ArgumentParser:

@@ -56,14 +56,22 @@ def missing(run: StoredRun) -> Iterator[str]:
 
 
 def wrong_scores(run: StoredRun) -> Iterator[str]:
-    for one in run.visits:
+    for one in (visit for visit in run.visits if not leaves_out_texts(visit)):
         dataset = DATASETS[one.dataset]
         classes = classes_of(one.dataset)[one.id] if needs_classes(dataset) else None  # visits lack the class names
         for arm, answers in one.answers.items():
             for asked, stored in zip(one.turns, answers, strict=True):
-                score = score_example(dataset, stored.text, asked.answers, classes)
-                if abs(score - stored.score) > 1e-9:  # versions of Python may add floats in another order
-                    yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score:g}, computed {score:g}"
+                score = score_example(dataset, stored.text or "", asked.answers, classes)
+                # versions of Python may add floats in another order
+                if stored.score is None or abs(score - stored.score) > 1e-9:
+                    yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score}, computed {score:g}"
+
+
+def leaves_out_texts(visit: Visit) -> bool:
+    """Whether it is of a suite whose texts may not be published (tests/test_records.py holds that they are not)."""
+    return DATASETS[visit.dataset].suite in ("longbench", "ruler") and all(
+        one.text is None for answers in visit.answers.values() for one in answers
+    )
 
 
 @cache

@@ -17,7 +17,8 @@ ARMS = {
     "static pruning": "static_pruning keep",
     "random drop": "random_drop keep",
 }
-LINES = [line.strip("| ").split(" | ") for line in (FOLDER / "README.md").read_text().splitlines() if line[:1] == "|"]
+TABLE = (FOLDER / "README.md").read_text().partition("| ideal speedup |")[2].partition("\n\n")[0]
+LINES = [line.strip("| ").split(" | ") for line in f"| ideal speedup |{TABLE}".splitlines()]
 
 
 def rows_of(arm: str) -> dict[str, dict[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, SECTION, STUDIED, target_of, with_ends
+from eval.analysis.columns import BASELINE, STUDIED, target_of, with_ends
 from eval.analysis.paper_tables import TASK_NAMES, is_table1_preset
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import KEPT_WITHIN, Column, forms
@@ -28,40 +28,40 @@ Value = tuple[float, float, float]  # with both ends of its 95 % interval
 
 
 class Section:
-    """One model on one suite, without ablations and runs that differ from the model's others.
+    """One model on one suite, without ablations.
 
-    frame: of `Results.frame`, all rows. rows: those that count.
+    model: its name without a variant. frame: of `Results.frame`, all rows. rows: those that count.
     """
 
     def __init__(self, results: Results, model: str, suite: str) -> None:
-        self.model, self.suite, self.results = model, suite, results.usual
-        frame: Any = self.results.frame
-        self.frame = as_published(frame[(frame["model"] == model) & (frame["suite"] == suite)])
+        self.model, self.suite, self.results = model, suite, results
+        frame: Any = results.frame
+        is_own = (frame["model"].map(results.families) == model) & (frame["suite"] == suite)
+        self.frame = as_published(frame[is_own])
         self.rows = self.frame[self.frame["counts"]]
-        models = {run.model: run.paper_model for run in self.results.runs}
+        models = {run.family: run.paper_model for run in results.runs}
         self.paper_model = models.get(model) if suite == PAPER_SUITE else None
 
     def of(self, preset: str, method: str = STUDIED) -> Any:
-        """The rows of a method's arms that belong to an experiment.
+        """The rows of a method's arms that belong to an experiment, of the variant that differs least from the model's
+        other runs.
 
         preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), "studied" (those
         of table1, else of the one setting of LazyLLM that figures show), or "all".
         """
         rows = self.rows[self.rows["method"] == method]
         if preset == "all":
-            return rows
+            return self.results.least_different(rows)
         if preset == "studied":
-            shown = studied(self.results)
-            labels = shown[shown["model"] == self.model]["label"].unique()
             table1 = self.of("table1")
-            return table1 if len(table1) else rows[rows["label"].isin(labels)]
+            return table1 if len(table1) else rows[rows.index.isin(studied(self.results).index)]
         belongs: dict[str, Callable[[str], bool]] = {
             "table1": is_table1_preset,
             "figure5": lambda settings: target_of(settings) is not None,
             "figure6": lambda settings: _single_layer(settings) is not None,
         }
         chosen = {text: belongs[preset](text) for text in rows["settings"].unique()}
-        return rows[rows["settings"].map(chosen).astype(bool)]
+        return self.results.least_different(rows[rows["settings"].map(chosen).astype(bool)])
 
     def identities(self, rows: Any) -> list[dict[str, Any]]:
         """Of the runs of these rows."""
@@ -130,11 +130,13 @@ class Claim:
     holds: str = ""
     widest: float | None = None
 
-    def judged(self, section: Section) -> tuple[list[Value], str]:
-        """The values, and what the rows lack for a verdict; "" if they lack nothing."""
+    def judged(self, section: Section) -> tuple[str, list[Value], str]:
+        """The model's name with the variant that was measured, the values, and what the rows lack for a verdict; "" if
+        they lack nothing."""
         rows = section.of(self.preset, self.method)
         lacking = [text for need in self.needs if len(rows) and (text := _NEEDS[need](section, rows))]
-        return self.measure(section, rows), "; ".join(lacking)
+        model = rows["model"].iloc[0] if len(rows) else section.model
+        return model, self.measure(section, rows), "; ".join(lacking)
 
     def verdict(self, parts: list[Value], paper_model: str | None, lacking: str = "") -> str:
         """What the value says of the claim. parts: one value, or one for each task or step."""
@@ -233,7 +235,8 @@ _SIGN = {"score": 1, "kl": -1, "answer_kl": -1}  # of what is better
 
 def _leads(section: Section, rows: Any, column: str, other: str) -> list[Value]:
     """LazyLLM's lead over another method in each task: the mean over the speedups that both were solved for."""
-    rows = first_turns(pd.concat([rows, section.of("figure5", other)]))
+    others = section.of("figure5", other)
+    rows = first_turns(pd.concat([rows, others[others["model"].isin(rows["model"])]]))
     rows = rows.assign(target=rows["settings"].map(target_of), label=rows["method"]).dropna(subset=column)
     leads = []
     for _, of_task in rows.groupby("task", sort=False):
@@ -284,7 +287,7 @@ def _deeper_saves(section: Section, rows: Any) -> list[Value]:
 def _below_even_share(section: Section, rows: Any) -> list[Value]:
     """The share of prompt tokens whose mean importance over the layers is below 1/n: the mean over the traced prompts;
     that of each one if they are too few for an interval."""
-    traces = [read_trace(file) for run in section.results.runs if run.model == section.model for file in run.traces]
+    traces = [read_trace(file) for run in section.results.runs if run.family == section.model for file in run.traces]
     prompts = {(trace.dataset, trace.id): np.array(trace.importance).mean(axis=0) for trace in traces}
     shares = np.array([100 * (scores < 1 / len(scores)).mean() for scores in prompts.values()])
     if len(shares) < FEWEST:
@@ -408,5 +411,7 @@ CLAIMS = (
 
 def sections(results: Results) -> list[Section]:
     """The models and suites of the runs of LazyLLM."""
-    frame: Any = as_published(results.usual.frame)
-    return [Section(results, *key) for key in frame[frame["method"] == STUDIED].groupby(SECTION).groups]
+    frame: Any = as_published(results.frame)
+    frame = frame[frame["method"] == STUDIED]
+    families = frame["model"].map(results.families)
+    return [Section(results, *key) for key in frame.groupby([families, frame["suite"]]).groups]

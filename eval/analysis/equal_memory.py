@@ -13,7 +13,8 @@ from eval.store.results import Results, first_turns
 
 NEAR = 0.05  # of the baseline's bytes: settings that differ by more are not at equal memory
 _GOOD = {"score": 1, "gold_log_likelihood": 1} | dict.fromkeys(KLS, -1)  # the sign of what is better
-_LEADS = {"lead_kl": "LazyLLM's lead, nats", "lead_score": "LazyLLM's lead, points"}
+# {a lead: the value that it is of}; that in nats is of the first KL that was measured
+_LEADS = {"lead_kl": "", "lead_log_likelihood": "gold_log_likelihood", "lead_score": "score"}
 _COLUMNS = (
     MODEL,
     LABEL,
@@ -23,7 +24,9 @@ _COLUMNS = (
     KL,
     *FIDELITY,
     Column("lazy", "LazyLLM at these bytes"),
-    *(Column(name, heading, 2 if name == "lead_score" else 3, sign="+") for name, heading in _LEADS.items()),
+    Column("lead_kl", "LazyLLM's lead, nats", 3, sign="+"),
+    Column("lead_log_likelihood", "its lead, gold log-likelihood", 3, sign="+", optional=True),
+    Column("lead_score", "its lead, points", 2, sign="+"),
 )
 
 
@@ -70,8 +73,9 @@ def _lead(row: dict[Any, Any], settings: Any, answers: Any) -> dict[str, Any]:
     pair = there[there["label"].isin([row["label"], nearest["label"]])]
     found: dict[str, Any] = {"lazy": nearest["label"].removeprefix(f"{STUDIED}, ")}
     by = next((name for name in KLS if _lead_in(pair, name, row["label"], nearest["label"]) is not None), None)
-    for lead, name in (("lead_kl", by), ("lead_score", "score")):
-        drawn = None if name is None else _lead_in(pair, name, row["label"], nearest["label"])
+    for lead, name in _LEADS.items():
+        value = name or by
+        drawn = None if value is None else _lead_in(pair, value, row["label"], nearest["label"])
         found |= dict(zip(forms(lead), (np.nan,) * 3 if drawn is None else with_ends(drawn), strict=True))
     return found
 

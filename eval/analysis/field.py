@@ -153,8 +153,9 @@ def data(results: Results) -> pd.DataFrame:
 
     on_curve: whether a target speedup such as `2x` gives the setting, or the method has no other.
     """
-    frame = overall(results.usual)
+    frame = overall(results)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
+    frame = results.least_different(frame)
     is_alone = ~frame.duplicated([*SECTION, "method"], keep=False)
     frame = frame.assign(on_curve=frame["settings"].map(columns.target_of).notna() | is_alone)
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")

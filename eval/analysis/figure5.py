@@ -1,4 +1,4 @@
-"""Figure 5: score relative to the baseline's, and KL of the first token, against TTFT speedup, by task and method."""
+"""Figure 5: score relative to the baseline's, and KL, against TTFT speedup, by task and method."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -32,9 +32,10 @@ def data(results: Results) -> pd.DataFrame:
     on_curve: whether a speedup such as `2.0x` gives the setting; for a method without such settings, whether no other
         setting beats it in both score and speedup.
     """
-    table: Any = style.as_published(results.usual.by_task)
+    table: Any = style.as_published(results.by_task)
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
-    table = table.dropna(subset=_POINTS).assign(source=MEASURED)
+    table = table[table["ttft_speedup"].notna() & table[[*KLS, "relative_score"]].notna().any(axis=1)]
+    table = results.least_different(table).assign(source=MEASURED)
     if table.empty:
         return pd.DataFrame()
     table["on_curve"] = False
@@ -80,8 +81,9 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     data,
     title="Score against TTFT speedup, task by task (the paper's Figure 5)",
     caption=(
-        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the KL divergence of the "
-        "first token's distribution from the baseline's. Hollow: the paper's Table 1; crosses: the claims in its text."
+        "Score of every setting, relative to the baseline's, against its TTFT speedup; below, the KL divergence from "
+        "the baseline: over its answer, if that was measured. Hollow: the paper's Table 1; crosses: the "
+        "claims in its text."
     ),
     notes=(
         "Bars: 95 % bootstrap intervals over examples. Seeds of a setting are pooled; ablations of LazyLLM are left "
@@ -93,8 +95,8 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
 )
 @style.styled
 def plot(frame: Any) -> MplFigure:
-    """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of each
-    KL that was measured."""
+    """For each model and suite a panel for each task, their mean if there are several, and the legend; the same of the
+    first KL that was measured."""
     figure, sections = style.sections_of(
         frame,
         "Score and KL against TTFT speedup",
@@ -127,13 +129,15 @@ def plot(frame: Any) -> MplFigure:
 
 def _measured(rows: Any) -> dict[str, str]:
     """{each value that was measured and is drawn in panels of its own: its axis label}."""
-    return {"relative_score": "score, % of the baseline's"} | style.kls_in(rows)
+    scores = {"relative_score": "score, % of the baseline's"} if rows["relative_score"].notna().any() else {}
+    return scores | dict(list(style.kls_in(rows).items())[:1])
 
 
 def _undominated(settings: Any) -> np.ndarray:
     """[settings] bool: whether no setting that is at least as fast has a better score."""
     scores = settings.sort_values(["ttft_speedup", "relative_score"], ascending=False)["relative_score"]
-    return scores.gt(scores.cummax().shift(fill_value=-np.inf)).reindex(settings.index).to_numpy()
+    is_beaten = scores.le(scores.cummax().shift(fill_value=-np.inf))  # a share of nothing (NaN) is not
+    return ~is_beaten.reindex(settings.index).to_numpy()
 
 
 def _draw_task(axes: Any, rows: Any, styles: dict[str, Any], value: str) -> None:

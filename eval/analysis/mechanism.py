@@ -147,7 +147,7 @@ def _cells_of(trace: Trace, panels: str, positions: np.ndarray, steps: int) -> p
 def data(results: Results) -> pd.DataFrame:
     """`mechanism_frame` of the first traced example of LazyLLM, with columns `model` and `label`."""
     return of_trace(
-        results.usual,
+        results,
         mechanism_frame,
         ["model", "label"],
         lambda arm: arm.method == STUDIED and not is_ablation(arm.settings),
@@ -183,9 +183,11 @@ def plot(frame: Any) -> MplFigure:
     end = columns.max() + 0.6
     figure = new_figure(min(11.0, 2.6 + 0.165 * end), 1.5 + len(shown) * (panel + 0.3))
     panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    has_texts = bool(tokens["text"].fillna("").ne("").any())  # records may leave them out
     for ((model, step), rows), axes in zip(shown, panels, strict=True):
         newest = _shown(rows.loc[rows["position"].idxmax(), "text"])
-        what = f"decoding step {step}, the newest token is \u201c{newest}\u201d" if step else "prefill"
+        what = f"decoding step {step}" if step else "prefill"
+        what += f", the newest token is \u201c{newest}\u201d" if step and has_texts else ""
         title = f"{model}: {what}"
         axes.set_title(title, fontweight="bold", parse_math=False)  # a token may be a dollar sign
         for state, cells in rows.groupby("state"):
@@ -196,12 +198,15 @@ def plot(frame: Any) -> MplFigure:
         axes.tick_params(length=0)
         axes.grid(False)
     panels[0].set_title(f"prompt tokens computed so far, of {n}", loc="right", color=GREY, fontsize=8)
+    names = map(_shown, tokens["text"]) if has_texts else [str(place + 1) for place in tokens.index]
     panels[-1].set_xticks(
-        columns, map(_shown, tokens["text"]), rotation=90, fontsize=7, family="monospace", rotation_mode="anchor",
+        columns, names, rotation=90, fontsize=7, family="monospace", rotation_mode="anchor",
         ha="right", va="center", parse_math=False,
     )  # fmt: skip
     prompt = tokens.index[tokens["kind"] == "prompt"]
-    panels[-1].set_xlabel(f"prompt tokens {prompt[0] + 1} to {prompt[-1] + 1} of {n}, then the generated tokens")
+    unknown = "" if has_texts else " (texts not stored)"
+    shown_tokens = f"prompt tokens {prompt[0] + 1} to {prompt[-1] + 1} of {n}, then the generated tokens"
+    panels[-1].set_xlabel(f"{shown_tokens}{unknown}")
     handles: Any = [
         (Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#C4C4C4"), Line2D([], [], linestyle="none", **look))
         for _, fill, look in _LOOKS.values()

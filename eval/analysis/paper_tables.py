@@ -124,7 +124,11 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
     published: Any = pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
     published = published[[value.name for value in both]].dropna(how="all").add_prefix("paper_").reset_index()
     means: Any = results.by_task
-    is_shown = (means["label"] == BASELINE) | means["settings"].map(is_table1_preset)
+    is_preset = means["settings"].map(is_table1_preset).astype(bool)
+    # a variant's baseline says nothing where another variant of the model has the preset's arms
+    families = means["model"].map(results.families)
+    with_preset = is_preset.groupby(means["model"]).transform("any") | ~is_preset.groupby(families).transform("any")
+    is_shown = is_preset | ((means["label"] == BASELINE) & with_preset)
     means = means[(means["level"] == "task") & means["method"].isin(published["method"]) & is_shown.astype(bool)]
     rows = []
     for row in means.to_dict("records"):

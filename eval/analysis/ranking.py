@@ -111,8 +111,8 @@ def _ranked(group: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _difference(row: dict[str, Any], name: str) -> str:
-    """Both ends of the interval, as the ends of a difference may differ in sign."""
-    if row["rank"] == 1:
+    """Both ends of the interval, as the ends of a difference may differ in sign; `-` of rank 1 and without scores."""
+    if row["rank"] == 1 or f"{name}_difference" not in row:
         return "-"
     mean, low, high = (f"{row[form]:+.{_VALUES[name]}f}" for form in forms(f"{name}_difference"))
     return mean if low == "+nan" else f"{mean} ({low}, {high})"

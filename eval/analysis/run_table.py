@@ -231,8 +231,8 @@ def _caption(results: Results, frame: Any) -> str:
 
 
 def _notes(run: StoredRun, where: str) -> Iterator[str]:
-    """Lines about answers in another way, and those that say nothing of a method: it kept the whole prompt, or no
-    thought came to its end."""
+    """Lines about answers in another way, and those that say nothing of a method: it left nothing out, or no thought
+    came to its end."""
     yield from _way_of_answering(run, where)
     for name, labels in arm_groups(run).items():
         answered = [(visit, label) for visit in run.visits for label in labels if label in visit.answers]
@@ -240,6 +240,9 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
         whole = {visit.key for visit, label in answered if _is_whole_prompt(visit, label)}
         if whole and _drops_tokens(arm):
             yield f"{where}{name} kept all tokens of {len(whole)} of {counted(asked, 'prompt')}{_target_of(arm)}."
+        dense = {visit.key for visit, label in answered if _is_dense(visit, label, run.identity["baseline"])}
+        if dense and _is_sparse(arm):
+            yield f"{where}{name} skipped no attention in {len(dense)} of {counted(asked, 'prompt')}."
         thoughts = [
             answer.text
             for visit, label in answered
@@ -271,6 +274,18 @@ def _drops_tokens(arm: StoredArm) -> bool:
     """Whether the arm's method is meant to leave prompt tokens out."""
     kind = kind_of(arm.method)
     return not (kind is None or kind is Baseline or kind.answers_itself or issubclass(kind, Sparse))
+
+
+def _is_sparse(arm: StoredArm) -> bool:
+    """Whether the arm's method is meant to leave attention out."""
+    kind = kind_of(arm.method)
+    return kind is not None and issubclass(kind, Sparse)
+
+
+def _is_dense(visit: Visit, label: str, baseline: str | None) -> bool:
+    """Whether an arm's prefill took the FLOPs of the baseline's; False if the visit has no baseline."""
+    costs = [visit.answers[name][0].cost for name in (label, baseline) if name in visit.answers]
+    return len(costs) == 2 and None not in costs and len({cost.prefill_flops for cost in costs if cost}) == 1
 
 
 def _is_whole_prompt(visit: Visit, label: str) -> bool:

@@ -18,7 +18,7 @@ from eval.analysis.table import LABEL, UNFORCED, Column, Table, cells, console, 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.aggregate import NO_INTERVAL
 from eval.store.results import Results, add_choice
-from lazyllm.errors import UserError, parser_of
+from lazyllm.errors import UserError, nearest, parser_of
 
 _KEYS = ("model", "suite", "method", "label")  # of rows; other keys of --where are of runs
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"--where {condition}: no such row; {key} is one of {', '.join(known)}")
     if options.sort is not None:
         if options.sort not in frame:
-            raise UserError(f"--sort {options.sort}: expected one of {', '.join(frame)}")
+            raise UserError(f"--sort {options.sort}: {nearest(options.sort, frame, '--json')}")
         numbers = pd.api.types.is_numeric_dtype(frame[options.sort])
         frame = frame.sort_values(options.sort, ascending=not numbers, kind="stable")
     if options.json:

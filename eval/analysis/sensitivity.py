@@ -89,9 +89,10 @@ def data(results: Results) -> pd.DataFrame:
     examples, and score, reference_score, score_difference, relative_score, ttft_speedup, kl, answer_kl, gold_kl, with
     `_low` and `_high`.
     """
-    table: Any = style.as_published(results.usual.by_task)
+    table: Any = style.as_published(results.by_task)
     table = _with_schedules(table[(table["level"] == "all") & (table["method"] == STUDIED)])
-    table = table[_has_one_layer(table)].astype({"layers": int}).rename(columns={"layers": "layer"})
+    table = results.least_different(table[_has_one_layer(table)])
+    table = table.astype({"layers": int}).rename(columns={"layers": "layer"})
     values = forms("score", "reference_score", "score_difference", "relative_score", "ttft_speedup", *KLS)
     table = table.sort_values([*SECTION, "keep", "layer"])
     return table[[*SECTION, "layer", "keep", "examples", *values]].reset_index(drop=True)

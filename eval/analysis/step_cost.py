@@ -20,6 +20,7 @@ _COSTS = (
     Column("step_cost", "a step costs", 2),
     Column("token_cost", "a revived token", 3),
     Column("prefill_token_cost", "a token in prefill", 3),
+    Column("revived_in_prefill", "revived / prefill", 2),
     Column("predicted", "speedup, predicted", 2),
     Column("generation_speedup", "speedup, measured", 2),
 )
@@ -66,12 +67,13 @@ def _costs(section: Section) -> list[dict[str, Any]]:
         predicted = group["ttft_s"] + step * group["steps"] + token * group["revived_tokens"]
         both: Any = group.assign(predicted=predicted).groupby("dataset")[["theirs_total_s", "predicted"]].sum()
         unit = group["theirs_step_s"].mean()
+        prefill_token = group["theirs_ttft_s"].sum() / group["prompt_tokens"].sum()
         costs.append({
-            "model": section.model, "suite": section.suite, "task": task, "examples": group["id"].nunique(),
+            "model": group["model"].iloc[0], "suite": section.suite, "task": task, "examples": group["id"].nunique(),
             "prefill_saved": (group["theirs_ttft_s"] - group["ttft_s"]).mean() / unit,
             "revived_a_step": group["revived_tokens"].sum() / max(1, group["steps"].sum()),
             "step_cost": step / unit, "token_cost": token / unit,
-            "prefill_token_cost": group["theirs_ttft_s"].sum() / group["prompt_tokens"].sum() / unit,
+            "prefill_token_cost": prefill_token / unit, "revived_in_prefill": token / prefill_token,
             "predicted": (both["theirs_total_s"] / both["predicted"]).mean(),
             **measured.loc[task, forms("generation_speedup")],
         })  # fmt: skip

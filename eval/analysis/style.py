@@ -72,13 +72,15 @@ def as_published(rows: Any) -> Any:
 
 def studied(results: Results) -> Any:
     """The rows that count of one LazyLLM setting for each model: Figure 4's schedule if it was run, else the setting
-    with most examples (the first by label of equal ones). Of the `usual` runs, without ablations.
+    with most examples (the first by label of equal ones), in the variant that differs least. Without ablations.
     """
-    counting = as_published(results.usual.counting)
+    counting = as_published(results.counting)
     rows = counting[counting["method"] == STUDIED]
+    is_paper, families = rows["label"] == PAPER_SETTING, rows["model"].map(results.families)
+    rows = results.least_different(rows[is_paper | ~is_paper.groupby(families).transform("any")])
     sizes = rows.groupby(["model", "label"])[["dataset", "id"]].apply(lambda part: len(part.drop_duplicates()))
     chosen: dict[str, str] = {}
-    for model, label in sorted(sizes.index, key=lambda key: (key[1] != PAPER_SETTING, -int(sizes[key]), key[1])):
+    for model, label in sorted(sizes.index, key=lambda key: (-int(sizes[key]), key[1])):
         chosen.setdefault(model, label)
     return rows[rows["model"].map(chosen) == rows["label"]]
 
@@ -89,14 +91,16 @@ def of_trace(
     about: Sequence[str],
     keep: Callable[[StoredArm], bool] = lambda arm: True,
 ) -> Any:
-    """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
-    `about`: model, or model and label; empty without a trace. keep: which arms count.
+    """The frame of the runs' first trace (of the paper's models, Figure 4's schedule and the variant that differs
+    least, if there are such), after `about`: model, or model and label; empty without a trace. keep: which arms count.
     """
     traced = [(run, run.arms[trace.arm], trace) for run in results.runs for trace in map(read_trace, run.traces)]
     traced = [(run, arm, trace) for run, arm, trace in traced if keep(arm)]
     if not traced:
         return pd.DataFrame()
-    run, arm, trace = min(traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING))
+    run, arm, trace = min(
+        traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING, len(one[0].differences))
+    )
     frame = frame_of(trace)
     return frame.assign(model=run.model, label=arm.label)[[*about, *frame.columns]]
 

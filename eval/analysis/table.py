@@ -96,7 +96,7 @@ class Table:
         widths[0] = min(widths[0], max(18, width - 1 - sum(widths[1 : 1 + _LEAST])))
         shows = max(2, sum(end <= width - 1 for end in accumulate(widths)))
         notes = [text for text in (self.caption, self.notes, legend([self])) if text]
-        if self.brief is not None:
+        if self.brief is not None and len(self.brief) < len(self.cells):
             notes.insert(0, f"{len(self.brief)} of {len(self.cells)} rows; the files have all.")
         if left_out := others[shows - 1 :]:
             notes.insert(0, f"Not shown for want of room, a wider terminal has: {'; '.join(left_out)}.")

@@ -47,11 +47,11 @@ def verdicts(results: Results) -> Rows:
     values behind ours), value, value_low, value_high (of a single part), verdict, lacking (what a run must have for a
     verdict), shown.
     """
-    rows = [_row(claim, one.model, one.suite, one.paper_model, *claim.judged(one))
-            for one in sections(results) for claim in CLAIMS]  # fmt: skip
-    there = {one.paper_model for one in sections(results)}
+    found = sections(results)
+    rows = [_row(claim, one.suite, one.paper_model, *claim.judged(one)) for one in found for claim in CLAIMS]
+    there = {one.paper_model for one in found}
     absent = [name for name in PAPER_MODELS if name not in there]
-    rows += [_row(claim, name, PAPER_SUITE, name) for name in absent for claim in CLAIMS if name in claim.paper]
+    rows += [_row(claim, PAPER_SUITE, name, name) for name in absent for claim in CLAIMS if name in claim.paper]
     frame: Any = pd.DataFrame([*rows, *_of_other_methods(results)], columns=[*_FRAME, "ours"])
     shown = [
         f"{verdict}: {text}" if text else verdict
@@ -61,9 +61,9 @@ def verdicts(results: Results) -> Rows:
 
 
 def _row(
-    claim: Claim, model: str, suite: str, paper_model: str | None, parts: list[Value] | None = None, lacking: str = ""
+    claim: Claim, suite: str, paper_model: str | None, model: str, parts: list[Value] | None = None, lacking: str = ""
 ) -> dict[str, Any]:
-    """A claim of the paper beside ours. parts, lacking: of `Claim.judged`."""
+    """A claim of the paper beside ours. model, parts, lacking: of `Claim.judged`."""
     parts, paper = parts or [], claim.paper.get(paper_model or "")
     return {
         "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,

@@ -200,7 +200,9 @@ def ways_out_of(give: str, folder: str) -> str:
 def require_network(url: str, what: str, ways_out: str) -> None:
     """Raise UserError if HF_HUB_OFFLINE is set or the server does not answer. what: the file in the message."""
     if is_offline():
-        raise UserError(f"{what} is not cached yet and HF_HUB_OFFLINE is set. {ways_out}")
+        raise UserError(
+            f"{what} is not cached yet and no network is used (by plan and doctor, or with HF_HUB_OFFLINE). {ways_out}"
+        )
     if not is_reachable(url):
         raise UserError(f"{what} is not cached yet and {url} does not answer. {ways_out}")
 

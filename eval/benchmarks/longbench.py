@@ -189,6 +189,7 @@ SUITE_E = register(
             if dataset.name not in ("narrativeqa", "musique", "qmsum")
         ),
         load=load_e,
+        cached=is_cached,
     )
 )
 

@@ -61,7 +61,9 @@ class NeedleConfig:
     lengths: list[int] = setting(
         [512, 1024, 2048], "maximum tokens of a prompt, its chat template and its answer together"
     )
-    depths: list[int] = setting(list(range(0, 101, 10)), "per cent of the text before the needle")
+    depths: list[int] = setting(
+        list(range(0, 101, 10)), "per cent of the text before the needle, both without other needles"
+    )
     others: int = setting(
         0, "other needles in the text, with other keys: only the question tells which one is asked for"
     )

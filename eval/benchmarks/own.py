@@ -22,7 +22,7 @@ from eval.benchmarks.metrics import METRICS, needs_classes, score_example
 from eval.benchmarks.rows import check_fields, is_answers, is_text, is_texts, loaded, prompt_parts, sha256_of, shortened
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite
 from eval.benchmarks.tables import KINDS, kind_of, read_table
-from lazyllm.errors import UserError, reason_of, require
+from lazyllm.errors import UserError, nearest, reason_of, require
 
 log = logging.getLogger(__name__)
 
@@ -90,14 +90,16 @@ def own_dataset(name: str, description: Mapping[str, Any]) -> OwnDataset:
     """The dataset of a description. Raises UserError for a key or value that is not allowed."""
     where = f"dataset.{name}"
     for key, value in description.items():
-        require(key in _GIVEN, f"{where}.{key}", value, f"one of {', '.join(_GIVEN)}")
+        if key not in _GIVEN:
+            raise UserError(f"{where}.{key}={value}: no such key: {nearest(key, _GIVEN, 'docs/suites.md')}")
         accepts, expected = _TYPES[_GIVEN[key].type]
         require(accepts(value), f"{where}.{key}", value, expected)
     for key, item in _GIVEN.items():
         require(item.default is not MISSING or key in description, f"{where}.{key}", None, "a value")
     given: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in description.items()}
     own = OwnDataset(name=name, suite=name, **given)
-    require(own.metric in METRICS, f"{where}.metric", own.metric, " or ".join(METRICS))
+    if own.metric not in METRICS:
+        raise UserError(f"{where}.metric={own.metric}: {nearest(own.metric, METRICS, 'eval/benchmarks/metrics.py')}")
     is_scorable = bool(own.classes) or not needs_classes(own)
     require(is_scorable, f"{where}.classes", [], f"the class names, which metric={own.metric} needs")
     require(bool(own.answers), f"{where}.answers", own.answers, "a field of the rows, or several")

@@ -172,7 +172,7 @@ class Suite:
     limit: the number of examples of each dataset in a run without a `limit`; None for all.
     subsets: values of `subset` in configs that name rows of this suite, for its `load` to choose.
     published: by the name of the dataset, the sizes that LazyLLM's paper reports; none for other suites.
-    cached: whether all its files are in the caches, for the paper's suite.
+    cached: whether all its files are in the caches; not asked of a suite whose `check` tells it.
     tokenizer: makes the tokenizer of its prompts, which then measure time only; None takes the model's.
     """
 

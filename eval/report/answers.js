@@ -59,8 +59,11 @@
     turn(0);
   }
 
+  const isStored = (number) => number !== null;
+
   // every text of a record that the search looks at
-  const texts = (record) => [record.id, record.end, ...record.gold, ...shown(record).map((answer) => answer.text)];
+  const texts = (record) =>
+    [record.id, record.end, ...record.gold, ...shown(record).map((answer) => answer.text)].filter(isStored);
 
   function turn(to) {
     const pages = Math.max(1, Math.ceil(found.length / PAGE));
@@ -88,11 +91,17 @@
     );
     const reference = record.answers.find((answer) => isBaseline(record, answer));
     for (const answer of shown(record)) {
-      const text = answer === reference || !reference ? make("pre", "", strings[answer.text]) : beside(answer, reference);
-      columns.append(column(label(record, answer), [numbers(answer), text], answer === reference ? "baseline" : "method"));
+      const parts = [numbers(answer), written(answer, reference)];
+      columns.append(column(label(record, answer), parts, answer === reference ? "baseline" : "method"));
     }
     item.append(head, columns);
     return item;
+  }
+
+  function written(answer, reference) {
+    if (!isStored(answer.text)) return make("p", "empty", "not stored");
+    if (answer === reference || !reference) return make("pre", "", strings[answer.text]);
+    return beside(answer, reference);
   }
 
   function numbers({ score, gain, ttft, speedup, kl, answer_kl, pct, tokens }) {

@@ -11,7 +11,7 @@ from eval.store.visit import Answer
 
 def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[str, Any]:
     """The script's data: runs, strings, and an entry for each turn of each example of a run, with the answers of all
-    arms; its texts are indices of strings.
+    arms; its texts are indices of strings, null if they are not stored.
 
     An answer's `speedup` and `gain` compare with the baseline's of the same visit; they are null without one, and of
     the baseline. most: only the first N examples of each run and dataset; None for all. Scores are 0 to 100, times in
@@ -54,7 +54,7 @@ def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
 def _embedded(own: Answer, theirs: Answer | None, strings: dict[str, int]) -> dict[str, Any]:
     ids = own.token_ids  # None of a server's answer, which may tell their number
     return {
-        "text": strings[own.text],
+        "text": None if own.text is None else strings[own.text],
         "tokens": own.request and own.request.completion_tokens if ids is None else len(ids),
         "score": _short(None if own.score is None else 100 * own.score),
         "ttft": _short(own.times.ttft_s),
@@ -63,8 +63,15 @@ def _embedded(own: Answer, theirs: Answer | None, strings: dict[str, int]) -> di
         "answer_kl": _short(own.fidelity and own.fidelity.answer_kl),
         "speedup": _short(theirs and _joined(truediv, theirs.times.ttft_s, own.times.ttft_s)),
         "gain": _short(theirs and _joined(lambda a, b: 100 * (a - b), own.score, theirs.score)),
-        "differs": theirs is not None and own.text != theirs.text,
+        "differs": theirs is not None and _differs(own, theirs),
     }
+
+
+def _differs(own: Answer, theirs: Answer) -> bool:
+    """Whether two answers differ: by their texts, or by the stored comparison of their tokens."""
+    if own.text is None:
+        return own.fidelity is not None and not own.fidelity.same_answer
+    return own.text != theirs.text
 
 
 def _joined(join: Callable[[float, float], float], a: float | None, b: float | None) -> float | None:

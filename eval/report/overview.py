@@ -41,16 +41,16 @@ def findings(results: Results) -> list[str]:
 
     It says instead what the runs cannot show: without a baseline, with one that scores 0, with few examples (a share of
     the score that is not known to within `KEPT_WITHIN` points).
-    As in figures, of the `usual` runs; the last sentence names the others.
+    Of the variant of each model that differs least; the last sentence names the others.
     """
-    shown = results.usual
-    whole: Any = shown.by_task[shown.by_task["level"] == "all"]
+    whole: Any = results.least_different(results.by_task[results.by_task["level"] == "all"])
     sentences = list[str]()
     for (model, suite), rows in whole.groupby(["model", "suite"], sort=False):
         name = model if f"({suite})" in model else f"{model} on {suite}"
         sentences.append(f"{name}: {_finding(rows.to_dict('records'))}")
-    others = _listed(run.model for run in results.runs if run not in shown.runs)
-    return [*sentences, f"Other settings, in tables only: {others}."] if others else sentences
+    shown = set(whole["model"])
+    others = _listed(run.model for run in results.runs if run.model not in shown)
+    return [*sentences, f"Other settings, in the tables: {others}."] if others else sentences
 
 
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:

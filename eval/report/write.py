@@ -2,6 +2,7 @@
 
 OUT/index.html    all tables and figures, and the answers of every arm beside each other, on one page
 OUT/README.md     all tables and figures with captions, and a list of those without runs, which are not written
+                  (index.md, if OUT has a README.md that this command did not write)
 OUT/tables/       each table as .md, .csv (full precision) and .tex
 OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
 OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hashes of the visits
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TITLE = "# Tables and figures"
 FORMATS = ("md", "csv", "tex", "svg", "pdf", "png", "html")
 
 
@@ -41,7 +43,7 @@ def write_paper(
     formats: Sequence[str] = FORMATS,
     most: int | None = None,
 ) -> list[Path]:
-    """Write everything into `out`, created if missing. Returns the paths, README.md first.
+    """Write everything into `out`, created if missing. Returns the paths, the index first.
 
     tables, figures: as in `eval.analysis.table`. formats: suffixes of the files; pictures in README.md are PNG.
     most: of `render`. Raises UserError if a file cannot be written.
@@ -86,7 +88,7 @@ def write_paper(
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
     runs, answers = len(results.runs), len(results.counting)
     index = (
-        f"# Tables and figures\n\nMade by `lazyllm-bench paper` from {counted(runs, 'stored run')} with "
+        f"{TITLE}\n\nMade by `lazyllm-bench paper` from {counted(runs, 'stored run')} with "
         f"{counted(answers, 'answer')}, without a model. [provenance.json](provenance.json) lists the runs, their "
         "code and their machines.\n\n"
     )
@@ -98,8 +100,16 @@ def write_paper(
         missing = [f"- {title}: `{command}`" for title, command in content.missing]
         index += "\n".join(["No run yet for:", "", *missing, "", ""])
     index += f"In all tables, {signs}\n\n" if (signs := legend(content.tables)) else ""
-    write_whole(out / "README.md", index + "\n".join(sections))
-    return [out / "README.md", out / "provenance.json", *paths]
+    written = _index(out)
+    write_whole(written, index + "\n".join(sections))
+    return [written, out / "provenance.json", *paths]
+
+
+def _index(out: Path) -> Path:
+    """README.md; index.md beside one that somebody else wrote."""
+    file = out / "README.md"
+    is_free = not file.exists() or file.read_text(encoding="utf-8").startswith(TITLE)
+    return file if is_free else out / "index.md"
 
 
 def _source(files: Mapping[str, Path], command: str) -> str:

@@ -110,8 +110,11 @@ class Asked:
         return self
 
 
-def ask(config: RunConfig, runs: Path = RUNS) -> Asked:
-    """What the settings ask for, checked as far as that needs no files of models. Raises UserError."""
+def ask(config: RunConfig, runs: Path = RUNS, check_rows: bool = True) -> Asked:
+    """What the settings ask for, checked as far as that needs no files of models. Raises UserError.
+
+    check_rows: whether the rows of at least one dataset must be there.
+    """
     named = datasets_asked_for(config.dataset, config.model.name)
     arms = arms_asked(config)
     subject = subject_of(config, arms)
@@ -120,7 +123,7 @@ def ask(config: RunConfig, runs: Path = RUNS) -> Asked:
         if suite.options is not None and suite.name != named[0].suite:
             instead = f"dataset={suite.whole} with it: {named[0].name} is of {named[0].suite}"
             check_unused(suite.name, getattr(config, suite.name), instead)
-    return Asked(config, subject, arms, _with_rows(config, named, data), data, runs)
+    return Asked(config, subject, arms, _with_rows(config, named, data) if check_rows else named, data, runs)
 
 
 def _data_settings(config: RunConfig, suite: Suite, subject: Subject) -> DataSettings:

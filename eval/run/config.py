@@ -152,10 +152,19 @@ def prepared(arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> l
 
 
 def _with_own_model(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with `model=custom` for a `model.name` that is no preset: the settings of `tiny` are not its."""
+    """The arguments, with `model=PRESET` or `model=custom` for a `model.name` alone: `tiny`'s settings are not its."""
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
-    is_own = "model" not in given and given.get("model.name", "tiny") not in PRESETS
-    return [*(["model=custom"] if is_own else []), *arguments]
+    if "model" in given or "model.name" not in given:
+        return [*arguments]
+    names = [_unquoted(name) for name in given["model.name"].split(",")]
+    if not PRESETS.keys() >= {*names}:
+        return ["model=custom", *arguments]
+    return [argument for argument in arguments if not argument.startswith("model.name=")] + [f"model={','.join(names)}"]
+
+
+def _unquoted(text: str) -> str:
+    """A value without the quotes around it."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _with_own_files(arguments: Sequence[str]) -> list[str]:
@@ -165,7 +174,7 @@ def _with_own_files(arguments: Sequence[str]) -> list[str]:
         key, _, value = argument.partition("=")
         choices = value.split(",") if key in ("dataset", "method") else []
         for number, quoted in enumerate(choices):
-            choice = quoted[1:-1] if len(quoted) > 1 and quoted[0] == quoted[-1] and quoted[0] in "'\"" else quoted
+            choice = _unquoted(quoted)
             file = Path(choice)
             if key == "dataset" and file.suffix in (".yaml", ".yml"):
                 name, node = file.stem, described(file)  # Hydra reads a name without its suffix
@@ -263,7 +272,7 @@ def one_line(error: Exception) -> UserError:
     options = getattr(error, "options", None) or (CHOICES if group == "dataset" else ())  # Hydra has none of a list
     if options:
         if group == "model" and "/" in name:
-            return UserError(f"model={name}: expected a preset's name, or model=custom model.name={name}")
+            return UserError(f"model={name}: expected a preset's name, or model.name={name}")
         return UserError(f"{group}={name}: {nearest(name, options)}")
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     lines = [line for line in lines if line not in ("", "None") and not line.startswith(_NOT_FOR_PEOPLE)]

@@ -121,8 +121,9 @@ def check_token(absent: Sequence[ModelSpec]) -> State:
 
     if get_token() is not None:
         return OK, "the hub's client has one"
-    is_needed = any(_preset(spec).gated for spec in absent)
-    return MISSING if is_needed else NOT_NEEDED, "hf auth login (gated models need it)"
+    if any(_preset(spec).gated for spec in absent):
+        return MISSING, "hf auth login (gated models need it)"
+    return NOT_NEEDED, "no gated model is to be fetched"
 
 
 def check_model(spec: ModelSpec, fault: UserError | None) -> State:
@@ -131,7 +132,7 @@ def check_model(spec: ModelSpec, fault: UserError | None) -> State:
     if not isinstance(fault, HubError):
         return MISSING, str(fault)
     access = f"ask for access at https://huggingface.co/{spec.source}, then " if _preset(spec).gated else ""
-    asked = f"model={spec.name}" if spec.name in PRESETS else f"model=custom model.name={spec.name}"
+    asked = f"model={spec.name}" if spec.name in PRESETS else f"model.name={spec.name}"
     return MISSING, f"{spec.source} is not in the cache: {access}lazyllm-bench fetch {asked}, with a network"
 
 
@@ -144,16 +145,17 @@ def check_rows(runs: Sequence[Asked]) -> State:
     found = list[str]()
     for run in runs:
         suite = run.suite
+        try:
+            run = ask(run.config)  # refuses rows that are missing, as a run does
+            rows = 0 if run.data.dir is None else sum(len(data.examples) for data in read_rows(run))
+        except UserError as error:
+            return MISSING, str(error)
         if run.data.dir is not None:
-            try:
-                rows = sum(len(data.examples) for data in read_rows(run))
-            except UserError as error:
-                return MISSING, str(error)
             found.append(f"{rows} rows of {suite.name} are in {run.data.dir}")
         elif not suite.rows_here:
             if not suite.cached(run.data):
                 return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
-            found.append(f"{suite.name} is in the cache")
+            found.append(f"{suite.name} can be loaded")
     return (OK, "; ".join(dict.fromkeys(found))) if found else (NOT_NEEDED, "the suite brings its own")
 
 
@@ -194,7 +196,7 @@ def nvidia_smi(*query: str) -> list[str] | None:
 
 def examine(arguments: Sequence[str]) -> dict[str, State]:
     """The state of each thing that a run or a sweep needs, by its arguments. Raises UserError for unknown ones."""
-    runs = [ask(config) for config in jobs_of(arguments)]
+    runs = [ask(config, check_rows=False) for config in jobs_of(arguments)]
     specs = dict.fromkeys(spec for run in runs for spec in run.subject.models)
     gpu, faults = first_gpu(), {spec: fault_of(spec) for spec in specs}
     absent = [spec for spec, fault in faults.items() if isinstance(fault, HubError)]

@@ -72,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     def work(config: DictConfig) -> None:
         with job():
             asked = ask(to_run_config(config), _sweep_folder())
+            if bounds and (asked.baseline is None or len(asked.arms) == 1):
+                raise UserError(f"--gate {options.gate}: expected the baseline and another arm, to compare with it")
             receipt = receipt_of(asked)
             if (complete := complete_run(asked, receipt)) is not None:
                 show(complete)
@@ -144,6 +146,8 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError for what Hydra refuses."""
     jobs: list[tuple[DictConfig, list[str]]] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
+    if options := [word for word in own if word.startswith("-")]:  # --cfg, for one, is Hydra's of a run
+        raise UserError(f"{options[0]}: expected KEY=VALUE, such as limit=3, or -m")
     others, whole = without_whole_arms(prepared(own))
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]

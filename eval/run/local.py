@@ -95,12 +95,13 @@ class LocalModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        from lazyllm.models.load import load_tokenizer_of
+        from lazyllm.models.load import check_fits, load_tokenizer_of
 
         if self.own_tokenizer is not None:
             return self.own_tokenizer(self.spec)
         tokenizer = load_tokenizer_of(self.spec)
         assert tokenizer is not None  # `subject_of` refuses random weights without one
+        check_fits(tokenizer, self.spec)
         return tokenizer
 
     @property

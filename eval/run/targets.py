@@ -73,8 +73,9 @@ class Target:
             tokens = REFERENCE_TOKENS[column]
         if limit is not None:
             tokens = min(tokens, limit)
-        key, expected = f"dataset.{dataset.name}.prompt_tokens", "the rows' mean, for which 2x is solved"
-        require(tokens > 0, key, tokens, expected)
+        target = f"{kind.target_parameter}={'table1' if self.speedup is None else f'{self.speedup:g}x'}"
+        expected = f"the rows' mean, for which {target} of {name} is solved"
+        require(tokens > 0, f"dataset.{dataset.name}.prompt_tokens", tokens, expected)
         speedup = self.speedup or table1_speedup(dataset.task, name, column)
         solution = kind.solve(others, shape, tokens, speedup)
         if solution is None:

@@ -135,6 +135,7 @@ class ChatRequest(Asked):
     service_tier: Literal["auto", "default"] = "auto"
     modalities: list[Literal["text"]] = ["text"]
     verbosity: Literal["medium"] = "medium"
+    reasoning_effort: Literal["none"] = "none"
     tools: _EmptyList = []
     functions: _EmptyList = []
     tool_choice: Literal["none", "auto"] = "auto"  # without tools, this and the next two choose nothing

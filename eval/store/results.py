@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eval.benchmarks.datasets import DATASETS
 from eval.store.runs import COLUMNS, StoredRun, stored_runs
 from eval.store.visit import Answer, Turn, Visit
-from lazyllm.errors import UserError
+from lazyllm.errors import UserError, nearest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,13 +126,18 @@ class Results:
             yield visit.turns[turn - 1], visit.answers[arm][turn - 1]
 
     @cached_property
-    def usual(self) -> Results:
-        """The runs that differ least from the others of their model. Figures show only these; tables show all."""
-        counts = defaultdict[str, list[int]](list)
-        for run in self.runs:
-            counts[run.model.removesuffix(run.variant)].append(len(run.differences))
-        runs = [run for run in self.runs if len(run.differences) == min(counts[run.model.removesuffix(run.variant)])]
-        return self if len(runs) == len(self.runs) else Results(runs)
+    def families(self) -> dict[str, str]:
+        """{model: it without its variant}."""
+        return {run.model: run.family for run in self.runs}
+
+    def least_different(self, rows: Any) -> Any:
+        """Of these rows of a frame, those of the variant of each model that differs least from its other runs.
+
+        What shows one variant of a model, as figures and claims do, asks it of the rows that it could show.
+        """
+        differences = rows["model"].map({run.model: len(run.differences) for run in self.runs})
+        least = differences.groupby(rows["model"].map(self.families)).transform("min")
+        return rows[differences == least]
 
 
 def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
@@ -239,8 +244,9 @@ def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = 
         key, equals, value = condition.partition("=")
         known = [{"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)} for run in left]
         if not equals or not any(key in values for values in known):
-            names = ", ".join(sorted({name for values in known for name in values if "parameters." not in name}))
-            raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {names}")
+            names = {name for values in known for name in values if "parameters." not in name}
+            near = nearest(key, names, "run.json of a run")
+            raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {near}")
         left = [run for run, values in zip(left, known, strict=True) if values.get(key) == value]
         if not left:
             choices = ", ".join(sorted({values[key] for values in known if key in values}))

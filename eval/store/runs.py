@@ -197,6 +197,11 @@ class StoredRun:
         return name + self.variant
 
     @property
+    def family(self) -> str:
+        """`model` without `variant`: what runs of one model share."""
+        return self.model.removesuffix(self.variant)
+
+    @property
     def paper_model(self) -> str | None:
         """The model's column in the paper's tables: llama2, xgen or None."""
         return self.about["config"]["model"]["paper"]
@@ -229,7 +234,7 @@ class StoredRun:
     @property
     def traces(self) -> list[Path]:
         """Files with a `Trace`, one for each traced example and arm."""
-        return sorted((self.folder / "traces").glob("*.json"))
+        return sorted(file for end in ("json", "json.gz") for file in (self.folder / "traces").glob(f"*.{end}"))
 
 
 COLUMNS = [
@@ -238,12 +243,13 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def _derived(one: Answer) -> tuple[float | None, int | None, int]:
+def _derived(one: Answer) -> tuple[float | None, int | None, int | None]:
     """step_s, generated_tokens and pct_answered; a server's answer has its mean step and its count of tokens."""
     step_s, tokens = (one.request.tpot_s, one.request.completion_tokens) if one.request else (None, None)
     if one.times.decode_step_s:
         step_s = float(np.mean(one.times.decode_step_s))
-    return step_s, tokens if one.token_ids is None else len(one.token_ids), 100 if one.text else 0
+    answered = None if one.text is None else 100 if one.text else 0
+    return step_s, tokens if one.token_ids is None else len(one.token_ids), answered
 
 
 def _token_s(one: Answer) -> tuple[float, ...] | None:

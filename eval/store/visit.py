@@ -6,8 +6,10 @@ A new measured number is a field of a part of `Answer`, with a default for the v
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -164,7 +166,8 @@ class Evidence:
 class Answer:
     """An arm's answer in one turn, scored, with what is known of it.
 
-    text: the scored answer, before the first-line rule of some datasets. token_ids: its tokens; None of a server.
+    text: the scored answer, before the first-line rule of some datasets; None in records that leave out the texts
+        (`scripts.dev.records`). token_ids: its tokens, which are all 0 there; None of a server.
     score: the dataset's metric, 0 to 1; None without one.
     rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
     cost: None of a server. request: None in this process.
@@ -174,7 +177,7 @@ class Answer:
 
     __pydantic_config__ = _STRICT
 
-    text: str
+    text: str | None
     token_ids: list[int] | None = None
     score: float | None = field(metadata=_PERCENT)
     rouge_l: float | None = field(default=None, metadata=_PERCENT)
@@ -303,7 +306,8 @@ class Trace:
     """One example under one arm.
 
     tokens: [n] the text of each prompt token; joined they are the prompt, with the names of special tokens.
-    generated: the text of each generated token; "" for a token that ends within a letter.
+    generated: the text of each generated token; "" for a token that ends within a letter. All are "" in records that
+        leave out the texts.
     importance: [layers][n] Eq. 1 in a prefill without pruning.
     selected: per step {layer (1-based; 0 before the first layer): ascending positions that enter the next layer},
         prompt and generated tokens; empty in later steps if a method selects in prefill only.
@@ -336,8 +340,9 @@ class Trace:
 
 
 def read_trace(file: Path) -> Trace:
-    """The trace in a file. Raises UserError if it is not a trace."""
+    """The trace in a file, which may be gzipped. Raises UserError if it is not a trace."""
     try:
-        return _adapter(Trace).validate_json(file.read_bytes())
-    except ValueError as error:
+        data = file.read_bytes()
+        return _adapter(Trace).validate_json(gzip.decompress(data) if file.suffix == ".gz" else data)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{file}: not a trace ({reason_of(error)})") from error

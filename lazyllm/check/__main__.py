@@ -2,8 +2,9 @@
 
 lazyllm-bench check METHOD [KEY=VALUE ...]     e.g. check keep_last layer=2 keep=0.25
 
-METHOD is a name that `lazyllm-bench methods` lists. The keys are its hyperparameters, as numbers, words, or mappings
-such as schedule='{1: 0.5}'. The models have 4 layers and the prompts up to 40 tokens, so give small numbers.
+METHOD is a name that `lazyllm-bench methods` lists, or a file such as mine.py. The keys are its hyperparameters, as
+numbers, words, or mappings such as schedule='{1: 0.5}'. The models have 4 layers and the prompts up to 40 tokens, so
+give small numbers.
 Exit code 1 if an invariant fails.
 """
 

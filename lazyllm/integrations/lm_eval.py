@@ -39,7 +39,7 @@ from lazyllm.engine.generation import Forced, Request
 from lazyllm.engine.inputs import Prompt
 from lazyllm.integrations.transformers_generate import using
 from lazyllm.methods import about_the_method, code_of, make
-from lazyllm.models.load import as_device, check_loading, load_config, load_tokenizer_of, load_weights
+from lazyllm.models.load import as_device, check_fits, check_loading, load_config, load_tokenizer_of, load_weights
 from lazyllm.spec import DTYPES, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
@@ -115,6 +115,7 @@ class PrunedLM(_HFLM):
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **_: Any) -> None:
         self.tokenizer = load_tokenizer_of(self._spec)
+        check_fits(self.tokenizer, self._spec)
 
     def _create_model(self, pretrained: str, **_: Any) -> None:
         self._model = load_weights(replace(self._spec, device=str(self._device)))

@@ -53,21 +53,23 @@ def convert(file: Path, folder: Path) -> str:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """Without transformers' progress bars, as `gguf_file` logs what is read."""
+def _in_silence() -> Iterator[None]:
+    """Without transformers' progress bars and its advice on packed weights: `gguf_file` logs what is read."""
     module: Any = modeling_gguf_pytorch_utils
-    bar, is_shown = module.tqdm, logging.is_progress_bar_enabled()
+    bar, is_shown, verbosity = module.tqdm, logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     module.tqdm = logging.tqdm  # so that this bar can be switched off too
     try:
         yield
     finally:
         module.tqdm = bar
+        logging.set_verbosity(verbosity)
         if is_shown:
             logging.enable_progress_bar()
 
 
-@_without_bars()
+@_in_silence()
 def dequantise(file: Path, about: Path, dtype: str, folder: Path) -> None:
     """Write the model of a GGUF file into a folder, in a dtype. about: the folder of `convert`. Raises UserError."""
     link = _linked(file, folder)

@@ -51,28 +51,32 @@ def load_model(
     Raises UserError.
     """
     spec = ModelSpec(**locals())
-    return load_weights(spec), load_tokenizer_of(spec)
+    check_loading(spec)
+    tokenizer = load_tokenizer_of(spec)
+    if tokenizer is not None:
+        check_fits(tokenizer, spec)
+    return load_weights(spec), tokenizer
 
 
 def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
     """The tokenizer that `load_model` gives, without the model. Raises UserError."""
     if spec.is_dummy and spec.tokenizer is None and not spec.is_local:
         return None  # "dummy" downloads nothing
-    tokenizer = load_tokenizer(*tokenizer_of(spec))
-    if spec.tokenizer is not None:
-        _check_fits(tokenizer, spec)
-    return tokenizer
+    return load_tokenizer(*tokenizer_of(spec))
 
 
-def _check_fits(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
-    """Refuse another tokenizer with more tokens than the model, and log one that may not be the model's: UserError."""
-    tokens, known = tokenizer.vocab_size, shape_of(spec).vocab_size  # of both without tokens that were added later
+def check_fits(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
+    """Refuse a tokenizer with more tokens than the model, log one that may be another's. Raises UserError."""
+    known = shape_of(spec).get_text_config().vocab_size
+    tokens = tokenizer.vocab_size  # without tokens that were added later
+    held = f"tokenizer {spec.tokenizer or f'of {spec.name}'}: it has {tokens:,} tokens, the model {known:,}"
     if tokens > known:
-        raise UserError(
-            f"tokenizer {spec.tokenizer}: it has {tokens:,} tokens, {spec.name} only {known:,}: give the model's own"
-        )
+        raise UserError(f"{held}: give the model's own (in a run model.tokenizer=FOLDER)")
     if tokens < LEAST_SHARE * known:
-        log.warning("tokenizer %s has %s tokens, %s has %s: is it its own?", spec.tokenizer, tokens, spec.name, known)
+        log.warning("%s: is it the model's own?", held)
+    ends = () if spec.tokenizer is None else load_end_ids(spec)
+    if ends and tokenizer.eos_token_id not in ends:
+        log.warning("%s; it ends a text by token %s, the model by %s", held, tokenizer.eos_token_id, [*ends])
 
 
 def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:

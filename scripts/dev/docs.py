@@ -1,10 +1,10 @@
-r"""Insert into README.md and docs/*.md what other files hold: python -m scripts.dev.docs
+r"""Insert into README.md, docs/*.md and results/*/README.md what other files hold: python -m scripts.dev.docs
 
 A page names its source in a pair of comments, and what stands between them is replaced:
 
     <!-- insert: results/demo/demo.md -->           the table of a Markdown file
     <!-- insert: results/demo/demo.md mean over tasks -->   its rows whose beginning matches this regular expression
-    <!-- insert: results/field/field.md tiny.*=1\.5x columns 2-7 -->   these columns of them, from 1
+    <!-- insert: results/demo/demo.md needle columns 2-9 -->   these columns of them, from 1
     <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
     <!-- insert: methods -->                        the hyperparameters of `lazyllm-bench methods`
     <!-- end -->
@@ -25,6 +25,11 @@ _PART = re.compile(r"(<!-- insert: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 def pages() -> list[Path]:
     """README.md and the pages of docs/."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled() -> list[Path]:
+    """The pages that may have insertions: those, and the README.md of each folder of results/."""
+    return [*pages(), *sorted(ROOT.glob("results/*/README.md"))]
 
 
 def inserted(text: str) -> str:
@@ -69,7 +74,7 @@ def _methods() -> str:
 
 
 def main() -> None:
-    for page in pages():
+    for page in filled():
         text = page.read_text(encoding="utf-8")
         if (new := inserted(text)) != text:
             page.write_text(new, encoding="utf-8")

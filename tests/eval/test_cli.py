@@ -61,6 +61,9 @@ REFUSED = {
     "run server.url=http://[::1]:9/v1": "a value with special signs takes quotes, for the shell too",
     "serve port=99999": "error: host=127.0.0.1 port=99999: no server can listen there",
     "run data.dir=nowhere": "error: data.dir=nowhere: expected an existing folder",
+    "run dataset=lookup baseline=false --gate score>=1": "--gate score>=1: expected the baseline and another arm",
+    "run dataset=lookup method=baseline --gate ttft>=1": "--gate ttft>=1: expected the baseline and another arm",
+    "fetch --cfg job": "error: --cfg: expected KEY=VALUE",
     "run model=custom model.name=./nowhere": "error: './nowhere' is not a model: no such folder",
     "run model.tokenizer=/nowhere dataset=lookup": "error: /nowhere: no such file or folder",
     "run threads=999999999": "error: threads=999999999: expected at most 1024",
@@ -253,7 +256,7 @@ def test_closed_streams_are_no_error(closed: str) -> None:
 
 
 def test_a_terminal_without_the_sign_shows_another() -> None:
-    command = [sys.executable, "-m", "eval.cli", "results", str(ROOT / "results" / "embedded")]
+    command = [sys.executable, "-m", "eval.cli", "results", str(ROOT / "results" / "smollm2")]
     shown = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=True)
     assert b"?" in shown.stdout  # for ±
     assert shown.stderr == b""

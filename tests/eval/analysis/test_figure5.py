@@ -143,11 +143,30 @@ def test_figure5_speaks_of_faint_points_only_if_there_are_some() -> None:
     assert [any("faint" in text for text in texts(drawn(plot, frame))) for frame in (beaten, alone)] == [True, False]
 
 
-def test_every_kl_that_was_measured_has_panels_of_its_own() -> None:
+def test_figure5_has_panels_of_the_best_kl_and_figure6_of_each() -> None:
     kls = {"kl": 0.1, "answer_kl": 0.2}
     runs = [stored([example("trec", row, **kls) for row in "ab"], settings={"schedule": {"2": 0.5}})]
-    for name, one in (("figure5", figures()["figure5"]), ("figure6", figures()["figure6"])):
+    for name, has_first in (("figure5", False), ("figure6", True)):
+        one = figures()[name]
         written = texts(drawn(one.plot, one.data(Results(runs))))
         assert "KL over the baseline's answer, nats" in written, name
-        assert "KL from the baseline's first token, nats" in written, name
+        assert ("KL from the baseline's first token, nats" in written) == has_first, name
         assert "KL over the gold answer, nats" not in written, name
+
+
+def test_figure5_shows_the_kl_of_a_task_in_which_the_baseline_scores_nothing() -> None:
+    wrong = [example("trec", row, baseline={"score": 0.0}, score=0.0, answer_kl=0.2, kl=0.1) for row in "ab"]
+    results = Results([stored(wrong, settings={"schedule": {"2": 0.5}})])
+    measured = data(results).query("source == 'measured' and task == 'few_shot'")
+    assert measured["answer_kl"].tolist() == [0.2]
+    assert measured["relative_score"].isna().all()
+    assert measured["on_curve"].all()  # no setting has a better score
+    assert "KL over the baseline's answer, nats" in texts(drawn(plot, data(results)))
+
+
+def test_figure5_of_a_suite_that_the_baseline_fails_shows_the_kl_alone() -> None:
+    """The paper has no points of its task either."""
+    wrong = [example("needle", row, score=0.0, kl=0.1, ttft_s=0.2, baseline={"score": 0.0}) for row in "ab"]
+    shown = texts(drawn(plot, data(Results([stored(wrong)]))))
+    assert "score, % of the baseline's" not in shown
+    assert "KL from the baseline's first token, nats" in shown

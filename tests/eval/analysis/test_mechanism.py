@@ -16,6 +16,7 @@ from eval.analysis.mechanism import State, counts_per_layer, data, mechanism_fra
 from eval.store.results import Results
 from eval.store.visit import Trace, compact_counts
 from lazyllm.methods import Lazy
+from scripts.dev import records
 from tests.eval.analysis.made import ARM, drawn, small_trace, stored, texts, with_traces
 from tests.reference import lazy_reference, random_model
 
@@ -142,6 +143,16 @@ def test_mechanism_figure_writes_any_token() -> None:
     assert mechanism._shown(" ") == "␣"
     assert mechanism._shown("abcdefghijklmnop") == "abcdefghijk…"
     assert mechanism._shown(float("nan")) == "␣"  # an empty text of a CSV
+
+
+def test_mechanism_figure_without_texts_numbers_the_tokens() -> None:
+    trace = small_trace()
+    picture = plot(mechanism_frame(records.trace_without_texts(trace)))
+    written = texts(picture)
+    places = [str(place + 1) for place in range(len(trace.tokens) + len(trace.generated) - 1)]
+    assert [tick.get_text() for tick in picture.axes[-1].get_xticklabels()] == places
+    assert "LazyLLM: decoding step 1" in written
+    assert "␣" not in "".join(written)
 
 
 def test_states_differ_in_lightness_or_mark() -> None:

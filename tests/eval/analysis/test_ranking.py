@@ -56,6 +56,18 @@ def test_the_answers_kl_ranks_where_all_have_it(lacks: tuple[str, ...], first: s
     assert frame[f"{ranked_by}_difference"].tolist()[1] > 0
 
 
+def test_ranking_of_random_tokens_has_no_scores() -> None:
+    runs = [
+        stored(
+            [example("random", row, kl=kl, score=None, baseline={"score": None}) for row in "ab"], name, {"keep": "2x"}
+        )
+        for name, kl in {"gemfilter": 0.1, "fastkv": 0.3}.items()
+    ]
+    cells = ranking(Results(runs)).cells
+    assert cells["KL - rank 1's"].tolist() == ["-", "+0.20000 (+0.20000, +0.20000)"]
+    assert cells["score - rank 1's"].tolist() == ["-", "-"]
+
+
 def test_ranking_leaves_out_diagnostics_and_missed_speedups() -> None:
     def run(method: str, kls: list[float], ideal: float) -> StoredRun:
         flops = [

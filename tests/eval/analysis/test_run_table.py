@@ -178,6 +178,18 @@ def test_prompts_of_which_a_method_kept_all_are_counted(method: str, settings: d
     assert "kept all" not in run_table(Results([stored([pruned], method, settings)]), "").caption
 
 
+def test_prompts_in_which_a_method_skipped_no_attention_are_counted() -> None:
+    """By FLOPs: such a prompt's are the baseline's."""
+    visits = [
+        example("trec", name, prefill_flops=flops, baseline={"prefill_flops": 100}, **WHOLE)
+        for name, flops in {"a": 100, "b": 90}.items()
+    ]
+    note = "the arm skipped no attention in 1 of 2 prompts."
+    assert note in run_table(Results([stored(visits, "trianglemix", {})]), "").caption
+    assert "no attention" not in run_table(Results([stored(visits, "lazy", {})]), "").caption
+    assert "no attention" not in run_table(Results([stored(visits[1:], "trianglemix", {})]), "").caption
+
+
 def test_answers_without_an_end_of_thought_are_counted() -> None:
     """Prompts without chat format have no thoughts, so that an empty answer there is one."""
     visits = [
@@ -233,6 +245,7 @@ def test_terminal_shows_means_only_of_many_arms() -> None:
     assert "multi_doc_qa" not in shown
     assert f"arm {MANY - 1}" in shown
     assert table.to_markdown().count("hotpotqa") == MANY + 2
+    assert "rows; the files have all" not in console_text(run_table(Results([with_arms(MANY, VISITS[-1:])]), ""))
     of_one_task = console_text(run_table(Results([with_arms(MANY, VISITS[:3])]), ""))
     assert f"{MANY + 2} of {3 * (MANY + 2)} rows; the files have all." in of_one_task
     assert "multi_doc_qa" in of_one_task

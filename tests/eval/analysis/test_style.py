@@ -104,7 +104,11 @@ def test_figures_choose_the_runs_that_differ_least() -> None:
         replace(run, variant=" (a=1)", differences=dict.fromkeys(facts, "1"))
         for run, facts in ((other, "a"), (third, "ab"))
     ]
-    assert [run.model for run in Results([one, *odd]).usual.runs] == ["tiny", "big (a=1)"]  # no usual run of `big`
+    results = Results([one, *odd])
+    rows = pd.DataFrame({"model": [run.model for run in results.runs]})
+    assert list(rows["model"]) == ["tiny", "tiny (a=1)", "big (a=1)"]
+    assert list(results.least_different(rows)["model"]) == ["tiny", "big (a=1)"]  # `big` has no other
+    assert list(results.least_different(rows[1:])["model"]) == ["tiny (a=1)", "big (a=1)"]  # of what could be shown
 
 
 def test_figures_draw_the_largest_panels_and_say_how_to_choose() -> None:

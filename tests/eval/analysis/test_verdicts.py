@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.claims import CLAIMS, Claim
-from eval.analysis.paper_tables import paper_values
+from eval.analysis.claims import CLAIMS, Claim, sections
+from eval.analysis.paper_tables import paper_values, table1
 from eval.analysis.step_cost import step_cost
 from eval.analysis.verdicts import verdicts
-from eval.store.results import Results
+from eval.store.results import Results, with_variants
 from tests.eval.analysis.made import example, small_trace, stored, with_traces
 
 NAN = math.nan
@@ -125,6 +125,24 @@ def test_claims_of_time_by_hand() -> None:
     assert (slower["parts"], slower["verdict"]) == (6, "does not hold")  # task by task: the mean of 1.75 hides it
     assert row(results, "Faster to the first")["verdict"] == "holds"
     assert row(results, "Prompt compression's")["verdict"] == "not run"
+
+
+def test_each_claim_takes_the_variant_of_its_experiment() -> None:
+    """Table 1 at one limit of prompts, and twice another experiment at another one, which is then the usual limit."""
+    visits = [example(dataset, str(number), ttft_s=0.2) for dataset in SIX for number in range(6)]
+    runs = [
+        stored(visits, "lazy", {"schedule": "table1"}, max_prompt_tokens=2000),
+        stored(visits, "lazy", {"schedule": "1.5x"}, max_prompt_tokens=1000),
+        stored(visits, "static_pruning", {"layer": 2, "keep": "1.5x"}, max_prompt_tokens=1000),
+    ]
+    results = Results(with_variants(runs))
+    whole = "tiny (max_prompt_tokens=2000)"
+    assert [one.model for one in sections(results)] == ["tiny"]
+    assert row(results, "Faster to the first", whole)["verdict"] == "holds"
+    assert row(results, "Better than static pruning at one speedup, task by task, points")["parts"] == 6
+    assert set(verdicts(results).frame["model"]) == {"tiny", whole, "llama2", "xgen"}
+    shown = table1(results).cells
+    assert set(shown["model"]) == {whole}  # the baseline of the others has no row
 
 
 def test_a_mild_setting_is_not_judged_as_table_1s() -> None:
@@ -297,4 +315,5 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
     assert list(table.frame["predicted"]) == pytest.approx(list(table.frame["generation_speedup"]))
     (few_shot,) = table.frame[table.frame["task"] == "few_shot"].to_dict("records")
     assert few_shot["prefill_token_cost"] == pytest.approx(0.4 / 100 / 0.1)
+    assert few_shot["revived_in_prefill"] == pytest.approx(few_shot["token_cost"] / few_shot["prefill_token_cost"])
     assert (few_shot["prefill_saved"], few_shot["revived_a_step"]) == (pytest.approx(2), 8 / 4)

@@ -17,6 +17,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from eval.report.content import content_of
 from eval.report.page import render
 from eval.store.results import Results
+from scripts.dev import records
 from tests.eval.report.test_report import FIGURES, HOSTILE, TABLES, make_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -197,6 +198,18 @@ def test_answers_of_all_arms_are_shown_filtered_ordered_and_searched(page: webdr
     one(page, "#record-search").send_keys("window.hacked")
     WebDriverWait(page, 10).until(lambda _: shown_ids(page) == ["row-1"])
     assert texts(page, ".record .columns pre") == [HOSTILE, HOSTILE, f"{HOSTILE} too", HOSTILE]
+
+
+def test_answers_without_texts_are_not_shown_as_equal(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    records.write(tmp_path / "records", make_runs(tmp_path / "runs"))
+    results = Results.read([tmp_path / "records"])
+    (tmp_path / "page.html").write_text(render(results, content_of(results, {}, {})), encoding="utf-8")
+    browser.get((tmp_path / "page.html").as_uri())
+    assert set(texts(browser, ".record:first-child .columns .empty")) == {"not stored"}
+    assert texts(browser, ".record .method pre") == []
+    one(browser, "#record-search").send_keys("row-44")
+    WebDriverWait(browser, 10).until(lambda _: shown_ids(browser) == ["row-44"])
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 @pytest.mark.parametrize(("media", "width"), [("screen", 380), ("screen", 420), ("print", 720)])

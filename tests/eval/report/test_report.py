@@ -255,7 +255,7 @@ def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
     assert overview.settings_table(Results.read([tmp_path / "0"]).runs) is None
     found, others = overview.findings(Results.read([tmp_path]))
     assert found.startswith("mini on longbench: ")
-    assert others == "Other settings, in tables only: mini (turns=4 and 1 more)."
+    assert others == "Other settings, in the tables: mini (turns=4 and 1 more)."
 
 
 def test_figures_in_one_page_share_no_id() -> None:

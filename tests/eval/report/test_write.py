@@ -66,6 +66,14 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
         assert len(rows) == len(made[name].frame)
 
 
+def test_a_page_of_somebody_else_is_kept(runs: Results, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# How these were made\n")
+    paths = write_paper(runs, tmp_path, {}, SOME, ["png"])
+    assert (tmp_path / "README.md").read_text() == "# How these were made\n"
+    assert paths[0] == tmp_path / "index.md"
+    assert "About some." in paths[0].read_text()
+
+
 def test_paper_removes_what_an_earlier_call_wrote_and_has_no_run_now(runs: Results, tmp_path: Path) -> None:
     write_paper(runs, tmp_path, {"field": TABLES["field"]}, SOME)
     write_paper(runs, tmp_path, {"field": TABLES["turns"]}, NONE)
@@ -121,8 +129,8 @@ def test_import_of_the_command_loads_nothing_slow() -> None:
 
 @pytest.mark.slow
 def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
-    """results/embedded goes stale if a table changes: `lazyllm-bench paper results/embedded/records` makes it."""
-    committed = ROOT / "results" / "embedded"
+    """results/smollm2 goes stale if a table changes: results/smollm2/README.md has the command that makes it."""
+    committed = ROOT / "results" / "smollm2"
     write_paper(Results.read([committed / "records"]), tmp_path, TABLES, {}, ["md"])
     names = {file.name for file in (committed / "tables").iterdir()}
     assert names == {file.name for file in (tmp_path / "tables").iterdir()}

@@ -25,6 +25,7 @@ from eval.run.config import (
     run_config,
     to_run_config,
 )
+from eval.run.job import jobs_of
 from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig, documented
 from eval.store.folder import fingerprint
@@ -214,7 +215,7 @@ def test_published_experiments_have_their_arms() -> None:
         (["model.quantise=int9"], "int9"),
         (["model=custom", "model.name=nosuch"], "no preset: the nearest names are"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
-        (["model=org/x"], "model=org/x: expected a preset's name, or model=custom model.name=org/x"),
+        (["model=org/x"], "model=org/x: expected a preset's name, or model.name=org/x"),
         (["model.system=Be brief"], "model.system is for the tokenizer's chat template: give model.chat=auto too"),
         (["model.today=now"], "model.today=now: expected a date, YYYY-MM-DD"),
         (["needle.lengths=300"], "needle.lengths=300: Invalid value assigned: int is not a ListConfig"),
@@ -467,3 +468,16 @@ def test_model_by_name_alone_has_the_settings_of_custom(arguments: list[str], na
     config = run_config(arguments)
     assert (config.model.name, config.model.chat) == (name, chat)
     assert (config.model.dtype, config.threads) == (("float32", 1) if name == "tiny" else ("bfloat16", None))
+
+
+@pytest.mark.parametrize("name", ["llama2", "xgen", "smollm2", "qwen3-0.6b", "tiny"])
+def test_preset_by_name_alone_has_its_own_settings(name: str) -> None:
+    settings = run_config([f"model={name}"])
+    assert run_config([f"model.name={name}"]) == run_config([f"model.name='{name}'"]) == settings
+    assert settings.model.name == name
+
+
+def test_presets_of_a_sweep_by_name_alone_have_their_own_settings() -> None:
+    of_names = jobs_of(["-m", "model.name=llama2,tiny", "limit=1"])
+    assert of_names == jobs_of(["-m", "model=llama2,tiny", "limit=1"])
+    assert [config.model.chat for config in of_names] == ["llama2", "none"]

@@ -167,8 +167,25 @@ def test_doctor_takes_a_runs_arguments_and_checks_what_the_run_reads(examined, t
     states = examined("model=tiny", "dataset=hotpotqa", f"data.dir={tmp_path}")
     assert states["rows"][0] == "missing"
     assert str(tmp_path) in states["rows"][1]
-    states = examined("model=custom", "model.name=owner/small", "dataset=lookup")
-    assert "lazyllm-bench fetch model=custom model.name=owner/small" in states["owner/small"][1]
+    states = examined("model.name=owner/small", "dataset=lookup")
+    assert "lazyllm-bench fetch model.name=owner/small" in states["owner/small"][1]
+
+
+@pytest.mark.parametrize(
+    ("suite", "state", "says"),
+    [
+        ("longbench_e", "missing", "longbench_e is not in the cache: lazyllm-bench fetch dataset=longbench_e"),
+        ("ruler", "missing", "RULER's constants.py is not cached yet"),
+        ("longbench_v2", "missing", "THUDM/LongBench-v2 is not cached"),
+        ("needle", "ok", "needle can be loaded"),
+    ],
+)
+def test_doctor_looks_for_the_rows_of_each_suite(examined, monkeypatch, suite: str, state: str, says: str) -> None:
+    """As one state of all: what a run would refuse does not end the command."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    states = examined("model=tiny", f"dataset={suite}")
+    assert states["tiny"][0] == "ok"
+    assert (states["rows"][0], says in states["rows"][1]) == (state, True)
 
 
 def test_doctor_names_the_package_that_holds_a_model(examined, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_baseline_chooses_as_transformers_own_generate(asked: dict[str, Any]) ->
     """Over all cases, each of these settings changes an answer."""
     rng, model, changed = random.Random(str(asked)), random_model("llama", 5, num_layers=4), 0
     for number in range(12):
-        ids, end = rng.choices(range(VOCABULARY), k=rng.randint(10, 30)), rng.sample(range(VOCABULARY), 15)
+        ids, end = rng.choices(range(1, VOCABULARY), k=rng.randint(10, 30)), rng.sample(range(VOCABULARY), 15)
         options: dict[str, Any] = {"max_new_tokens": rng.randint(5, 12)}
         model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=end)
         plain: Any = model.generate(torch.tensor([ids]), do_sample=False, **options)  # type: ignore[operator]
@@ -78,7 +78,7 @@ def test_lazy_is_penalised_as_its_own_logits_are() -> None:
     )
     rng = random.Random(0)
     for _ in range(4):
-        ids, answer = rng.choices(range(VOCABULARY), k=rng.randint(8, 20)), list[int]()
+        ids, answer = rng.choices(range(1, VOCABULARY), k=rng.randint(8, 20)), list[int]()
         while len(answer) < 5:
             out = LazyTurns(model, schedule).answer(ids, len(answer) + 1, forced=answer)
             scores: Any = torch.tensor(np.array(out.logits[-1]))[None].float()

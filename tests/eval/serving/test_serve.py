@@ -154,7 +154,7 @@ def test_chat_without_a_template_has_a_line_for_each_message(client: Any, tiny: 
         ({"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice", "got 'required'"),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format.type", "json_object"),
         ({"messages": HELLO, "modalities": ["text", "audio"]}, 400, "modalities.1", "got 'audio'"),
-        ({"messages": HELLO, "reasoning_effort": "low"}, 400, "reasoning_effort", "unknown"),
+        ({"messages": HELLO, "reasoning_effort": "low"}, 400, "reasoning_effort", "should be 'none'"),
         ({"messages": HELLO, "store": True}, 400, "store", "got True"),
         ({"messages": HELLO, "metadata": {"a": "b"}}, 400, "metadata", "at most 0"),
         ({"top_k": 5}, 400, "top_k", "got 5"),
@@ -189,7 +189,7 @@ def test_values_that_ask_for_nothing_change_nothing(client: Any) -> None:
     plain = client.chat.completions.create(**chat)
     chat["messages"] += [plain.choices[0].message.model_dump(), {"role": "user", "content": "lamp"}]  # as an agent does
     chat |= {"response_format": {"type": "text"}, "modalities": ["text"], "top_logprobs": 0, **tools, **both}
-    chat |= {"store": False, "metadata": {}, "service_tier": "auto", "verbosity": "medium"}
+    chat |= {"store": False, "metadata": {}, "service_tier": "auto", "verbosity": "medium", "reasoning_effort": "none"}
     again = client.chat.completions.create(**chat)
     assert again.usage.prompt_tokens > plain.usage.prompt_tokens
 

@@ -76,7 +76,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         *(
             (changed(lazy={name: value}), rf"answers\.lazy\.0\.{name}")
             for name, value in (
-                ("score", True), ("score", math.nan), ("ttft_s", math.inf), ("kv_bytes", 123.5), ("text", None),
+                ("score", True), ("score", math.nan), ("ttft_s", math.inf), ("kv_bytes", 123.5), ("text", 3),
                 ("token_ids", {}), ("token_ids", [0.5]), ("request", {}), ("computed", [1]),
             )
         ),

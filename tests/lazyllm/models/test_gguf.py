@@ -19,14 +19,7 @@ import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models import gguf_file, gguf_reading
 from lazyllm.models.checkpoint import title_of
-from lazyllm.models.load import (
-    NEVER_APPLIED,
-    PENALTIES,
-    load_end_ids,
-    load_tokenizer_of,
-    load_weights,
-    settings_of_answers,
-)
+from lazyllm.models.load import NEVER_APPLIED, PENALTIES, load_end_ids, load_model, load_weights, settings_of_answers
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
 from tests.gguf_files import END, TEMPLATE, TURN, model_of, write_gguf
@@ -93,13 +86,16 @@ def test_every_spelling_is_the_same_model(tmp_path: Path, hub, monkeypatch) -> N
 
 
 def test_what_was_read_is_read_once_and_by_what_determines_it(
-    tmp_path: Path, cache: Path, monkeypatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, cache: Path, monkeypatch, capfd: pytest.CaptureFixture[str], caplog
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # a command of an earlier test may log to a closed stream
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [caplog.handler])
     file = write_gguf(tmp_path / "small.gguf", model_of("llama"))
     capfd.readouterr()
     gguf_file.dequantised(file, "float32")
+    gguf_file.dequantised(file, "bfloat16")
     assert capfd.readouterr() == ("", "")  # no progress bar
+    assert not caplog.records  # no advice of transformers on packed weights
     expected = logits(load(file)[0])
     read = list[str]()
     for name in ("convert", "dequantise"):
@@ -108,7 +104,7 @@ def test_what_was_read_is_read_once_and_by_what_determines_it(
     copy = shutil.copy(file, tmp_path / "copy.gguf")
     assert torch.equal(logits(load(copy)[0]), expected)
     assert read == []
-    lazyllm.load_model(str(file), dtype="bfloat16", device="cpu")
+    lazyllm.load_model(str(file), dtype="float16", device="cpu")
     assert read == ["dequantise"]
     write_gguf(file, model_of("llama", seed=5))
     assert not torch.equal(logits(load(file)[0]), expected)
@@ -230,11 +226,11 @@ def test_another_tokenizer_must_fit_the_model(tmp_path: Path, caplog) -> None:
     """With more tokens than the model, ids are out of its table; with far fewer, answers are nonsense."""
     file = write_gguf(tmp_path / "small.gguf", model_of("llama"))  # 300 tokens
     larger = write_gguf(tmp_path / "larger.gguf", model_of("llama", vocab_size=400))
-    with pytest.raises(UserError, match=r"it has 400 tokens, .*small\.gguf only 300: give the model's own"):
-        load_tokenizer_of(ModelSpec(str(file), tokenizer=str(larger)))
+    with pytest.raises(UserError, match=r"larger\.gguf: it has 400 tokens, the model 300: give the model's own"):
+        load_model(str(file), tokenizer=str(larger))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert load_tokenizer_of(ModelSpec(str(larger), tokenizer=str(file))) is not None
-    assert "is it its own?" in caplog.text
+    load_model(str(larger), tokenizer=str(file))
+    assert "it has 300 tokens, the model 400: is it the model's own?" in caplog.text
 
 
 def test_settings_of_generation_configs_that_greedy_answers_leave_out(tiny_copy: Path) -> None:

@@ -1,6 +1,7 @@
 """Loading: presets, folders, the hub, random weights, and every refusal as one message."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
+from eval.run.run import prepare
 from lazyllm.errors import UserError
 from lazyllm.models import quantisation
 from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
@@ -21,6 +23,7 @@ from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
 from tests.hub_server import Repository
 from tests.reference import VARIANTS, random_model, random_variant
+from tests.runs import run_of
 from tests.stand_in_checkpoints import xgen
 
 TINY = Path(PRESETS["tiny"].source)
@@ -328,3 +331,25 @@ def test_weights_that_are_not_finite_are_refused(tiny_copy: Path) -> None:
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, tiny_copy / "model.safetensors", metadata={"format": "pt"})
     refused(tiny_copy, r"logits are not finite .* in float32: check that its weights are complete")
+
+
+def test_folder_s_own_tokenizer_must_fit_the_model(tiny_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder whose tokenizer was replaced: refused before the weights are read."""
+    config = json.loads((tiny_copy / "config.json").read_text())
+    (tiny_copy / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    refusal = r"tokenizer of .*checkpoint: it has [0-9,]+ tokens, the model 100: give the model's own"
+    with pytest.raises(UserError, match=refusal):
+        prepare(run_of(f"model.name={tiny_copy}", "dataset=lookup", "limit=1"))
+    monkeypatch.setattr("lazyllm.models.load.load_weights", None)
+    with pytest.raises(UserError, match=refusal):
+        lazyllm.load_model(str(tiny_copy))
+
+
+def test_another_tokenizer_with_another_end_is_named(tiny_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lazyllm.load_model("tiny", tokenizer=str(tiny_copy))
+    assert not caplog.text
+    file = tiny_copy / "tokenizer_config.json"
+    about = json.loads(file.read_text())
+    file.write_text(json.dumps(about | {"eos_token": about["pad_token"]}))
+    lazyllm.load_model("tiny", tokenizer=str(tiny_copy))
+    assert re.search(r"it ends a text by token \d+, the model by \[\d+\]", caplog.text)

@@ -1,0 +1,105 @@
+"""Copy runs without their texts, to commit them: python -m scripts.dev.records OUT RUN [RUN ...] [--undisturbed]
+
+Each run becomes a folder of OUT with run.json, examples.json, visits.jsonl.gz and traces/*.json.gz. Every number and
+every hash stays; what quotes a prompt, a gold answer or a model's answer goes (`without_texts`). A run may still grow:
+only the examples that every arm has answered are kept. OUT is made anew: it holds these runs alone.
+
+A line names each visit that other work on the machine has disturbed (`disturbed`); --undisturbed leaves them out. To
+measure one again, remove its line from the run's visits.jsonl and give the run's command once more.
+"""
+
+import argparse
+import gzip
+import json
+import shutil
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from eval.store.runs import StoredRun, stored_runs
+from eval.store.visit import Failure, Trace, Visit, read_trace
+
+
+def without_texts(visit: Visit) -> Visit:
+    """The visit without texts: no prompt's end, gold answer, answer, token id or reason of a failure.
+
+    Token ids become as many 0s, as their number is a measurement.
+    """
+    return replace(
+        visit,
+        turns=[replace(turn, end="", answers=[]) for turn in visit.turns],
+        answers={
+            arm: [replace(one, text=None, token_ids=one.token_ids and [0] * len(one.token_ids)) for one in answers]
+            for arm, answers in visit.answers.items()
+        },
+        failures={arm: Failure(reason="not stored", traceback="") for arm in visit.failures},
+    )
+
+
+def trace_without_texts(trace: Trace) -> Trace:
+    """The trace with empty texts of tokens."""
+    return replace(trace, tokens=[""] * len(trace.tokens), generated=[""] * len(trace.generated))
+
+
+FACTOR = 1.5  # by which the speed of an arm beside the baseline's may differ from its median
+
+
+def disturbed(run: StoredRun) -> dict[tuple[str, str], str]:
+    """{(dataset, id): the arms, each with its factor} of the visits whose times are of other work too: an arm's rate of
+    prefill FLOPs over that of the visit's baseline is not within `FACTOR` of the arm's median in the run."""
+    frame = run.rows
+    rates = (
+        (frame["prefill_flops"] / frame["ttft_s"]).groupby([frame[name] for name in ("dataset", "id", "arm")]).first()
+    )
+    beside_baseline: Any = rates.unstack("arm")
+    beside_baseline = beside_baseline.div(beside_baseline[run.identity["baseline"]], axis=0)
+    factors = beside_baseline / beside_baseline.median()
+    found: dict[tuple[str, str], str] = {}
+    for key, row in factors[((factors > FACTOR) | (factors < 1 / FACTOR)).any(axis=1)].iterrows():
+        odd = row[(row > FACTOR) | (row < 1 / FACTOR)]
+        found[key] = ", ".join(f"{arm} {factor:.2f}" for arm, factor in odd.items())
+    return found
+
+
+def write(out: Path, runs: Iterable[StoredRun], left_out: Container[tuple[Path, str, str]] = ()) -> None:
+    """Write the records of these runs into `out`, and nothing else. left_out: (folder, dataset, id) of examples."""
+    shutil.rmtree(out, ignore_errors=True)
+    for run in runs:
+        folder = out / run.folder.name
+        folder.mkdir(parents=True)
+        shutil.copy(run.folder / "run.json", folder)
+        done = run.done
+        visits = [visit for visit in run.visits if visit.key in done and (run.folder, *visit.key) not in left_out]
+        planned: dict[str, list[str]] = {}
+        for dataset, example in dict.fromkeys(visit.key for visit in visits):
+            planned.setdefault(dataset, []).append(example)
+        (folder / "examples.json").write_text(json.dumps(planned) + "\n", encoding="utf-8")
+        _write_gzip(folder / "visits.jsonl.gz", "".join(f"{without_texts(visit).to_json()}\n" for visit in visits))
+        for file in run.traces:
+            (folder / "traces").mkdir(exist_ok=True)
+            name = f"{file.name.removesuffix('.gz')}.gz"
+            _write_gzip(folder / "traces" / name, trace_without_texts(read_trace(file)).to_json())
+
+
+def _write_gzip(file: Path, text: str) -> None:
+    file.write_bytes(gzip.compress(text.encode(), mtime=0))  # equal texts make equal files
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--undisturbed", action="store_true")
+    options = parser.parse_args(arguments)
+    runs = [run for run in stored_runs(options.runs) if run.done]
+    odd = {(run.folder, *key): arms for run in runs for key, arms in disturbed(run).items()}
+    for (folder, *key), arms in odd.items():
+        print(
+            f"{folder.name}, {', '.join(key)}: disturbed, by its speed beside the baseline's over the usual one: {arms}"
+        )
+    write(options.out, runs, odd if options.undisturbed else ())
+
+
+if __name__ == "__main__":
+    main()

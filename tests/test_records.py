@@ -1,0 +1,118 @@
+"""Records without texts: what `scripts.dev.records` makes, and what results/ holds of LongBench's and RULER's rows."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.benchmarks.datasets import DATASETS
+from eval.store.folder import PLANNED
+from eval.store.results import Results
+from eval.store.runs import stored_runs
+from eval.store.visit import Failure, Trace, read_trace
+from scripts.dev import records
+from tests.conftest import ROOT
+from tests.eval.store.made import write_run
+from tests.eval.store.visits import changed, visit
+
+# Keys of a visit and of a trace whose strings are names and hashes, not texts
+NAMES = {"dataset", "id", "sha256", "order", "groups", "attention_kernel", "arm"}
+COMMITTED = sorted(
+    file.parent
+    for file in (ROOT / "results").rglob("run.json")
+    if any(DATASETS[name].suite in ("longbench", "ruler") for name in json.loads(file.read_text())["identity"]["data"])
+)
+
+
+def texts_in(value: Any, key: str = "") -> Iterator[str]:
+    """Every string of some JSON that is not empty and stands under no key of `NAMES`."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from texts_in(one, name)
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts_in(one, key)
+    elif isinstance(value, str) and value and key not in NAMES:
+        yield value
+
+
+def faults(folder: Path) -> list[str]:
+    """What a run's records hold that quotes a prompt or an answer."""
+    found = []
+    for line in gzip.decompress((folder / "visits.jsonl.gz").read_bytes()).splitlines():
+        made = json.loads(line)
+        found += texts_in(made)
+        ids = [one["token_ids"] for answers in made["answers"].values() for one in answers]
+        found += [f"token {number}" for own in ids for number in own or () if number]
+    for file in (folder / "traces").glob("*.json.gz"):
+        found += texts_in(json.loads(gzip.decompress(file.read_bytes())))
+    return found
+
+
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
+def test_no_text_of_longbench_is_committed(folder: Path) -> None:
+    assert faults(folder) == []
+    assert {file.name for file in folder.iterdir()} <= {"run.json", PLANNED, "visits.jsonl.gz", "traces"}
+    assert all(file.name.endswith(".json.gz") for file in folder.glob("traces/*"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of three examples, of which the third lacks an arm, with a trace."""
+    failed = replace(visit(2), failures={"lazy": Failure(reason="secret", traceback="secret")})
+    failed = replace(failed, answers={"baseline": failed.answers["baseline"]})
+    folder = write_run(tmp_path / "runs" / "one", [visit(0), visit(1, score=0.25), failed])
+    (folder / PLANNED).write_text('{"hotpotqa": ["row-0", "row-1", "row-2", "row-3"]}')
+    (folder / "traces").mkdir()
+    trace = Trace("hotpotqa", "row-0", "lazy", ["a", "b"], ["c"], [[0.25, 0.75]] * 4, [{2: [0]}], [1, 3], [[2, 1]])
+    (folder / "traces" / "hotpotqa-row-0-lazy.json").write_text(trace.to_json())
+    return folder
+
+
+def test_records_are_the_run_without_its_texts(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "records"
+    (out / "old").mkdir(parents=True)
+    records.main([str(out), str(run.parent)])
+    assert [folder.name for folder in out.iterdir()] == ["one"]
+    assert faults(out / "one") == []
+    [made], [was] = stored_runs([out]), stored_runs([run])
+    assert made.planned == [("hotpotqa", "row-0"), ("hotpotqa", "row-1")]
+    assert made.unfinished == ""
+    [trace] = map(read_trace, made.traces)
+    [whole] = map(read_trace, was.traces)
+    assert replace(trace, tokens=whole.tokens, generated=whole.generated) == whole
+    assert (len(trace.tokens), len(trace.generated)) == (2, 1)
+    numbers: Any = Results([was]).frame
+    kept = numbers[numbers["id"] != "row-2"].drop(columns=["folder", "pct_answered"]).reset_index(drop=True)
+    found: Any = Results([made]).frame
+    assert found["pct_answered"].isna().all()  # whether an answer was empty is not known either
+    assert found.drop(columns=["folder", "pct_answered"]).equals(kept)
+
+
+def test_a_text_would_be_seen(run: Path, tmp_path: Path) -> None:
+    whole = run / "visits.jsonl.gz"
+    whole.write_bytes(gzip.compress((run / "visits.jsonl").read_bytes()))
+    assert {"why?" in text for text in faults(run)} == {True, False}
+    assert {"because", "an answer", "secret", "token 3"} <= {*faults(run)}
+
+
+def test_a_visit_beside_other_work_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LazyLLM runs half of the baseline's FLOPs in half of its 0.4 s, as usual; in 0.4 s, its rate is halved."""
+    times = [0.2, 0.21, 0.19, 0.4, 0.2]
+    visits = [visit(number, ttft_s=time, prefill_flops=50) for number, time in enumerate(times)]
+    for made in visits:
+        made.answers["baseline"] = [changed(made.answers["baseline"][0], prefill_flops=100)]
+    run = write_run(tmp_path / "runs" / "one", visits)
+    records.main([str(tmp_path / "all"), str(run)])
+    assert capsys.readouterr().out.splitlines() == [
+        "one, hotpotqa, row-3: disturbed, by its speed beside the baseline's over the usual one: lazy 0.50"
+    ]
+    records.main([str(tmp_path / "quiet"), str(run), "--undisturbed"])
+    [everything], [quiet] = stored_runs([tmp_path / "all"]), stored_runs([tmp_path / "quiet"])
+    assert len(everything.visits) == 5
+    assert [one.id for one in quiet.visits] == ["row-0", "row-1", "row-2", "row-4"]
+    assert quiet.unfinished == ""
