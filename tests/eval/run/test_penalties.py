@@ -135,7 +135,11 @@ def test_runs_answers_are_transformers_own(
         ids = torch.tensor([case.prompt.token_ids])
         least = int(case.dataset.newline_ends)
         out = model.generate(
-            ids, do_sample=False, max_new_tokens=6, eos_token_id=list(case.end_ids), min_new_tokens=least
+            ids,
+            do_sample=False,
+            max_new_tokens=case.max_new_tokens,
+            eos_token_id=list(case.end_ids),
+            min_new_tokens=least,
         )
         answer = visit.answers["baseline"][0].token_ids
         assert answer == out[0, ids.shape[1] :].tolist()
