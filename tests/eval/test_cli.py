@@ -256,7 +256,7 @@ def test_closed_streams_are_no_error(closed: str) -> None:
 
 
 def test_a_terminal_without_the_sign_shows_another() -> None:
-    (run,) = (ROOT / "results" / "smollm2" / "records").glob("*-table1-*")
+    (run,) = (ROOT / "results" / "smollm2" / "records").glob("*-revival-*")
     command = [sys.executable, "-m", "eval.cli", "results", str(run)]
     shown = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}, check=True)
     assert b"?" in shown.stdout  # for ±
