@@ -1,0 +1,51 @@
+"""docs/questions.md: what is computed by hand there, recomputed by arithmetic alone."""
+
+import re
+from math import ceil
+
+import pytest
+
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
+LAYERS, WIDTH, PROMPT, BYTES = 32, 4096, 3500, 2  # Llama 2 7B in 16 bits, as many key heads as heads
+SHIPPED = re.findall(r"^\| (?:baseline|LazyLLM, .*?|static pruning, .*?) \| (.*) \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("cells", [row.split(" | ") for row in SHIPPED if row.count(" | ") == 4])
+def test_bytes_that_a_prefill_server_ships(cells: list[str]) -> None:
+    """Layer by layer: the tokens that it runs; in the end, those that wait. Static pruning clears the first layers."""
+    cuts, *numbers = cells
+    layers, _, keep = cuts.partition(": ")
+    after = {int(layer) for layer in layers.split(", ") if layer != "-"}
+    tokens, stored = PROMPT, []
+    for layer in range(1, LAYERS + 1):
+        stored.append(tokens)
+        if layer in after:
+            tokens = ceil(round(tokens * float(keep), 6))
+    is_static = after == {2}
+    stored = [tokens] * LAYERS if is_static else stored
+    kv = sum(2 * WIDTH * BYTES * n for n in stored)
+    aux = 0 if is_static else (PROMPT - tokens) * WIDTH * BYTES
+    whole = 2 * LAYERS * WIDTH * BYTES
+    expected = [kv / 1e9, aux / 1e9, (kv + aux) / PROMPT / 1e6, 100 * (kv + aux) / PROMPT / whole]
+    for cell, value in zip(numbers, expected, strict=True):
+        digits = len(cell.partition(".")[2])
+        assert float(cell) == pytest.approx(value, abs=0.51 * 10**-digits)
+
+
+def test_four_ways_to_ship_are_compared() -> None:
+    assert sum(row.count(" | ") == 4 for row in SHIPPED) == 4
+
+
+@pytest.mark.parametrize(
+    ("share", "layers", "width", "keys"),
+    [
+        ("1.6 % for Llama 2 7B", 32, 4096, 4096),
+        ("6.3 % for Llama 3.1 8B", 32, 4096, 1024),
+        ("5.0 % here", 30, 576, 192),
+    ],
+)
+def test_the_aux_cache_is_at_most_this_share_of_the_kv_cache(share: str, layers: int, width: int, keys: int) -> None:
+    assert share in PAGE
+    assert float(share.partition(" ")[0]) == pytest.approx(100 * width / (2 * layers * keys), abs=0.051)
