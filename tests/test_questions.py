@@ -1,14 +1,17 @@
-"""docs/questions.md: what is computed by hand there, recomputed by arithmetic alone."""
+"""docs/questions.md: what is computed by hand there, and its table of schedules, recomputed by arithmetic alone."""
 
+import csv
 import re
-from math import ceil
+from math import ceil, exp, log
 
 import pytest
+import yaml
 
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "questions.md").read_text(encoding="utf-8")
 LAYERS, WIDTH, PROMPT, BYTES = 32, 4096, 3500, 2  # Llama 2 7B in 16 bits, as many key heads as heads
+PERCENTILE = re.findall(r"^\| (.+?) \| `(.+)` \| (.+) \|$", PAGE, re.MULTILINE)
 SHIPPED = re.findall(r"^\| (?:baseline|LazyLLM, .*?|static pruning, .*?) \| (.*) \|$", PAGE, re.MULTILINE)
 
 
@@ -49,3 +52,36 @@ def test_four_ways_to_ship_are_compared() -> None:
 def test_the_aux_cache_is_at_most_this_share_of_the_kv_cache(share: str, layers: int, width: int, keys: int) -> None:
     assert share in PAGE
     assert float(share.partition(" ")[0]) == pytest.approx(100 * width / (2 * layers * keys), abs=0.051)
+
+
+def rows_of(schedule: str) -> dict[str, dict[str, str]]:
+    """{dataset: numbers} of a schedule in results/smollm2/percentile.csv."""
+    with (ROOT / "results" / "smollm2" / "percentile.csv").open(encoding="utf-8", newline="") as opened:
+        return {row["dataset"]: row for row in csv.DictReader(opened) if row["arm"] == schedule.replace(" ", "_")}
+
+
+@pytest.mark.parametrize(("name", "schedule", "cells"), PERCENTILE)
+def test_schedules_of_one_speed_are_beside_equal_ratios(name: str, schedule: str, cells: str) -> None:
+    stored, *ratios = cells.split(" | ")
+    rows, equal = rows_of(name), rows_of("uniform")
+    assert len(rows) == len(equal) == int(re.findall(r"as many bytes: (\d+) rows", PAGE)[0])
+    assert all(rows[dataset]["prompt_sha256"] == equal[dataset]["prompt_sha256"] for dataset in equal)
+    speedups = [float(row["ideal_speedup"]) for row in rows.values()]
+    assert sum(speedups) / len(rows) == pytest.approx(1.25 if name == "static pruning" else 2, rel=0.02)
+    assert float(stored) == pytest.approx(sum(float(row["stored"]) for row in rows.values()) / len(rows), abs=0.006)
+    for column, ratio in zip(("kl", "answer_kl", "gold_kl"), ratios, strict=True):
+        mean, *ends = map(float, re.findall(r"[\d.]+", ratio))
+        logs = [log(float(rows[dataset][column]) / float(equal[dataset][column])) for dataset in equal]
+        assert mean == pytest.approx(exp(sum(logs) / len(rows)), abs=0.006)
+        assert sorted([mean, *ends]) == [ends[0], mean, ends[1]] if ends else name == "uniform"
+
+
+def test_schedules_of_one_speed_are_those_of_the_experiment() -> None:
+    asked = yaml.safe_load((ROOT / "conf/experiment/percentile.yaml").read_text(encoding="utf-8"))["compare"]
+    assert {name.replace(" ", "_") for name, _, _ in PERCENTILE} == set(asked)
+    for name, shown, _ in PERCENTILE:
+        arm, (layers, _, keep) = asked[name.replace(" ", "_")], shown.partition(": ")
+        schedule = arm.get("schedule") or {arm["layer"]: arm["keep"]}
+        assert layers.split(", ") == [str(layer) for layer in schedule]
+        ratios = [str(ratio) for ratio in schedule.values()]
+        assert keep.split(", ") == ratios or (keep == ratios[0] and len(set(ratios)) == 1)

@@ -109,9 +109,13 @@ def test_a_visit_beside_other_work_is_named_and_left_out(tmp_path: Path, capsys:
     run = write_run(tmp_path / "runs" / "one", visits)
     records.main([str(tmp_path / "all"), str(run)])
     assert capsys.readouterr().out.splitlines() == [
-        "one, hotpotqa, row-3: disturbed, by its speed beside the baseline's over the usual one: lazy 0.50"
+        "one, hotpotqa, row-3: kept, speed beside the baseline's over the usual one: lazy 0.50"
     ]
-    records.main([str(tmp_path / "quiet"), str(run), "--undisturbed"])
+    about = json.loads((run / "run.json").read_text())
+    about["config"]["label"] = "timed"
+    (run / "run.json").write_text(json.dumps(about))
+    records.main([str(tmp_path / "quiet"), str(run), "--undisturbed", "timed", "another"])
+    assert "row-3: left out" in capsys.readouterr().out
     [everything], [quiet] = stored_runs([tmp_path / "all"]), stored_runs([tmp_path / "quiet"])
     assert len(everything.visits) == 5
     assert [one.id for one in quiet.visits] == ["row-0", "row-1", "row-2", "row-4"]

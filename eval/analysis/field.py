@@ -149,13 +149,13 @@ def ttft_share(results: Results) -> Rows:
 
 def data(results: Results) -> pd.DataFrame:
     """model, suite, method, label, examples, on_curve, and the means over tasks of relative_score, ttft_speedup and
-    ideal_ttft_speedup, with `_low` and `_high`. All settings except the baseline.
+    ideal_ttft_speedup, with `_low` and `_high`. All settings except the baseline and ablations of LazyLLM.
 
     on_curve: whether a target speedup such as `2x` gives the setting, or the method has no other.
     """
-    frame = overall(results)
+    frame: Any = style.as_published(overall(results))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
-    frame = results.least_different(frame)
+    frame = style.of_all_tasks(results.least_different(frame))
     is_alone = ~frame.duplicated([*SECTION, "method"], keep=False)
     frame = frame.assign(on_curve=frame["settings"].map(columns.target_of).notna() | is_alone)
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")

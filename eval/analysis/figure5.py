@@ -35,7 +35,7 @@ def data(results: Results) -> pd.DataFrame:
     table: Any = style.as_published(results.by_task)
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
     table = table[table["ttft_speedup"].notna() & table[[*KLS, "relative_score"]].notna().any(axis=1)]
-    table = results.least_different(table).assign(source=MEASURED)
+    table = style.of_all_tasks(results.least_different(table)).assign(source=MEASURED)
     if table.empty:
         return pd.DataFrame()
     table["on_curve"] = False

@@ -47,7 +47,7 @@ def revival(results: Results) -> Rows:
     table = pd.DataFrame(made, columns=[*_KEYS, *forms(*names)])
     shown = table.assign(
         speedup=[f"{target:g}x" for target in table["target"]],
-        of=table["kl"].map(_KLS),
+        of=[_KLS[name] for name in table["kl"]],
         **{name: [_cell(row, name) for row in made] for name in names},
     )
     columns = [MODEL, Column("speedup", "ideal speedup", sorted_by="target"), Column("of", "KL of")]

@@ -70,6 +70,16 @@ def as_published(rows: Any) -> Any:
     return rows[~((rows["method"] == STUDIED) & rows["settings"].map(ablations).astype(bool))]
 
 
+def of_all_tasks(rows: Any) -> Any:
+    """These rows of `by_task` without means over tasks that lack datasets of another setting's mean.
+
+    A curve does not join means over different tasks.
+    """
+    whole = rows["level"] == "all"
+    most = rows["datasets"].where(whole).groupby([rows[name] for name in SECTION]).transform("max")
+    return rows[~whole | (rows["datasets"] == most)]
+
+
 def studied(results: Results) -> Any:
     """The rows that count of one LazyLLM setting for each model: Figure 4's schedule if it was run, else the setting
     with most examples (the first by label of equal ones), in the variant that differs least. Without ablations.

@@ -5,8 +5,8 @@ limit, keep `int(limit / 2)` tokens of each end, decode the halves without speci
 text for chat models, except for exempt datasets; append the row's answer prefix; tokenise again. So a truncated
 prompt's number of tokens may be a little above or below the limit.
 
-The places of the context (`BuiltPrompt.context`, for methods that shorten it) and of the evidence are tracked through
-all steps.
+The places of the context (`BuiltPrompt.context`, for methods that shorten it), of the question and of the evidence are
+tracked through all steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,7 @@ class BuiltPrompt(Message):
     template: ranges of `text` that the chat format wrote.
     spans: [n, 2] the range of `text` that each token stands for; None if unknown: the tokenizer is not a fast one, or
         its chat template changes the prompt.
+    question: where the row's input begins in `text`; None if its first letter was cut away, or is unknown.
     encode: tokenises another text in the same way.
     turns: the later messages, in order.
     """
@@ -76,17 +77,23 @@ class BuiltPrompt(Message):
     context: tuple[tuple[int, int], ...] = ()
     template: tuple[tuple[int, int], ...] = ()
     spans: np.ndarray | None = field(default=None, compare=False, repr=False)
+    question: int | None = None
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False, repr=False)
     turns: tuple[Message, ...] = ()
 
-    def as_input(self) -> lazyllm.Prompt:
-        """The prompt for `lazyllm.generate`."""
+    def as_input(self, tokens: int | None = None) -> lazyllm.Prompt:
+        """The prompt for `lazyllm.generate`. tokens: only its first ones, with their part of the text; None for all."""
         import torch
 
         import lazyllm
 
-        spans = () if self.spans is None else tuple(map(tuple, self.spans.tolist()))
-        return lazyllm.Prompt(torch.tensor(self.token_ids), self.text, spans, self.context, self.template)
+        spans = () if self.spans is None else tuple(map(tuple, self.spans[:tokens].tolist()))
+        whole = lazyllm.Prompt(torch.tensor(self.token_ids[:tokens]), self.text, spans, self.context, self.template)
+        if tokens is None or self.spans is None:
+            return whole
+        end = int(self.spans[tokens][0])
+        context, template = (tuple(_clipped(ranges, 0, end)) for ranges in (self.context, self.template))
+        return replace(whole, text=self.text[:end], context=context, template=template)
 
 
 def build_prompt(
@@ -106,8 +113,10 @@ def build_prompt(
     if max_prompt_tokens is not None and max_prompt_tokens < 2:
         raise UserError(f"max_prompt_tokens must be at least 2 (one for each end) or null, got {max_prompt_tokens}")
     text, start = example.instruction + example.context + example.input, len(example.instruction)
+    behind = len(example.context)
+    question = [(behind, behind + 1)] if example.input else []  # its first letter, as a cut may leave only its rest
     evidence = (list(turn.evidence) for turn in (example, *example.turns))
-    places = [_moved(one, start) for one in (_unprotected(example.context, dataset.protected), *evidence)]
+    places = [_moved(one, start) for one in (_unprotected(example.context, dataset.protected), question, *evidence)]
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
@@ -134,7 +143,7 @@ def build_prompt(
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
-    context, first, *others = (tuple(_moved(ranges, by)) for ranges in places)
+    context, question, first, *others = (tuple(_moved(ranges, by)) for ranges in places)
     later = zip(example.turns, others, strict=True)
     return BuiltPrompt(
         text,
@@ -145,6 +154,7 @@ def build_prompt(
         context=context,
         template=tuple(_clipped(around, 0, len(text))),
         spans=spans if is_found else None,
+        question=question[0][0] if question else None,
         encode=partial(_tokenize, tokenizer, special_tokens=special),
         turns=tuple(_later_turn(turn, tokenizer, chat, ranges) for turn, ranges in later),
     )
@@ -224,7 +234,7 @@ def _moved(ranges: Ranges, by: int) -> Ranges:
     return [(start + by, stop + by) for start, stop in ranges]
 
 
-def _clipped(ranges: Ranges, lowest: int, highest: int) -> Ranges:
+def _clipped(ranges: Sequence[tuple[int, int]], lowest: int, highest: int) -> Ranges:
     clipped = [(max(start, lowest), min(stop, highest)) for start, stop in ranges]
     return [(start, stop) for start, stop in clipped if start < stop]
 

@@ -63,7 +63,7 @@ def answer_of(
         token_ids=out.token_ids,
         times=times,
         cost=cost,
-        evidence=of_evidence(case.prompt, turn, out, made.earlier(turn)) if evidence else None,
+        evidence=of_evidence(case.prompt, turn, out, made.runs_before(turn)) if evidence else None,
     )
 
 

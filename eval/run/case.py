@@ -1,8 +1,10 @@
 """An example of a run, ready to be answered; and what every visit holds of it, whatever answered."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.chat_format import ChatFormat, post_process
 from eval.benchmarks.metrics import score_example, second_score
@@ -11,12 +13,18 @@ from eval.benchmarks.suite import Dataset, Example
 from eval.run.arms import Arm
 from eval.store.visit import PROMPT_END, Answer, Failure, Turn, Visit
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lazyllm.engine.generation import Sampler
+
 
 @dataclass(frozen=True)
 class Case:
     """One example with its prompt.
 
-    end_ids: tokens that end an answer. arms: those that a visit is to measure, in this order.
+    end_ids: tokens that end an answer. cut: tokens before a hidden question (`eval.run.hidden`); None without one.
+    penalties: whether those of the model's generation config apply. arms: those that a visit is to measure, in order.
     """
 
     dataset: Dataset
@@ -24,6 +32,8 @@ class Case:
     prompt: BuiltPrompt
     max_new_tokens: int
     end_ids: tuple[int, ...]
+    cut: int | None = None
+    penalties: bool = False
     arms: tuple[Arm, ...] = ()
 
     @property
@@ -40,6 +50,15 @@ class Case:
         """The options of `lazyllm.generate`."""
         least = 1 if self.dataset.newline_ends else 0
         return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
+
+    def sampler(self, model: PreTrainedModel, text_ids: Sequence[int]) -> Sampler:
+        """Chooses the tokens of one answer behind the text, greedily."""
+        from lazyllm.engine.generation import Greedy  # not at the top: servers need no torch
+        from lazyllm.integrations.transformers_generate import greedy_with_penalties
+
+        if self.penalties:
+            return greedy_with_penalties(model, text_ids, **self.options)
+        return Greedy(self.end_ids, self.options["min_new_tokens"])
 
 
 def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[str, Any]:

@@ -314,6 +314,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         "data.on_error": ("raise", "skip"),
         "subset": (*SUBSETS, *(name for suite in SUITES.values() for name in suite.subsets)),
         "split": (None, *SPLITS),
+        "question": (None, "hidden"),
         "fidelity": (None, "answer"),
         "tracker.name": ("none", "wandb"),
         "tracker.mode": ("online", "offline", "disabled"),
@@ -336,6 +337,10 @@ def to_run_config(config: DictConfig) -> RunConfig:
     require((plain.threads or 1) <= 1024, "threads", plain.threads, "at most 1024")  # OpenMP ends the process
     require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")
+    is_traced = plain.question is None or plain.trace == 0
+    require(
+        is_traced, "trace", plain.trace, "0, as traces show whole prompts and question=hidden runs them in two parts"
+    )
     require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")
     if plain.shard is not None:
         parse_shard(plain.shard)

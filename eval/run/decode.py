@@ -6,7 +6,7 @@ An example of several turns is a conversation with each arm in its place; each c
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from eval.run.arms import Arm
 from eval.run.case import Case
+from eval.run.hidden import answer_hidden
 from eval.run.memory import Memory, failure_of, free, is_out_of_memory
 from eval.run.subject import WARMUP_TOKENS
 from eval.store.visit import Failure
 from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch
 from lazyllm.engine.flops import prefill_flops
-from lazyllm.engine.generation import Greedy, Prefilled, Request, make_request
+from lazyllm.engine.generation import Prefilled, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel
@@ -37,7 +38,8 @@ class Generated:
     """An arm's answers to a case, turn by turn, and the peak memory in bytes by the end of each.
 
     turns: as of `lazyllm.start`. packed: other answers decoded in the same steps, so times after the first token, and
-    the peak, are not its own. prefilled: a copy of the first turn's prompt that has run, for forced answers.
+    the peak, are not its own. prefilled: a copy of the first turn's prompt that has run, for forced answers. context:
+    the run before a hidden question, whose cost is in the answer too.
     """
 
     method: Method
@@ -46,10 +48,15 @@ class Generated:
     peaks: list[int | None] = field(default_factory=list)
     packed: bool = False
     prefilled: Prefilled | None = None
+    context: Generation | None = None
 
     def earlier(self, turn: int) -> list[Generation]:
         """The answers of earlier turns (from 0) that this one continues from; none if it runs the whole text."""
         return self.outs[:turn] if self.turns == "continue" else []
+
+    def runs_before(self, turn: int) -> list[Generation]:
+        """`earlier`, or the run before a hidden question: runs of which a turn's answer has no selections."""
+        return self.earlier(turn) if self.context is None else [self.context]
 
     def tokens_computed(self, turn: int) -> float:
         """Prompt tokens run for a turn, mean over layers, scoring included."""
@@ -59,13 +66,17 @@ class Generated:
 
     def prefill_flops(self, config: Any, turn: int) -> int:
         """FLOPs of the prompt tokens that a turn computed up to its first token, and of scoring."""
-        out, earlier = self.outs[turn], self.earlier(turn)
-        computed = out.computed[0].tolist()
-        if earlier:
-            return prefill_flops(config, computed) - prefill_flops(config, earlier[-1].computed[-1].tolist(), logits=0)
-        if isinstance(self.method, Sparse):
-            return self.method.first_token_flops(config, out.prompt_tokens, computed, out.attended)
-        return self.method.first_token_flops(config, out.prompt_tokens, computed)
+        out, earlier = self.outs[turn], self.runs_before(turn)
+        if not earlier:
+            return self._flops_of_first(config, out)
+        before = earlier[-1].computed[-1].tolist()
+        own = prefill_flops(config, out.computed[0].tolist()) - prefill_flops(config, before, logits=0)
+        return own if self.context is None else self._flops_of_first(config, self.context) + own
+
+    def _flops_of_first(self, config: Any, out: Generation) -> int:
+        """FLOPs of a prompt that nothing precedes."""
+        attended = [out.attended] if isinstance(self.method, Sparse) else []
+        return self.method.first_token_flops(config, out.prompt_tokens, out.computed[0].tolist(), *attended)
 
 
 Outcomes = dict[str, Generated | Failure]  # {label of an arm: its answers to a case, or why there are none}
@@ -83,10 +94,13 @@ def converse(
     turns: as of `lazyllm.start`. after_prefill: as of `Request`, in the first turn.
     """
     with start(model, case.prompt.as_input(), method, turns=turns) as conversation:
-        out = conversation.answer(None, **case.options, after_prefill=after_prefill)
+        sampler = case.sampler(model, case.prompt.token_ids)
+        out = conversation.answer_with(sampler, None, case.max_new_tokens, after_prefill)
         yield out
         for turn in case.prompt.turns:
-            out = conversation.answer(turn.behind(out.token_ids, case.end_ids), **case.options)
+            more = turn.behind(out.token_ids, case.end_ids)
+            sampler = case.sampler(model, [*conversation.token_ids, *more])
+            out = conversation.answer_with(sampler, more, case.max_new_tokens)
             yield out
 
 
@@ -119,12 +133,16 @@ class Bench:
         return None
 
     def _warm_up(self, case: Case, arms: Sequence[Arm], runs: int) -> str | None:
-        options = {"max_new_tokens": min(WARMUP_TOKENS, case.max_new_tokens), "eos_token_ids": ()}
-        answer = partial(generate, self.model, case.prompt.as_input(), **options)
+        def answer(method: Method, new_tokens: int = min(WARMUP_TOKENS, case.max_new_tokens)) -> None:
+            if case.cut is not None:
+                answer_hidden(self.model, replace(case, max_new_tokens=new_tokens, end_ids=()), method)
+            else:
+                generate(self.model, case.prompt.as_input(), method, new_tokens, ())
+
         calls = [partial(answer, arm.method(case.dataset.name)) for arm in arms] * runs
         kernel = None
         if calls:  # of a prefill alone, as decoding runs other kernels
-            kernel = attention_kernel(attention_events(partial(calls[0], max_new_tokens=1)))
+            kernel = attention_kernel(attention_events(partial(calls[0], new_tokens=1)))
         for call in calls:
             call()
         return kernel
@@ -132,12 +150,12 @@ class Bench:
     def answers(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Outcomes]]:
         """Each case with its arms' answers, or their failures: out of memory, logits that are not finite, an error.
 
-        Examples of several turns are answered one by one, whatever `batch_size` is. With a larger one, the longest
-        prompts come first.
+        Examples of several turns, or with a hidden question, are answered one by one, whatever `batch_size` is. With a
+        larger one, the longest prompts come first.
         """
         together = list[Case]()
         for case in cases:
-            if self.batch_size > 1 and not case.prompt.turns:
+            if self.batch_size > 1 and not case.prompt.turns and case.cut is None:
                 together.append(case)
             else:
                 yield case, {arm.label: self._alone(case, arm) for arm in case.arms}
@@ -166,7 +184,10 @@ class Bench:
         self._rehearse(case, arm)
         self.memory.begin_peak()
         after = partial(self._keep, made) if self.keeps else None
-        if case.prompt.turns:
+        if case.cut is not None:
+            made.context, out = answer_hidden(self.model, case, made.method, after)
+            outs = iter([out])
+        elif case.prompt.turns or case.penalties:
             outs = converse(self.model, case, made.method, arm.turns, after)
         else:
             prompt = case.prompt.as_input()
@@ -187,13 +208,15 @@ class Bench:
         method = arm.method(case.dataset.name)
         if case.prompt.turns and arm.turns == "recompute":  # how long later prefills are follows from the answers
             deque(converse(self.model, case, method, arm.turns), maxlen=0)
+        elif case.cut is not None:
+            answer_hidden(self.model, replace(case, max_new_tokens=1), method)
         elif method.answers_itself:
             generate(self.model, case.prompt.as_input(), method, 1)
         else:  # no other prefill
             Batch(self.model, 1).add(self._request(case, Generated(method, arm.turns)))
 
     def _request(self, case: Case, made: Generated, keeps: bool = False) -> Request:
-        sampler = Greedy(case.end_ids, case.options["min_new_tokens"])
+        sampler = case.sampler(self.model, case.prompt.token_ids)
         after = partial(self._keep, made) if keeps else None
         return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, sampler, after)
 

@@ -45,7 +45,7 @@ def evidence_computed(
     prefill = len(steps) - len(out.selected)  # the number of this answer's first step
     layers = out.computed.shape[1]
     # without a selection, the very first step computes the whole prompt, and every later one nothing of it
-    ran = [(number, _in_sets(step, positions, layers)) for number, step in enumerate(steps) if step or number == 0]
+    ran = [(number, in_sets(step, positions, layers)) for number, step in enumerate(steps) if step or number == 0]
     in_prefill = np.any([sets for number, sets in ran if number <= prefill], axis=0)
     computed = np.any([sets for _, sets in ran], axis=0)
     return in_prefill.mean(axis=1), (computed & ~in_prefill).mean(axis=1)
@@ -58,7 +58,7 @@ def selections_that_ran(out: Generation) -> list[dict[int, list[int]]]:
     return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
 
 
-def _in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int) -> np.ndarray:
+def in_sets(selected: dict[int, list[int]], positions: np.ndarray, layers: int) -> np.ndarray:
     """[layers, positions] bool: whether the token is in a step's set for the layer; all are before the first cut."""
     sets = []
     present = np.ones(len(positions), dtype=bool)

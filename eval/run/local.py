@@ -78,9 +78,13 @@ class LocalModel:
     @cached_property
     def model_config(self) -> PreTrainedConfig:
         """The model's config, after all checks that need no weights. Raises UserError."""
-        from lazyllm.models.load import check_loading
+        from lazyllm.models.load import PENALTIES, check_loading, settings_of_answers
 
-        return check_loading(self.spec)
+        config = check_loading(self.spec)
+        has_some = not self.config.model.penalties or bool(settings_of_answers(self.spec, PENALTIES))
+        expected = "false, as the model's generation_config.json has none that changes greedy answers"
+        require(has_some, "model.penalties", "true", expected)
+        return config
 
     @cached_property
     def shape(self) -> PreTrainedConfig:
@@ -163,12 +167,17 @@ class LocalModel:
         from transformers.utils import logging as transformers_logging
 
         from lazyllm.engine.devices import devices_of
-        from lazyllm.models.load import load_weights, unapplied_settings
+        from lazyllm.models.load import NEVER_APPLIED, PENALTIES, load_weights, settings_of_answers
 
         log.info("loading %s", self.spec.name)
-        if unapplied := unapplied_settings(self.spec):
+        penalties = () if self.config.model.penalties else PENALTIES
+        if unapplied := settings_of_answers(self.spec, (*NEVER_APPLIED, *penalties)):
             settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
-            log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
+            advice = " (model.penalties=true applies all but sampling, beams, guidance and stop strings)"
+            there = advice if unapplied.keys() & {*penalties} else ""
+            log.info(
+                "answers are greedy: of the model's generation_config.json these have no effect: %s%s", settings, there
+            )
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
         model = load_weights(self.spec)
@@ -231,10 +240,23 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMo
     with_server = "model=server server.url=http://HOST:PORT/v1 with it"
     check_unused("server", config.server, with_server)
     check_unused("load", config.load, with_server)
-    for settings in arms.values():
+    for label, settings in arms.items():
         require(settings.get("name") != SERVER, "method", SERVER, with_server)
-        _sample(settings)
+        method = _sample(settings)
+        _check_fits(config, f"compare.{label}" if config.compare is not None else "method", settings, method)
     return LocalModel(config, arms, spec, chat, own_tokenizer)
+
+
+def _check_fits(config: RunConfig, key: str, settings: dict[str, Any], method: Method) -> None:
+    """Refuse an arm that cannot answer as the run asks. key: of its settings. Raises UserError."""
+    asked = [f"question={config.question}"] if config.question is not None else []
+    if config.question is not None:
+        turns = settings.get("turns", "continue")
+        expected = f"continue with {asked[0]}, as recompute runs the usual prompt"
+        require(turns == "continue", f"{key}.turns", turns, expected)
+    asked += ["model.penalties=true"] if config.model.penalties else []
+    expected = f"another method with {' and '.join(asked)}, as it answers whole prompts by itself"
+    require(not (asked and method.answers_itself), f"{key}.name", settings["name"], expected)
 
 
 def _sample(settings: dict[str, Any], layers: int | None = None) -> Method:

@@ -49,6 +49,10 @@ class ModelConfig:
     system: str | None = setting(None, "a system message before the prompt")
     today: str = setting(TODAY, "the date, for templates that write one into the prompt")
     thinking_tokens: int = setting(0, "extra tokens for thinking; the text after `</think>` is scored")
+    penalties: bool = setting(
+        False,
+        "apply what the model's generation_config.json asks for besides sampling: penalties, suppressed tokens, ...",
+    )
     paper: str | None = setting(None, "the column of the paper's tables to compare with: `llama2`, `xgen`")
 
 
@@ -147,6 +151,9 @@ class RunConfig(SuiteSettings):
     threads: int | None = setting(None, "CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)")
     out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`")
     trace: int = setting(0, "keep each layer's importance and selection for the first N examples of each dataset")
+    question: str | None = setting(
+        None, "`hidden` runs each row's context before its question is known, and the question as a later turn"
+    )
     fidelity: str | None = setting(
         None, "`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
     )

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.run.arms import Arm
 from eval.run.case import Case
+from eval.run.decode import converse
 from eval.run.evidence import selections_that_ran
 from eval.store.visit import Trace, compact_counts
 from lazyllm import generate
@@ -20,7 +21,11 @@ def traces(
     """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
     importance = importance_of_layers(model, case.prompt.token_ids)
     for arm in arms:
-        out = generate(model, case.prompt.as_input(), arm.method(case.dataset.name), **case.options)
+        method = arm.method(case.dataset.name)
+        if case.penalties:
+            out = next(converse(model, case, method, arm.turns))
+        else:
+            out = generate(model, case.prompt.as_input(), method, **case.options)
         group_starts, computed = compact_counts(out.computed)
         yield Trace(
             dataset=case.dataset.name,

@@ -150,8 +150,8 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
 
     Runs share a table if those of one model agree in everything but arms, data and seed, those of one method or suite
     in its code, and all in the rows and templates of a dataset. `differences` holds the values that are not the most
-    common of the model (of equally common ones, the newest run's is). `variant` names the first of these, how many
-    there are more, and a number where that is the name of several.
+    common of the model (of equally common ones, the newest run's is). `variant` names one or two of these, or the
+    first and how many there are more, and a number where that is the name of several.
     """
     runs = _with_paths(runs)
     compared = _compared_values(runs)
@@ -166,8 +166,9 @@ def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
     ]
     variants, named = dict[tuple[Any, ...], str](), Counter[tuple[str, str]]()
     for kind in sorted({(run.model, *own.items()) for run, own in zip(runs, found, strict=True) if own}):
-        model, (key, value), *others = kind
-        text = f"{key}={value[:_SHOWN]}" + (f" and {len(others)} more" if others else "")
+        model, *pairs = kind
+        first, *others = (f"{key}={value[:_SHOWN]}" for key, value in pairs)
+        text = f"{first} and {len(others)} more" if len(others) > 1 else ", ".join([first, *others])
         named[model, text] += 1
         variants[kind] = f" ({text})" if named[model, text] == 1 else f" ({text}, {named[model, text]})"
     return [

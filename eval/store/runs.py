@@ -6,6 +6,7 @@ A *setting* is a method with its hyperparameters but without its seed; an arm is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -72,7 +73,7 @@ class StoredRun:
         arms, usual_seed, baseline = {}, self.identity["seed"], self.identity["baseline"]
         for name, arm in self.identity["arms"].items():
             method, is_baseline = arm["method"], name == baseline
-            settings = settings_in(method)
+            settings = {key: _short_target(value) for key, value in settings_in(method).items()}
             if baseline is not None and not is_baseline and arm == self.identity["arms"][baseline]:
                 settings["label"] = name  # the A/A test's arm: a row of its own
             arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
@@ -256,6 +257,11 @@ def _token_s(one: Answer) -> tuple[float, ...] | None:
     """Seconds from the start to each token; None if steps were not timed, as those of batches, or the first was not."""
     first, steps = one.times.ttft_s, one.times.decode_step_s
     return None if first is None or steps is None else tuple(accumulate([first, *steps]))
+
+
+def _short_target(value: Any) -> Any:
+    """A target speedup `2.0x` as `2x`, as both are one setting; any other value as it is."""
+    return re.sub(r"^(\d+)\.0+x$", r"\1x", value) if isinstance(value, str) else value
 
 
 def canonical_json(settings: Mapping[str, Any]) -> str:

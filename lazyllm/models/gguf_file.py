@@ -9,19 +9,21 @@ import hashlib
 import importlib.metadata
 import logging
 import shutil
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
+from time import time_ns
 
 from filelock import FileLock
 
 from lazyllm.errors import UserError
-from lazyllm.files import cache_folder
+from lazyllm.files import cache_folder, write_whole
 
 log = logging.getLogger(__name__)
 
 _QUANTISATION = "quantisation.txt"  # in the folder of `converted`
 _READERS = ("transformers", "gguf", "accelerate")  # transformers needs the others for GGUF files
 _CODE = Path(__file__).with_name("gguf_reading.py")
+_SETTLED_NS = 10 * 10**9  # a younger file may change once more within the same tick of its file system's clock
 
 
 def converted(file: Path) -> Path:
@@ -44,15 +46,24 @@ def quantisation_of(file: Path) -> str:
 
 
 def sha256_of(file: Path) -> str:
-    """SHA-256 of a file."""
-    about = file.stat()
-    return _sha256_of(file, about.st_size, about.st_mtime_ns)
-
-
-@cache
-def _sha256_of(file: Path, size: int, changed: int) -> str:
+    """SHA-256 of a file. It is kept in the cache folder for the file's state, which every change of it changes."""
+    state = _state(file)
+    kept = cache_folder() / "gguf" / "sha256" / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
+    with suppress(OSError):
+        return kept.read_text(encoding="ascii")
+    began = time_ns()
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if _state(file) == state and began - max(state[2:4]) > _SETTLED_NS:
+        with suppress(UserError):  # a cache that cannot be written costs time only
+            write_whole(kept, digest)
+    return digest
+
+
+def _state(file: Path) -> tuple[int, int, int, int, str]:
+    """(inode, size, time of the last change of content and of anything, path). No program can set the fourth."""
+    about = file.stat()
+    return about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, str(file.resolve())
 
 
 def _kept(file: Path, dtype: str | None = None) -> Path:

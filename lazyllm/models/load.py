@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -167,24 +167,24 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids or ())
 
 
-# Settings of a generation_config.json that change answers
-_CHANGES_ANSWERS = (
-    "do_sample", "num_beams", "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
+# Settings of a generation_config.json that change greedy answers, and those that answers here never follow
+PENALTIES = (
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
-    "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty", "guidance_scale",
-    "penalty_alpha", "stop_strings", "watermarking_config",
+    "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty", "watermarking_config",
 )  # fmt: skip
+NEVER_APPLIED = ("do_sample", "num_beams", "guidance_scale", "penalty_alpha", "stop_strings")
 
 
-def unapplied_settings(spec: ModelSpec) -> dict[str, Any]:
-    """What the model's generation_config.json asks for and greedy answers leave out: sampling, penalties, and so on.
+def settings_of_answers(spec: ModelSpec, keys: Sequence[str]) -> dict[str, Any]:
+    """Which of these settings the model's generation_config.json asks for, without those that change nothing.
 
-    transformers' own `generate` applies them. Raises UserError.
+    transformers' own `generate` applies all; here, PENALTIES are applied if asked for. Raises UserError.
     """
     if spec.is_dummy or not (file := folder_of(spec, CONFIGS) / "generation_config.json").is_file():
         return {}
     stored = read_json(file, spec.source)
-    asked = {key: stored.get(key) for key in _CHANGES_ANSWERS}
+    asked = {key: stored.get(key) for key in keys}
     return {key: value for key, value in asked.items() if value is True or value not in (None, False, 0, 1, [], {})}
 
 

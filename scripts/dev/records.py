@@ -1,11 +1,11 @@
-"""Copy runs without their texts, to commit them: python -m scripts.dev.records OUT RUN [RUN ...] [--undisturbed]
+"""Copy runs without their texts, to commit them: python -m scripts.dev.records OUT RUN ... [--undisturbed LABEL ...]
 
 Each run becomes a folder of OUT with run.json, examples.json, visits.jsonl.gz and traces/*.json.gz. Every number and
 every hash stays; what quotes a prompt, a gold answer or a model's answer goes (`without_texts`). A run may still grow:
 only the examples that every arm has answered are kept. OUT is made anew: it holds these runs alone.
 
-A line names each visit that other work on the machine has disturbed (`disturbed`); --undisturbed leaves them out. To
-measure one again, remove its line from the run's visits.jsonl and give the run's command once more.
+A line names each visit that other work on the machine has disturbed (`disturbed`); --undisturbed leaves out those of
+runs with these labels. To measure one again, remove its line from visits.jsonl and give the run's command once more.
 """
 
 import argparse
@@ -90,15 +90,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
-    parser.add_argument("--undisturbed", action="store_true")
+    parser.add_argument("--undisturbed", nargs="+", default=[], metavar="LABEL")
     options = parser.parse_args(arguments)
     runs = [run for run in stored_runs(options.runs) if run.done]
-    odd = {(run.folder, *key): arms for run in runs for key, arms in disturbed(run).items()}
-    for (folder, *key), arms in odd.items():
-        print(
-            f"{folder.name}, {', '.join(key)}: disturbed, by its speed beside the baseline's over the usual one: {arms}"
-        )
-    write(options.out, runs, odd if options.undisturbed else ())
+    left_out = set[tuple[Path, str, str]]()
+    for run in runs:
+        is_chosen = run.about["config"].get("label") in options.undisturbed
+        for key, arms in disturbed(run).items():
+            what = "left out" if is_chosen else "kept"
+            print(
+                f"{run.folder.name}, {', '.join(key)}: {what}, speed beside the baseline's over the usual one: {arms}"
+            )
+            if is_chosen:
+                left_out.add((run.folder, *key))
+    write(options.out, runs, left_out)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,6 @@ def test_equal_memory_by_hand() -> None:
     assert static["lead_score"] == 25
     assert static["lead_log_likelihood"] == pytest.approx(0.05)  # -0.3 against -0.35
     assert math.isnan(line(table.frame, method="random_drop")["lead_kl"])  # 0.2 of the baseline's bytes away
-    assert line(table.cells, method="random_drop, keep=2.0x")["LazyLLM at these bytes"] == "-"
+    assert line(table.cells, method="random_drop, keep=2x")["LazyLLM at these bytes"] == "-"
     assert "answer's KL" in table.cells
     assert "gold KL" not in table.cells

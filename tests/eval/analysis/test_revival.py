@@ -21,9 +21,9 @@ KLS = {  # {(dataset, row): the answer's KL of each arm}; trec is a task of its 
 }  # fmt: skip
 
 
-def made(kls: dict[tuple[str, str], tuple[float, ...]], **changes: float) -> Results:
+def made(kls: dict[tuple[str, str], tuple[float, ...]]) -> Results:
     return Results([
-        stored([example(*row, answer_kl=values[place], kl=0.5, **changes) for row, values in kls.items()], *arm)
+        stored([example(*row, answer_kl=values[place], kl=0.5) for row, values in kls.items()], *arm)
         for place, arm in enumerate(ARMS.values())
     ])  # fmt: skip
 

@@ -250,12 +250,13 @@ def test_settings_of_models_are_in_one_table(tmp_path: Path) -> None:
     settings = overview.settings_table(Results.read([tmp_path]).runs)
     assert settings is not None
     assert settings.cells.to_numpy().tolist() == [
-        ["mini (turns=4 and 1 more)", "turns", "4"], ["mini (turns=4 and 1 more)", "rows of hotpotqa", "cc dd"]
+        ["mini (turns=4, rows of hotpotqa=cc dd)", "turns", "4"],
+        ["mini (turns=4, rows of hotpotqa=cc dd)", "rows of hotpotqa", "cc dd"],
     ]  # fmt: skip
     assert overview.settings_table(Results.read([tmp_path / "0"]).runs) is None
     found, others = overview.findings(Results.read([tmp_path]))
     assert found.startswith("mini on longbench: ")
-    assert others == "Other settings, in the tables: mini (turns=4 and 1 more)."
+    assert others == "Other settings, in the tables: mini (turns=4, rows of hotpotqa=cc dd)."
 
 
 def test_figures_in_one_page_share_no_id() -> None:

@@ -51,14 +51,14 @@ DROP = {"method": {"name": "random_drop", "keep": 0.5}}
         ([{}, {"versions": {"torch": "3"}}, {}], ["", "versions.torch=3", ""]),
         ([{}, {"max_new_tokens": 3}, {}], ["", "max_new_tokens=3", ""]),
         ([{}, {"data": {"hotpotqa": "another"}}, {}], ["", "rows of hotpotqa=another", ""]),
-        ([{}, {"turns": 4, "data": {"hotpotqa": "another"}}, {}], ["", "turns=4 and 1 more", ""]),
+        ([{}, {"turns": 4, "data": {"hotpotqa": "another"}}, {}], ["", "turns=4, rows of hotpotqa=another", ""]),
         ([{}, {}, {"dtype": "x", "threads": 2}, {"dtype": "x"}, {"threads": 2}],
-         ["", "", "dtype=x and 1 more", "dtype=x", "threads=2"]),
+         ["", "", "dtype=x, threads=2", "dtype=x", "threads=2"]),
         ([{}, {}, {"engine": "0123456789abcdef"}, {"engine": "0123fedcba987654"}],
          ["", "", "engine=0123456789abcdef", "engine=0123fedcba987654"]),
         # two of one name are numbered
-        ([{}, {}, {}, {"dtype": "x", "threads": 3}, {"dtype": "x", "threads": 2}],
-         ["", "", "", "dtype=x and 1 more, 2", "dtype=x and 1 more"]),
+        ([{}, {}, {}, {"dtype": "x", "turns": 2, "threads": 3}, {"dtype": "x", "turns": 2, "threads": 2}],
+         ["", "", "", "turns=2 and 2 more, 2", "turns=2 and 2 more"]),
         # a method's and a suite's code count only where they ran
         ([{}, DROP | {"seed": 3}, {"data": {"hops": "1"}, "suite_code": "t"}], ["", "", ""]),
         ([{}, DROP, {"suite_code": "u"}], ["", "", "code of longbench=u"]),
@@ -186,6 +186,14 @@ def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which(tmp_path
     assert sentence.startswith(told)
     write_run(tmp_path / "again", [visit(0), visit(1)], provenance=PROVENANCE | {"started": "2026-03"}, warmup=8)
     assert {*Results.read([tmp_path]).counting["folder"]} == {str(tmp_path / "again")}  # as many, but newer
+
+
+def test_a_target_speedup_is_one_setting_however_it_is_written(tmp_path: Path) -> None:
+    for name, target in (("a", "2.0x"), ("b", "2x"), ("c", "2.05x")):
+        write_run(tmp_path / name, [visit(0)], {"name": "lazy", "schedule": target})
+    frame = Results.read([tmp_path]).counting
+    labels = set(frame[frame["method"] == "lazy"]["label"])
+    assert labels == {"lazy, schedule=2x", "lazy, schedule=2.05x"}
 
 
 def test_label_leaves_out_usual_values() -> None:

@@ -1,10 +1,12 @@
 """GGUF files as models: as transformers reads them, kept once read, and each refusal as one message."""
 
+import hashlib
 import json
 import logging
 import os
 import shutil
 from pathlib import Path
+from time import sleep, time_ns
 from typing import Any
 
 import gguf
@@ -17,7 +19,7 @@ import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models import gguf_file, gguf_reading
 from lazyllm.models.checkpoint import title_of
-from lazyllm.models.load import load_end_ids, load_model, load_weights, unapplied_settings
+from lazyllm.models.load import NEVER_APPLIED, PENALTIES, load_end_ids, load_model, load_weights, settings_of_answers
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
 from tests.gguf_files import END, TEMPLATE, TURN, model_of, write_gguf
@@ -235,6 +237,34 @@ def test_settings_of_generation_configs_that_greedy_answers_leave_out(tiny_copy:
     asked = {"repetition_penalty": 1.1, "do_sample": True, "suppress_tokens": [5]}
     neutral = {"no_repeat_ngram_size": 0, "num_beams": 1, "eos_token_id": 2, "temperature": 0.7, "bad_words_ids": []}
     (tiny_copy / "generation_config.json").write_text(json.dumps(asked | neutral))
-    assert unapplied_settings(ModelSpec(str(tiny_copy))) == asked
-    assert unapplied_settings(ModelSpec(str(tiny_copy), load_format="dummy")) == {}
-    assert unapplied_settings(ModelSpec("tiny")) == {}
+    every = (*NEVER_APPLIED, *PENALTIES)
+    assert settings_of_answers(ModelSpec(str(tiny_copy)), every) == asked
+    assert settings_of_answers(ModelSpec(str(tiny_copy)), NEVER_APPLIED) == {"do_sample": True}
+    assert settings_of_answers(ModelSpec(str(tiny_copy), load_format="dummy"), every) == {}
+    assert settings_of_answers(ModelSpec("tiny"), every) == {}
+
+
+def test_hash_is_kept_and_never_another_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a file of the same size whose time of change was set back, and one that took another's place."""
+    file, read, plain = tmp_path / "a.gguf", list[str](), hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda opened, name: [read.append(name), plain(opened, name)][1])
+
+    def found() -> tuple[bool, int]:
+        """Whether the hash is right, and how often the file was read for it."""
+        read.clear()
+        return gguf_file.sha256_of(file) == hashlib.sha256(file.read_bytes()).hexdigest(), len(read)
+
+    file.write_bytes(b"one")
+    first = file.stat()
+    assert [found(), found()] == [(True, 1)] * 2  # it may change once more within a tick of the clock
+    later = time_ns() + 60 * 10**9
+    monkeypatch.setattr(gguf_file, "time_ns", lambda: later)
+    assert [found(), found()] == [(True, 1), (True, 0)]
+    sleep(0.02)  # more than a tick
+    file.write_bytes(b"two")
+    os.utime(file, ns=(first.st_atime_ns, first.st_mtime_ns))
+    assert [found(), found()] == [(True, 1), (True, 0)]
+    (tmp_path / "b").write_bytes(b"six")
+    os.utime(tmp_path / "b", ns=(first.st_atime_ns, first.st_mtime_ns))
+    (tmp_path / "b").replace(file)
+    assert [found(), found()] == [(True, 1), (True, 0)]
