@@ -239,8 +239,12 @@ def _as_printed(table: Table, values: Sequence[Column], results: Results) -> Row
     sides: list[tuple[str, str, Any]] = [
         (MODEL_NAMES[column], column, ran[ran["paper_model"] == column]) for column in PAPER_MODELS
     ]
-    for (model, suite), rows in ran[~ran["paper_model"].isin(PAPER_MODELS)].groupby(["model", "suite"], sort=False):
-        sides.append((model_name({"model": model, "suite": suite}, results), "", rows))
+    others = ran[~ran["paper_model"].isin(PAPER_MODELS)].groupby(["model", "suite"], sort=False)
+    families = [(results.families[model], suite) for (model, suite), _ in others]
+    for (model, suite), rows in others:
+        family, name = results.families[model], model_name({"model": model, "suite": suite}, results)
+        # a column has no room for the variant, unless several tell apart
+        sides.append((name.replace(model, family) if families.count((family, suite)) == 1 else name, "", rows))
     for name, column, ours in sides:
         rows = lines[key].merge(ours.drop_duplicates(key), "left", key).to_dict("records")
         if len(ours):

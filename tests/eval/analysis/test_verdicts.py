@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eval.analysis.claims import CLAIMS, Claim, sections
-from eval.analysis.paper_tables import paper_values, table1
+from eval.analysis.paper_tables import paper_values, table1, table1_paper
 from eval.analysis.step_cost import step_cost
 from eval.analysis.verdicts import verdicts
 from eval.store.results import Results, with_variants
@@ -143,6 +143,7 @@ def test_each_claim_takes_the_variant_of_its_experiment() -> None:
     assert set(verdicts(results).frame["model"]) == {"tiny", whole, "llama2", "xgen"}
     shown = table1(results).cells
     assert set(shown["model"]) == {whole}  # the baseline of the others has no row
+    assert "tiny: n" in table1_paper(results).cells  # a column has no room for the variant
 
 
 def test_a_mild_setting_is_not_judged_as_table_1s() -> None:
