@@ -18,7 +18,7 @@ from eval.run.settings import RunConfig, check_unused
 from eval.run.subject import Subject, subject_of
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
-from lazyllm.models.tokenizers import chat_templates, tokenizer_of
+from lazyllm.models.tokenizers import chat_templates, tokenizer_file, tokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,8 @@ class Asked:
             require(has_key, "tracker.mode", "online", "a key (wandb login, WANDB_API_KEY)")
         self.subject.check()
         thinks = config.model.thinking_tokens > 0 and self.subject.chat.from_tokenizer
+        if spec.tokenizer is None and self.suite.tokenizer is None and spec.is_local:
+            tokenizer_file(*tokenizer_of(spec))  # refuses what is no tokenizer
         if spec.tokenizer is not None or thinks:  # refuse what is no tokenizer, and thoughts that no prompt asks for
             template = chat_templates(*tokenizer_of(spec))
             require(

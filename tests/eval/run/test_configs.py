@@ -477,6 +477,13 @@ def test_preset_by_name_alone_has_its_own_settings(name: str) -> None:
     assert settings.model.name == name
 
 
+def test_folder_without_a_tokenizer_is_refused_before_torch_is_imported(tiny_copy: Path) -> None:
+    run = run_of(f"model.name={tiny_copy}", "dataset=lookup").check()
+    (tiny_copy / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
+        run.check()
+
+
 def test_presets_of_a_sweep_by_name_alone_have_their_own_settings() -> None:
     of_names = jobs_of(["-m", "model.name=llama2,tiny", "limit=1"])
     assert of_names == jobs_of(["-m", "model=llama2,tiny", "limit=1"])
