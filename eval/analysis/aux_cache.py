@@ -50,8 +50,9 @@ def aux_cache(results: Results) -> Rows:
     for setting, part in rows.groupby(SETTING, sort=False):
         steps = pd.DataFrame(_steps_of(results, part))
         places = np.searchsorted((0, *_STEP_ENDS), steps["step"])
-        for place, of in steps.groupby(places):
-            found.append(dict(zip(SETTING, setting, strict=True)) | {"steps": _RANGES[place]} | _means(of))
+        for place in np.unique(places):
+            about = dict(zip(SETTING, setting, strict=True)) | {"steps": _RANGES[int(place)]}
+            found.append(about | _means(steps[places == place]))
     table = pd.DataFrame(found, columns=[*SETTING, *(column.name for column in _COLUMNS[2:])])
     table = in_order(table).reset_index(drop=True)
     return Rows(table, cells(table, _COLUMNS, results), keys=3)
@@ -64,7 +65,7 @@ def _bytes_of_a_token(baselines: Any) -> Any:
 
 def _steps_of(results: Results, rows: Any) -> Iterator[dict[str, Any]]:
     """A row for the prefill and for each decoding step of each of these answers of one setting."""
-    answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(rows)]
+    answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(rows) if answer.cost is not None]
     state_bytes = next(cost.aux_bytes / _held(n, cost, -1) for n, cost in answers if cost.aux_bytes)
     for number, ((n, cost), reference) in enumerate(zip(answers, rows["reference"], strict=True)):
         revived = np.diff(np.array(cost.computed), axis=0).max(axis=1)

@@ -114,8 +114,10 @@ class PrunedLM(_HFLM):
         self._config = load_config(self._spec)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **_: Any) -> None:
-        self.tokenizer = load_tokenizer_of(self._spec)
-        check_fits(self.tokenizer, self._spec)
+        own = load_tokenizer_of(self._spec)
+        assert own is not None  # None is of random weights alone
+        check_fits(own, self._spec)
+        self.tokenizer = own
 
     def _create_model(self, pretrained: str, **_: Any) -> None:
         self._model = load_weights(replace(self._spec, device=str(self._device)))

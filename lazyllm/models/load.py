@@ -52,10 +52,10 @@ def load_model(
     """
     spec = ModelSpec(**locals())
     check_loading(spec)
-    tokenizer = load_tokenizer_of(spec)
-    if tokenizer is not None:
-        check_fits(tokenizer, spec)
-    return load_weights(spec), tokenizer
+    own = load_tokenizer_of(spec)
+    if own is not None:
+        check_fits(own, spec)
+    return load_weights(spec), own
 
 
 def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
