@@ -86,7 +86,8 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
         "claims in its text."
     ),
     notes=(
-        "Bars: 95 % bootstrap intervals over examples. Seeds of a setting are pooled; ablations of LazyLLM are left "
+        "Bars: 95 % bootstrap intervals over examples. Where some tasks have too few examples for an interval, their "
+        "scores are not drawn. Seeds of a setting are pooled; ablations of LazyLLM are left "
         "out. A curve joins a method's settings that are given by an ideal speedup (1.5x, 2.0x, ...). If it has none, "
         "the curve joins the settings that no other one of the method beats in both score and speedup, which flatters "
         "methods with many settings. The paper's mean is that of its task means."
@@ -110,7 +111,7 @@ def plot(frame: Any) -> MplFigure:
         values = _measured(rows)
         parts = section.subfigures(len(values), 1, squeeze=False)[:, 0]
         for part, (value, label) in zip(parts, values.items(), strict=True):
-            shown = rows.dropna(subset=value)  # the paper has no KL
+            shown = _told(rows.dropna(subset=value), value)  # the paper has no KL
             speedups = shown["ttft_speedup"]
             # an axis that holds 1 and 2 has ticks, however close its points are
             reach = min(0.9, speedups.min() / 1.15), max(2.2, speedups.max() * 1.15)
@@ -131,6 +132,15 @@ def _measured(rows: Any) -> dict[str, str]:
     """{each value that was measured and is drawn in panels of its own: its axis label}."""
     scores = {"relative_score": "score, % of the baseline's"} if rows["relative_score"].notna().any() else {}
     return scores | dict(list(style.kls_in(rows).items())[:1])
+
+
+def _told(rows: Any, value: str) -> Any:
+    """The rows of the panels that tell something: of scores those with intervals, if any panel has them."""
+    measured = rows[rows["source"] == MEASURED]
+    has_interval = measured[f"{value}_low"].notna()
+    if value in KLS or not has_interval.any():
+        return rows
+    return rows[rows["task"].isin(measured.loc[has_interval, "task"])]
 
 
 def _undominated(settings: Any) -> np.ndarray:

@@ -164,6 +164,20 @@ def test_figure5_shows_the_kl_of_a_task_in_which_the_baseline_scores_nothing() -
     assert "KL over the baseline's answer, nats" in texts(drawn(plot, data(results)))
 
 
+def test_scores_of_tasks_without_an_interval_are_not_drawn_beside_those_with_one() -> None:
+    many = [example("trec", row, score=score, kl=0.1) for row, score in zip("abcdef", (0.1, 0.9) * 3, strict=True)]
+    few = [example("lcc", row, score=0.4, kl=0.1) for row in "ab"]
+    panels = {}
+    for name, visits in {"both": [*many, *few], "few": few}.items():
+        figure = drawn(plot, data(Results([stored(visits)])))
+        for part in figure.subfigs[0].subfigs:
+            assert part.get_supylabel()
+            panels[name, part.get_supylabel()[:5]] = [axes.get_title(loc="left") for axes in part.axes]
+    assert panels["both", "score"] == ["few shot", "mean over tasks"]
+    assert panels["both", "KL fr"] == ["few shot", "code", "mean over tasks"]
+    assert panels["few", "score"] == ["code"]  # no task has an interval
+
+
 def test_a_mean_over_fewer_tasks_is_not_on_the_curve() -> None:
     both = [example(dataset, row, ttft_s=0.2) for dataset in ("trec", "lcc") for row in "ab"]
     runs = [stored(both, settings={"schedule": "2x"}), stored(both[:2], settings={"schedule": "3x"})]
