@@ -31,7 +31,7 @@ def test_figure7_shows_one_setting_for_each_model() -> None:
     assert data(Results([runs[2]])).empty
     picture = drawn(plot, frame)
     assert len(picture.axes) == 4
-    assert any(text.endswith("tiny, LazyLLM, schedule={2: 0.5}, 2 examples") for text in texts(picture))
+    assert any(text.endswith("tiny,\nLazyLLM, schedule={2: 0.5}, 2 examples") for text in texts(picture))
 
 
 def test_figure7_draws_a_curve_for_each_group() -> None:
