@@ -121,7 +121,8 @@ def plot(frame: Any) -> MplFigure:
                 if value in KLS:
                     axes.set_yscale("log", nonpositive="clip")
                 else:
-                    axes.set(ylim=(-3, max(106.0, 1.05 * shown["relative_score"].max())))
+                    highest = shown[["relative_score", "relative_score_high"]].max().max()
+                    axes.set(ylim=(-3, max(106.0, 1.05 * highest)))
             part.supxlabel("TTFT speedup over the baseline (times)", fontsize=9)
             part.supylabel(label, fontsize=9)
             _write_legend(part, shown, styles)

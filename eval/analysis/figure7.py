@@ -67,7 +67,7 @@ def plot(frame: Any) -> MplFigure:
         upper.set(ylim=(0, 103), xlim=(0, max(steps, 1)), ylabel="% of prompt tokens computed so far")
         examples = counted(rows["examples"].iloc[0], "example")
         label = style.shown_label(rows["label"].iloc[0], STUDIED)
-        upper.set_title(f"Prompt tokens computed so far: {rows['model'].iloc[0]},\n{label}, {examples}")
+        upper.set_title(f"Prompt tokens computed so far:\n{rows['model'].iloc[0]},\n{label}, {examples}")
         style.legend_beside(upper)
         counts = rows[rows["group"] == 1]
         lower.stairs(counts["generating"], np.append(counts["step"], steps + 1) - 0.5, fill=True, color="#BDBDBD")
