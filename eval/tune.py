@@ -36,10 +36,11 @@ from eval.run.local import LocalModel
 from eval.run.settings import RunConfig, TrackerConfig
 from eval.run.targets import FILE, as_yaml
 from eval.store.folder import check_same, fingerprint
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Baseline, Method, by_name
-from lazyllm.methods.lazy import DEPTHS
+from lazyllm.methods.lazy import reference_layers
 from lazyllm.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -115,6 +116,12 @@ class Space:
     target: float
     ratios: range = range(5, 96)
 
+    @property
+    def places(self) -> list[int]:
+        """The layers after which tokens may be dropped: those that see the whole prompt, but for the last layer."""
+        depth = Depth.of(self.model_config)
+        return [layer for layer in depth.full if layer < depth.count]
+
     def speedup(self, cuts: Cuts) -> float:
         """The ideal speedup, aggregated as measured ones are (`eval.store.aggregate`): a dataset's is the baseline's
         summed FLOPs over the schedule's, a task's the mean over its datasets, the total the mean over tasks."""
@@ -133,10 +140,11 @@ class Space:
 
     def draw(self, trial: optuna.Trial) -> Cuts:
         """A schedule drawn by the trial's sampler, and fitted to the target."""
-        cuts = {}
+        cuts, places = {}, self.places
         for number in range(1, trial.suggest_int("cuts", 1, self.max_cuts) + 1):
-            layer = trial.suggest_int(f"layer_{number}", 1, self.model_config.num_hidden_layers - 1)
-            cuts[layer] = trial.suggest_int(f"keep_{number}", self.ratios[0], self.ratios[-1], step=self.ratios.step)
+            place = trial.suggest_int(f"layer_{number}", 1, len(places))
+            percent = trial.suggest_int(f"keep_{number}", self.ratios[0], self.ratios[-1], step=self.ratios.step)
+            cuts[places[place - 1]] = percent
         return self.fitted(tuple(sorted(cuts.items())))
 
     def fitted(self, cuts: Cuts) -> Cuts:
@@ -149,9 +157,8 @@ class Space:
 
     def references(self) -> dict[str, Cuts]:
         """{"paper": the schedule to compare the tuned one with}, or {}. Its one keep ratio is the highest that reaches
-        the target, after 30, 60 and 90 % of the depth (Figure 4) or the next earlier layers of `DEPTHS` that can."""
-        for shares in DEPTHS:
-            layers = sorted({self.model_config.num_hidden_layers * share // 100 for share in shares} - {0})
+        the target, after 30, 60 and 90 % of the depth (Figure 4) or the next earlier `reference_layers` that can."""
+        for layers in reference_layers(Depth.of(self.model_config)):
             cuts = self.fitted(tuple((layer, self.ratios[-1]) for layer in layers))
             if self.reaches(cuts):
                 return {"paper": cuts}
@@ -171,15 +178,14 @@ def tune(config: TuneConfig) -> Path:
     from eval.run.run import prepare
     from eval.store.aggregate import rows_of
 
-    trials, layers = prepare(asked), model.model_config.num_hidden_layers
+    trials = prepare(asked)
     lengths = dict[str, Counter[int]]()
     for case in trials.cases:
         lengths.setdefault(case.dataset.name, Counter())[len(case.prompt.token_ids)] += 1
     assert config.target_speedup is not None  # as `to_tune_config` makes sure
     method = trials.arms[0].method(asked.datasets[0].name)
     space = Space(model.model_config, method, lengths, config.layers, config.target_speedup)
-    first = range(1, layers)[: config.layers]
-    fastest = space.speedup(tuple((layer, space.ratios[0]) for layer in first))
+    fastest = space.speedup(tuple((layer, space.ratios[0]) for layer in space.places[: config.layers]))
     within = f"less, as the best ideal speedup with layers={config.layers} is {fastest:.2f}: lower it or raise layers"
     require(fastest >= space.target, "target_speedup", space.target, within)
     # what must agree to resume a study; the number of trials may be raised

@@ -13,6 +13,7 @@ from eval.benchmarks.suite import Dataset
 from eval.run.config import CONF
 from eval.run.settings import SERVER, RunConfig
 from eval.run.targets import Target, is_tuned, with_layers
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method, by_name, make, name_of, settings_of
@@ -50,7 +51,8 @@ class Arm:
 class MethodAsked:
     """A method as an arm's settings ask for it, before the model is known.
 
-    settings: `name`, hyperparameters and `turns`, as written. hyperparameters: without the one that `target` gives.
+    settings: `name`, hyperparameters and `turns`, as written, or as the model resolves them (`Method.resolve`).
+    hyperparameters: without the one that `target` gives.
     """
 
     settings: dict[str, Any]
@@ -58,12 +60,14 @@ class MethodAsked:
     target: Target | None = None
 
     @classmethod
-    def of(cls, settings: dict[str, Any], num_layers: int | None = None) -> "MethodAsked":
-        """num_layers: of the model; None if it is not known yet. Raises UserError for a target of another setting."""
-        if num_layers is not None and "schedule" in settings:
-            settings = settings | {"schedule": with_layers(settings["schedule"], num_layers)}
+    def of(cls, settings: dict[str, Any], depth: Depth | None = None) -> "MethodAsked":
+        """depth: of the model; None if it is not known yet. Raises UserError for a target of another setting."""
         name, own, found = settings.get("name", ""), dict[str, Any](), None
         kind = by_name(name)
+        if depth is not None:
+            settings = kind.resolve(settings, depth)
+            if "schedule" in settings:
+                settings["schedule"] = with_layers(settings["schedule"], depth)
         turns = settings.get("turns", "continue")
         require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
         for key, value in settings.items():

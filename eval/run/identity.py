@@ -23,6 +23,7 @@ from eval.benchmarks.suite import LoadedDataset
 from eval.run.arms import Arm, MethodAsked
 from eval.run.asked import Asked
 from eval.run.settings import RunConfig
+from lazyllm.engine.depth import Depth
 from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import about_the_method, by_name, code_of
 from lazyllm.models.checkpoint import gguf_of, title_of
@@ -167,6 +168,7 @@ def of_local_model(
 ) -> dict[str, Any]:
     """What identifies a model in this process, and its arms."""
     model, devices = config.model, devices_in_use(spec)
+    depth = Depth.of(model_config)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     quantiser = packages.get(spec.quantise or quantised_by(model_config) or "")
     file = gguf_of(spec)
@@ -188,7 +190,7 @@ def of_local_model(
         "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
         "device": " + ".join(map(device_name, devices)),
         "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
-        "arms": {arm.label: _of_method(arm, model_config.num_hidden_layers) for arm in arms},
+        "arms": {arm.label: _of_method(arm, depth) for arm in arms},
     }
 
 
@@ -196,9 +198,9 @@ def _of_penalties(spec: ModelSpec) -> dict[str, Any]:
     return settings_of_answers(spec, PENALTIES) | {"code": code_sha256(_PENALTIES)}
 
 
-def _of_method(arm: Arm, num_layers: int) -> dict[str, Any]:
+def _of_method(arm: Arm, depth: Depth) -> dict[str, Any]:
     with about_the_method():
-        asked = MethodAsked.of(arm.settings, num_layers)
+        asked = MethodAsked.of(arm.settings, depth)
     # of the method's other models: a local one's hash, a hub model's commit
     others = [
         weights_sha256(spec) or getattr(load_config(spec), "_commit_hash", None)

@@ -20,6 +20,7 @@ from eval.run.settings import SERVER, RunConfig, check_unused
 from eval.run.subject import Answerer, Load
 from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError, require
 from lazyllm.machine import device_name
 from lazyllm.methods import Method, about_the_method
@@ -71,9 +72,10 @@ class LocalModel:
         layers: int | None = read_config(self.spec).get("num_hidden_layers")
         if layers is not None:  # in a nested config transformers finds it
             for settings in self.arm_settings.values():
-                method = _sample(settings, layers)
+                depth = Depth(layers)  # without windows, which may not be in the file: what it refuses, they do too
+                method = _sample(settings, depth)
                 with about_the_method():
-                    method.tokens_per_layer(layers, 1)
+                    method.tokens_per_layer(depth, 1)
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
@@ -116,10 +118,11 @@ class LocalModel:
 
     def arms(self, datasets: Sequence[Dataset], tokens: int | None, limit: int | None) -> tuple[Arm, ...]:
         arms, shape, column, canonical = list[Arm](), self.shape, self.config.model.paper, dict[str, dict[str, Any]]()
+        depth = Depth.of(shape)
         for label, settings in self.arm_settings.items():
             try:
                 with about_the_method():
-                    asked = MethodAsked.of(settings, shape.num_hidden_layers)
+                    asked = MethodAsked.of(settings, depth)
                     arms.append(asked.arm(label, datasets, shape, column, tokens, limit))
                 canonical[label] = asked.canonical()
             except OutOfReachError as error:
@@ -259,6 +262,6 @@ def _check_fits(config: RunConfig, key: str, settings: dict[str, Any], method: M
     require(not (asked and method.answers_itself), f"{key}.name", settings["name"], expected)
 
 
-def _sample(settings: dict[str, Any], layers: int | None = None) -> Method:
+def _sample(settings: dict[str, Any], depth: Depth | None = None) -> Method:
     with about_the_method():
-        return MethodAsked.of(settings, layers).sample()
+        return MethodAsked.of(settings, depth).sample()

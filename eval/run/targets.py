@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from eval.benchmarks.suite import Dataset
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method
 from lazyllm.methods.support.schedule import Schedule
@@ -108,13 +109,13 @@ def _table1() -> dict[tuple[str, str, str], float]:
     }
 
 
-def with_layers(schedule: Any, num_layers: int) -> Any:
+def with_layers(schedule: Any, depth: Depth) -> Any:
     """A schedule with layers for shares of the depth (`50%`) and for `tuned/NAME`. Raises ValueError."""
     if is_tuned(schedule):
-        return read_tuned(schedule, num_layers)
+        return read_tuned(schedule, depth.count)
     if not isinstance(schedule, dict) and ":" not in str(schedule):  # a name
         return schedule
-    return dict(Schedule.parse(schedule, num_layers).keep)
+    return dict(Schedule.parse(schedule, depth).keep)
 
 
 def is_tuned(schedule: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Method, Select
@@ -66,7 +67,7 @@ class Model:
     def held(self, method: Method, n: int, later: int, generated: int) -> list[int]:
         """The tokens in each layer's K and V: of the prompt's n and of `later` of later prompts those that the method
         stores, and all generated ones."""
-        stored = method.stored_after_turns(self.config.num_hidden_layers, n, later)
+        stored = method.stored_after_turns(Depth.of(self.config), n, later)
         return [tokens + generated for tokens in stored]
 
     def _decoding(self, held: Sequence[int], steps: int, batch_size: int) -> Work:
@@ -115,18 +116,19 @@ class Model:
 
         K and V have room for the first revived tokens. Further ones depend on the prompt and are not counted.
         """
-        shape, layers = LayerShape.of(self.config), self.config.num_hidden_layers
-        tokens, most = method.tokens_per_layer(layers, n), n + new_tokens
-        slots = sum(len(group.layers) * group.slots(new_tokens, most) for group in method.groups(layers, n))
+        shape, depth = LayerShape.of(self.config), Depth.of(self.config)
+        tokens, most = method.tokens_per_layer(depth, n), n + new_tokens
+        slots = sum(len(group.layers) * group.slots(new_tokens, most) for group in method.groups(depth, n))
         if isinstance(method, Select) and (method.diagnostic or method.scoring_flops(self.config, n)):
-            tokens, slots = [n] * layers, layers * most  # the model itself may select, by a run of the whole prompt
+            # the model itself may select, by a run of the whole prompt
+            tokens, slots = [n] * depth.count, depth.count * most
         scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0
         others = [Model.of(replace(other, dtype=self.spec.dtype)) for other in method.models()]
         return {
             "weights": self.weights,
             "other models": sum(one.weights + n * one.config.num_hidden_layers * one.kv_bytes for one in others),
             "K and V": batch_size * slots * self.kv_bytes,
-            "Aux Cache": batch_size * method.aux_rows(layers, most) * shape.width * self.size,
+            "Aux Cache": batch_size * method.aux_rows(depth, most) * shape.width * self.size,
             "working": self.size * max(3 * tokens[0] * (shape.width + shape.mlp_width), scores),
         }
 

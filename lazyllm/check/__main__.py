@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError, parser_of, place_of, reason_of
 from lazyllm.methods import Sparse, about_the_method, make
 
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     with about_the_method(f"method {options.method!r}"):
         method = make(options.method, settings_from(options.settings))
-        counts = method.tokens_per_layer(LAYERS, TOKENS)
+        counts = method.tokens_per_layer(Depth(LAYERS), TOKENS)
         rises = any(not 0 < m <= before for before, m in pairwise([TOKENS, *counts]))
     if len(counts) != LAYERS or rises:
         raise UserError(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lazyllm.engine.batch import generate_many
 from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.inputs import Boundary, Selection
 from lazyllm.engine.method import Method
@@ -32,7 +33,7 @@ def keeping_everything(method: Method) -> Method:
 def can_keep_everything(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> None:
     """`keeping_everything` gives the model's own tokens and logits, computes all tokens, scores none."""
     ids, n, keeping = torch.tensor([prompt]), len(prompt), keeping_everything(method)
-    kept = min(keeping.tokens_per_layer(model.config.num_hidden_layers, n))
+    kept = min(keeping.tokens_per_layer(Depth.of(model.config), n))
     declare = "declare what keeps all: target_parameter = KEY (all at 1.0), or keep_all = {KEY: VALUE, ...}"
     _holds(kept == n, f"{keeping} declares {kept} of {n} tokens: {declare}")
     with torch.inference_mode():
@@ -49,13 +50,13 @@ def can_keep_everything(model: PreTrainedModel, method: Method, prompt: Sequence
 
 def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequence[int]) -> Generation:
     """A method computes what it declares, and every token that a layer runs is counted, as prefill or as scoring."""
-    n, layers = len(prompt), model.config.num_hidden_layers
+    n, depth = len(prompt), Depth.of(model.config)
     check_same_as_model(model)  # before counting, as it runs the layers too
     with _tokens_run(model) as runs, _positions_checked(method):
         first = generate(model, prompt, method, 1, ())
     prefilled = first.computed[0].mean()
     if not method.diagnostic:  # a diagnostic's selection is not counted
-        beside = sum(runs) / layers - prefilled
+        beside = sum(runs) / depth.count - prefilled
         near = beside <= first.scoring_tokens + 1e-9 and math.isclose(beside, first.scoring_tokens, abs_tol=0.75)
         _holds(near, f"layers ran {beside:g} tokens before the prefill, {first.scoring_tokens} are counted as scoring")
         declares = method.scoring_flops(model.config, n) > 0 or first.scoring_tokens == 0
@@ -64,7 +65,7 @@ def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequ
     _holds(math.isclose(first.pct_prompt_tokens_computed, share), f"% of tokens computed is not {share}")
     out = generate(model, prompt, method, _STEPS, ())
     if not method.adaptive:
-        _same("tokens computed in each layer", out.computed[0].tolist(), method.tokens_per_layer(layers, n))
+        _same("tokens computed in each layer", out.computed[0].tolist(), method.tokens_per_layer(depth, n))
     if isinstance(method, Sparse) and not method.adaptive:
         _same("pairs attended to in each layer", out.attended, method.attended(model.config, n))
     rises = bool((out.computed[1:] >= out.computed[:-1]).all()) and out.computed.max() <= n

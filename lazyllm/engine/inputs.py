@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import causal_pairs
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Boundary:
     """The end of a group of layers in a prefill, where a method chooses tokens.
 
     layer: the group's last layer, from 1.
-    num_layers: number of layers of the model.
+    depth: the model's layers.
     n: number of prompt tokens.
     positions: [m] of the tokens that the group computed, ascending.
     kv_heads: key heads of a layer.
@@ -157,7 +158,7 @@ class Boundary:
     """
 
     layer: int
-    num_layers: int
+    depth: Depth
     n: int
     positions: Tensor
     kv_heads: int

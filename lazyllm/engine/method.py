@@ -5,11 +5,14 @@ Nothing here imports torch: methods are made, checked and counted before anythin
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import nearest_ratio, prefill_flops
 from lazyllm.engine.inputs import Boundary, Group, Prompt, Selection
 from lazyllm.spec import ModelSpec
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 
     from lazyllm.engine.decoder import Decoder
     from lazyllm.engine.session import Session
+
+
+_LONG = 2**20  # tokens of a prompt that every method cuts
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 
 class _NameOfClass:
@@ -61,18 +68,23 @@ class Method(ABC):
             if check is not None and not (value is None and field.default is None):
                 check(field.name, value)
 
+    @classmethod
+    def resolve(cls, settings: Mapping[str, Any], depth: Depth) -> dict[str, Any]:
+        """The hyperparameters as records and tables show them: with numbers for defaults that depend on the model."""
+        return dict(settings)
+
     @abstractmethod
-    def groups(self, num_layers: int, n: int) -> list[Group]:
+    def groups(self, depth: Depth, n: int) -> list[Group]:
         """The layers of a model, in order, in groups whose layers see the same of n prompt tokens.
 
-        Raises ValueError if the method cannot run on a model of `num_layers` layers. Needs no model.
+        Raises ValueError if the method cannot run on a model of this depth. Needs no model.
         """
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         """A new session for one prompt and at most `max_new_tokens` generated tokens."""
         from lazyllm.engine.session import Session
 
-        groups = self.groups(len(decoder.layers), len(prompt))
+        groups = self.groups(decoder.depth, len(prompt))
         return Session(decoder, groups, len(prompt), max_new_tokens, self)
 
     def whole_answer(
@@ -89,26 +101,34 @@ class Method(ABC):
         """
         return Selection()
 
-    def pruning_layers(self, num_layers: int) -> Collection[int]:
+    def pruning_layers(self, depth: Depth) -> Collection[int]:
         """The layers, from 1, that `Generation.selected` names even if all their tokens go on."""
         return ()
 
-    def tokens_per_layer(self, num_layers: int, n: int) -> list[int]:
+    def scoring_layers(self, depth: Depth) -> Collection[int]:
+        """The layers, from 1, whose attention decides which tokens go on; `check` warns of those with a window.
+
+        By default those whose scores the `groups` of a long prompt declare.
+        """
+        groups = self.groups(depth, _LONG)
+        return [index + 1 for group in groups if group.scores for index in group.scores.layers]
+
+    def tokens_per_layer(self, depth: Depth, n: int) -> list[int]:
         """How many of n prompt tokens enter each layer in prefill, layer 1 first. Raises ValueError as `groups`."""
-        return [group.prompt_tokens for group in self.groups(num_layers, n) for _ in group.layers]
+        return [group.prompt_tokens for group in self.groups(depth, n) for _ in group.layers]
 
-    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
+    def stored_per_layer(self, depth: Depth, n: int) -> list[int]:
         """How many of n prompt tokens each layer's K and V hold after the prefill; by default all that entered it."""
-        return self.tokens_per_layer(num_layers, n)
+        return self.tokens_per_layer(depth, n)
 
-    def stored_after_turns(self, num_layers: int, n: int, later: int) -> list[int]:
+    def stored_after_turns(self, depth: Depth, n: int, later: int) -> list[int]:
         """`stored_per_layer` after later turns of a conversation, which ran `later` tokens; without generated tokens.
 
         By default all later tokens are stored: what the prefill dropped is gone, and nothing more is dropped.
         """
-        return [tokens + later for tokens in self.stored_per_layer(num_layers, n)]
+        return [tokens + later for tokens in self.stored_per_layer(depth, n)]
 
-    def aux_rows(self, num_layers: int, max_positions: int) -> int:
+    def aux_rows(self, depth: Depth, max_positions: int) -> int:
         """Rows of the Aux Cache, each a hidden state, for a text of at most `max_positions` tokens."""
         return 0
 
@@ -117,11 +137,25 @@ class Method(ABC):
         return ()
 
     def check(self, config: Any) -> None:
-        """Refuse a model by its transformers config, before it loads.
+        """Refuse a model by its transformers config, before it loads; log once if layers with a window score tokens.
 
         Raises ValueError if the method cannot run on such a model, or if a package or file that it needs is missing.
         """
-        self.tokens_per_layer(config.num_hidden_layers, 1)
+        self.tokens_per_layer(Depth.of(config), 1)
+        self.warn_of_windows(config)
+
+    def warn_of_windows(self, config: Any) -> None:
+        """Log once, for this method and the model of this config, if `scoring_layers` have sliding windows."""
+        depth = Depth.of(config)
+        blind = [layer for layer in self.scoring_layers(depth) if depth.window(layer) is not None]
+        if not blind:
+            return
+        who, instead = "every layer", ""
+        if depth.window(depth.full[0]) is None:
+            who = f"layer {blind[0]}" if len(blind) == 1 else f"each of layers {', '.join(map(str, blind))}"
+            instead = f"; full-attention layers are {', '.join(map(str, depth.full))}"
+        reach = f"sees {depth.window(blind[0])} tokens, so its scores say nothing of what lies outside"
+        _warn_once(f"{self.label}: {who} of {config.model_type} {reach}{instead}")
 
     def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027 - most methods take every prompt
         """Raise ValueError if the method cannot run on this prompt. Needs no model."""
@@ -135,7 +169,7 @@ class Method(ABC):
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
         """FLOPs up to the first token on n prompt tokens. computed: as in `ideal_speedup`."""
-        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
+        tokens = self.tokens_per_layer(Depth.of(config), n) if computed is None else computed
         return self.scoring_flops(config, n) + prefill_flops(config, tokens)
 
     def ideal_speedup(self, config: Any, n: int, computed: Sequence[int] | None = None) -> float:

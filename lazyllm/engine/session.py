@@ -200,23 +200,23 @@ class Session:
         """
         if self._method is None or not self._in_prefill:
             return tokens
-        group, layers = self.groups[index], len(self.decoder.layers)
+        group, depth = self.groups[index], self.decoder.depth
         layer, selection = group.layers.stop, Selection()
         if group.scores is not None:
-            at = Boundary(layer, layers, self.prompt_tokens, tokens.positions, self.decoder.shape.kv_heads, self._notes)
+            at = Boundary(layer, depth, self.prompt_tokens, tokens.positions, self.decoder.shape.kv_heads, self._notes)
             selection = self._method.prune(at, self.context.take_each() if group.scores.layers else [])
         if selection.stored is not None:
             heads = (self.decoder.shape.kv_heads,)
             self.check_selection(self._method.label, selection.stored, len(tokens), None, heads=heads)
             self.caches[index].retain(selection.stored)
         if selection.entering is not None:
-            is_known = layer < layers and not self._method.adaptive
+            is_known = layer < depth.count and not self._method.adaptive
             declared = self.groups[index + 1].prompt_tokens if is_known else None
             self.check_selection(self._method.label, selection.entering, len(tokens), declared, len(tokens) - 1)
             for cache in self.caches[: index + 1] if selection.forget else ():
                 cache.retain(selection.entering)  # each of them holds exactly the tokens of this group, in order
             tokens = tokens[selection.entering]
-        if selection.entering is not None or layer in self._method.pruning_layers(layers):
+        if selection.entering is not None or layer in self._method.pruning_layers(depth):
             self.note_selection(layer, tokens.positions)
         return tokens
 

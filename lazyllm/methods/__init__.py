@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from lazyllm.engine.depth import Depth as Depth
 from lazyllm.engine.inputs import ScoreSpec as ScoreSpec
 from lazyllm.engine.method import Method
 from lazyllm.errors import UserError, nearest, place_of, reason_of

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.hyperparameters import (
@@ -27,12 +28,13 @@ if TYPE_CHECKING:
 class ASL(Prune):
     """Cut the prompt after the first layer at which the ranks of its best tokens have settled.
 
-    first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors' index 10 of 32 layers).
+    first: 1-based layer from which tokens are ranked; None for 11/32 of the depth (the authors' index 10 of 32 layers),
+        at a layer that sees the whole prompt (`Depth.at_share`).
     threshold: cut if the variance of ranks is below this share of the first variance, or is 0.
     keep: tokens kept beside the window, as a number (int) or share of the prompt, rounded up (float).
     window: number of last tokens; their attention ranks the others, and they always stay.
-    layers: number of layers that a variance is taken over; None for a quarter of the depth (the authors' 8 of 32), at
-        least 2.
+    layers: number of ranked layers that a variance is taken over; None for a quarter of the depth (the authors' 8 of
+        32), at least 2. Where some layers see the whole prompt, only these count, and are ranked.
     pool: odd width of the average pooling of scores.
     retain: tokens that each key head of each layer stores (SnapKV), the window among them, as a number or share; None
         for the value of `keep`. 1 turns SnapKV off.
@@ -42,9 +44,9 @@ class ASL(Prune):
     the prompt has at most `keep` + `window` tokens.
 
     The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the earliest likely
-    cut: one layer after that of the first variance, or at that layer if the threshold is above 1. `Generation.computed`
-    and `ideal_speedup(..., computed=...)` give the actual one. At each layer from the first variance to the cut, the
-    method waits once for the device.
+    cut: one ranked layer after that of the first variance, or at that layer if the threshold is above 1.
+    `Generation.computed` and `ideal_speedup(..., computed=...)` give the actual one. At each ranked layer from that of
+    the first variance to the cut, the method waits once for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
     Written from scratch. Ours: a variance of 0 cuts; ties go to the lower position.
@@ -66,10 +68,18 @@ class ASL(Prune):
     pool: int = checked(check_odd, 7)
     retain: float | None = checked(check_count_or_ratio, None)
 
-    def _ranked(self, num_layers: int) -> tuple[int, int]:
-        """The first layer that is ranked, and the first layer after which the cut can be."""
-        first = at_depth(self.first, num_layers, Fraction(11, 32), "first")
-        return first, first + (self.layers or max(2, num_layers // 4)) - 1
+    def scoring_layers(self, depth: Depth) -> list[int]:
+        """The layers that are ranked: from `first` on, without the last one, after which nothing is left to cut."""
+        first = at_depth(self.first, depth, Fraction(11, 32), "first")
+        return depth.among(range(first, depth.count))
+
+    def _cuts(self, depth: Depth) -> list[int]:
+        """The layers after which the cut can be: those at which `layers` of them have been ranked."""
+        return self.scoring_layers(depth)[self._averaged(depth) - 1 :]
+
+    def _averaged(self, depth: Depth) -> int:
+        """The number of ranked layers that a variance is taken over."""
+        return self.layers or max(2, len(depth.full) // 4)
 
     def _after_cut(self, n: int) -> int:
         return min(n, count_of(self.keep, n) + self.window)
@@ -80,20 +90,22 @@ class ASL(Prune):
             return n
         return max(count_of(self.keep if self.retain is None else self.retain, n), self.window)
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
-        (first, earliest), after_cut, kept = self._ranked(num_layers), self._after_cut(n), {}
-        ranks = after_cut < n and earliest < num_layers
-        cut = earliest if self.threshold > 1 else earliest + 1  # up to 1, the first variance is not below its share
-        for layer in range(1, num_layers + 1):
-            if self._stored(n) < n or (ranks and first <= layer < num_layers):
-                kept[layer] = after_cut if ranks and layer >= cut else n
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
+        cuts, after_cut, kept = self._cuts(depth), self._after_cut(n), {}
+        ranked = self.scoring_layers(depth) if cuts and after_cut < n else []
+        # up to 1, the first variance is not below its share
+        likely = cuts if self.threshold > 1 else cuts[1:]
+        cut = next(iter(likely), depth.count) if ranked else depth.count
+        for layer in range(1, depth.count + 1):
+            if self._stored(n) < n or layer in ranked:
+                kept[layer] = after_cut if cut <= layer < depth.count else n
         return kept
 
-    def score_spec(self, layers: range) -> ScoreSpec:
+    def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
         return ScoreSpec(layers[-1:], self.window, per_head=True, summed=(1, 1))
 
-    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
-        return [min(m, self._stored(n)) for m in self.tokens_per_layer(num_layers, n)]
+    def stored_per_layer(self, depth: Depth, n: int) -> list[int]:
+        return [min(m, self._stored(n)) for m in self.tokens_per_layer(depth, n)]
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
         return window_scores(recorded[0], self.window, at.kv_heads, self.pool, "average")
@@ -103,15 +115,16 @@ class ASL(Prune):
         return best_and_window(scores, stored, at.m) if stored < at.m else None
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        (first, earliest), kept = self._ranked(at.num_layers), self._after_cut(at.n)
-        if kept == at.n or at.m < at.n or not first <= at.layer < at.num_layers:  # nothing to cut, or cut already
+        kept = self._after_cut(at.n)
+        is_over = kept == at.n or at.m < at.n  # nothing to cut, or cut already
+        if is_over or at.layer not in self.scoring_layers(at.depth):
             return None
         by_token = sum_over_first(scores)
         ranks = at.notes.setdefault("ranks", [])  # of each ranked layer, [o]
         ranks.append(rank(by_token).argsort())  # each token's rank
-        if at.layer < earliest:
+        if at.layer not in self._cuts(at.depth):
             return None
-        variance = rank_variance(ranks[first - 1 - earliest :], kept - self.window)  # of the last `layers` layers
+        variance = rank_variance(ranks[-self._averaged(at.depth) :], kept - self.window)
         start = at.notes.setdefault("start", variance)
         settled = bool((variance == 0) | (variance < self.threshold * start))
         return best_and_window(by_token, kept, at.m) if settled else None

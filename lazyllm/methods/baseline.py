@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Group
 from lazyllm.engine.method import Method
 
@@ -15,5 +16,5 @@ class Baseline(Method):
     colour = "#000000"
     marker = "X"
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        return [Group(range(num_layers), n)]
+    def groups(self, depth: Depth, n: int) -> list[Group]:
+        return [Group(range(depth.count), n)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, Group
 from lazyllm.methods.fastkv import HalfwayCut
 from lazyllm.methods.support.hyperparameters import check_int, checked
@@ -20,7 +21,8 @@ class CLAA(HalfwayCut):
 
     layer, keep, window, pool: as in `lazyllm.methods.fastkv.HalfwayCut`; scores are pooled by their maximum. `keep` is
         also the share that each key head stores (SnapKV), in the layers up to `layer` except the first `layers`.
-    layers: how many layers, the last ones up to `layer`, score together. As many first layers store all tokens.
+    layers: how many layers, the last ones up to `layer`, score together; those among them that see the whole prompt,
+        if any does. As many first layers store all tokens.
     retain: None, as in the method, stores the share `keep`; 1 turns SnapKV off.
 
     Scores are FastKV's for each key head, z-normalised over the tokens outside the window. Tokens keep their positions.
@@ -43,18 +45,22 @@ class CLAA(HalfwayCut):
         if self.retain is not None and self.retain != 1:
             raise ValueError(f"retain={self.retain!r}: give null (each key head stores the share `keep`) or 1 (all)")
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        cut, late = self.cut_after(num_layers), self.kept_of(n)
+    def scoring_layers(self, depth: Depth) -> list[int]:
+        cut = self.cut_after(depth)
+        return depth.among(range(max(1, cut - self.layers + 1), cut + 1))
+
+    def groups(self, depth: Depth, n: int) -> list[Group]:
+        cut, late, scoring = self.cut_after(depth), self.kept_of(n), self.scoring_layers(depth)
         groups = []
         for layer in range(1, cut + 1):
             own = range(layer - 1, layer)
-            wanted = late < n and (layer > cut - self.layers or (self.retain is None and layer > self.layers))
-            groups.append(Group(own, n, self.score_spec(own) if wanted else None))
-        return [*groups, Group(range(cut, num_layers), late)] if cut < num_layers else groups
+            wanted = layer in scoring or layer == cut or (self.retain is None and layer > self.layers)
+            groups.append(Group(own, n, self.score_spec(own, depth) if wanted and late < n else None))
+        return [*groups, Group(range(cut, depth.count), late)] if cut < depth.count else groups
 
-    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
-        first = num_layers if self.retain == 1 else self.layers  # these store all that entered them
-        tokens = enumerate(self.tokens_per_layer(num_layers, n), start=1)
+    def stored_per_layer(self, depth: Depth, n: int) -> list[int]:
+        first = depth.count if self.retain == 1 else self.layers  # these store all that entered them
+        tokens = enumerate(self.tokens_per_layer(depth, n), start=1)
         return [m if layer <= first else self.kept_of(n) for layer, m in tokens]
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
@@ -67,11 +73,12 @@ class CLAA(HalfwayCut):
     def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
         import torch
 
-        last = self.cut_after(at.num_layers)
         rows = at.notes.setdefault("rows", [])  # [g, o] scores of each layer that scores for the cut
-        if at.layer > last - self.layers:
+        if at.layer in self.scoring_layers(at.depth):
             rows.append(z_normalised(scores))
-        return best_and_window(torch.cat(rows).amax(dim=0), self.kept_of(at.n), at.m) if at.layer == last else None
+        if at.layer != self.cut_after(at.depth):
+            return None
+        return best_and_window(torch.cat(rows).amax(dim=0), self.kept_of(at.n), at.m)
 
 
 def z_normalised(scores: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.hyperparameters import check_choice, check_int, check_odd, check_ratio, checked, share_of
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class HalfwayCut(Prune):
     """The common part of FastKV and CLAA: one cut after a layer, by the attention of the last tokens.
 
-    layer: 1-based layer after which the cut is; None for half of the depth (the authors' 16 of 32, 20 of 40).
+    layer: 1-based layer after which the cut is; None for half of the depth (the authors' 16 of 32, 20 of 40), at a
+        layer that sees the whole prompt (`Depth.at_share`).
     keep: share of the n prompt tokens that go on, rounded down; it includes the window, and is at least the window.
     window: number of last tokens; their attention scores the others, and they always stay.
     pool: odd width of the pooling of scores along the prompt.
@@ -33,18 +35,21 @@ class HalfwayCut(Prune):
     window: int = checked(check_int, 8, kw_only=True)
     pool: int = checked(check_odd, 7, kw_only=True)
 
-    def cut_after(self, num_layers: int) -> int:
+    def cut_after(self, depth: Depth) -> int:
         """The layer after which the cut is. Raises ValueError if it is beyond the model."""
-        return at_depth(self.layer, num_layers, Fraction(1, 2))
+        return at_depth(self.layer, depth, Fraction(1, 2))
 
-    def pruning_layers(self, num_layers: int) -> tuple[int, ...]:
-        return (self.cut_after(num_layers),)
+    def pruning_layers(self, depth: Depth) -> tuple[int, ...]:
+        return (self.cut_after(depth),)
+
+    def scoring_layers(self, depth: Depth) -> Collection[int]:
+        return (self.cut_after(depth),)
 
     def kept_of(self, n: int) -> int:
         """The number of n tokens that go on after the cut."""
         return min(n, max(share_of(self.keep, n), self.window))
 
-    def score_spec(self, layers: range) -> ScoreSpec:
+    def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
         return ScoreSpec(layers[-1:], self.window, per_head=True, summed=(1, 1))
 
 
@@ -58,7 +63,8 @@ class FastKV(HalfwayCut):
     pooling: of scores along the prompt, "max" or "average".
 
     Scores: probabilities summed over the window's queries, pooled for each query head, summed over heads. Tokens keep
-    their positions. The key heads of a layer store different tokens; decoding sees only these.
+    their positions. The key heads of a layer store different tokens, by this layer's scores; decoding sees only these.
+    A layer with a sliding window thereby loses only what it will not see again.
 
     Source: the authors' code (dongwonjo/FastKV, commit b978769, MIT), described and written anew.
     Ours: shares only, no constant budgets; ties go to the lower position; no prompt is too short.
@@ -82,27 +88,27 @@ class FastKV(HalfwayCut):
         share = Fraction(str(self.retain)) / (Fraction(str(self.keep)) if is_late else 1)
         return min(m, max(int(share * m), self.window))
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
-        cut, late, kept = self.cut_after(num_layers), self.kept_of(n), {}
-        for layer in range(1, num_layers + 1):
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
+        cut, late, kept = self.cut_after(depth), self.kept_of(n), {}
+        for layer in range(1, depth.count + 1):
             m = late if layer > cut else n
             if self.stored(m, layer > cut) < m or (layer == cut and late < n):
                 kept[layer] = late if layer >= cut else n
         return kept
 
-    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
-        tokens, cut = self.tokens_per_layer(num_layers, n), self.cut_after(num_layers)
+    def stored_per_layer(self, depth: Depth, n: int) -> list[int]:
+        tokens, cut = self.tokens_per_layer(depth, n), self.cut_after(depth)
         return [self.stored(m, layer > cut) for layer, m in enumerate(tokens, start=1)]
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
         return window_scores(recorded[0], self.window, at.kv_heads, self.pool, self.pooling)
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
-        stored = self.stored(at.m, at.layer > self.cut_after(at.num_layers))
+        stored = self.stored(at.m, at.layer > self.cut_after(at.depth))
         return best_and_window(scores, stored, at.m) if stored < at.m else None
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor | None:
         kept = self.kept_of(at.n)
-        if at.layer != self.cut_after(at.num_layers) or kept == at.n:
+        if at.layer != self.cut_after(at.depth) or kept == at.n:
             return None
         return best_and_window(sum_over_first(scores), kept, at.m)

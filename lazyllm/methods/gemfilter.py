@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, first_layers_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select, at_depth
@@ -23,7 +24,7 @@ class GemFilter(Select):
     """Run the first layers, keep the tokens whose keys match the last query best, and run these as a new prompt.
 
     layer: 1-based layer whose keys score; None for 14/32 of the depth, as the authors' Llama 3.1 8B, and for 20 of 40
-        layers, as their Mistral Nemo. Their Phi-3.5 mini takes 20 of 32.
+        layers, as their Mistral Nemo (`Depth.at_share`). Their Phi-3.5 mini takes 20 of 32.
     keep: number of tokens (int) or share of the prompt, rounded up (float). pool: odd width of the average pooling.
     sound: the first token and the last `window` tokens always stay, and count in `keep`; in the release none need stay.
 
@@ -48,17 +49,15 @@ class GemFilter(Select):
     sound: bool = False
     window: int = checked(check_int, 8)
 
-    def selected_at(self, num_layers: int) -> int:
-        if self.layer is None and num_layers == 40:
-            return 20
-        return at_depth(self.layer, num_layers, Fraction(14, 32))
+    def selected_at(self, depth: Depth) -> int:
+        return at_depth(self.layer, depth, Fraction(20, 40) if depth.count == 40 else Fraction(14, 32))
 
     def kept(self, n: int) -> int:
         forced = min(n, self.window + 1) if self.sound else 1
         return max(count_of(self.keep, n), forced)
 
     def scoring_flops(self, config: Any, n: int) -> int:
-        layer = self.selected_at(config.num_hidden_layers)
+        layer = self.selected_at(Depth.of(config))
         return first_layers_flops(config, n, layer - 1) + n * LayerShape.of(config).projection_flops
 
     def select(self, decoder: Decoder, prompt: Prompt) -> Tensor:
@@ -68,7 +67,7 @@ class GemFilter(Select):
         from lazyllm.engine.decoder import run_to_keys
 
         n = len(prompt)
-        layer = self.selected_at(len(decoder.layers))
+        layer = self.selected_at(decoder.depth)
         query, key = run_to_keys(decoder, prompt.token_ids.to(decoder.device), layer)
         exact = torch.promote_types(query.dtype, torch.float32)
         # query heads that share a key head are added before the product

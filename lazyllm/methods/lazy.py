@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import nearest_ratio
 from lazyllm.engine.inputs import Group, Prompt, ScoreSpec
 from lazyllm.engine.method import Method
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 # 4 if a ratio of at least `LOWEST_RATIO` reaches the target, else the next earlier ones.
 DEPTHS = ((30, 60, 90), (20, 50, 80), (20, 40, 60), (10, 30, 50), (10, 20, 30))
 LOWEST_RATIO = 0.3
+
+
+def reference_layers(depth: Depth) -> Iterator[list[int]]:
+    """The pruning layers at each of `DEPTHS`, ascending; fewer than three where two shares are the same layer."""
+    for shares in DEPTHS:
+        yield sorted({depth.at_share(Fraction(share, 100)) for share in shares} - {0})
 
 
 @dataclass(frozen=True)
@@ -50,33 +58,33 @@ class Lazy(Method):
     def __post_init__(self) -> None:
         if self.prune_generated and not self.revive:
             raise ValueError("prune_generated needs a selection in every decoding step: leave out revive=False")
-        Schedule.parse(self.schedule, sys.maxsize)  # refuses what is wrong at any depth, before a model is loaded
+        Schedule.parse(self.schedule, Depth(sys.maxsize))  # refuses what is wrong at any depth, before a model loads
         if isinstance(self.schedule, Mapping):  # made hashable, and equal to the same schedule in another form
             object.__setattr__(self, "schedule", Schedule.hashable(self.schedule))
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
         """{pruning layer: number of n prompt tokens that go on after it}."""
-        schedule, kept = Schedule.parse(self.schedule, num_layers), {}
+        schedule, kept = Schedule.parse(self.schedule, depth), {}
         for layer, ratio in schedule.keep.items():
             if ratio < 1:  # with 1, the layers before and after it see the same tokens: no boundary
                 n = kept[layer] = keep_count(ratio, n)
         return kept
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        groups = groups_between(self, self.kept(num_layers, n), num_layers, n, lambda layers: ScoreSpec(layers[-1:]))
+    def groups(self, depth: Depth, n: int) -> list[Group]:
+        groups = groups_between(self, self.kept(depth, n), depth, n, lambda layers, _: ScoreSpec(layers[-1:]))
         return [
             replace(group, score_in_decode=self.revive, revives=self.revive and group is not groups[0])
             for group in groups
         ]
 
-    def stored_after_turns(self, num_layers: int, n: int, later: int) -> list[int]:
+    def stored_after_turns(self, depth: Depth, n: int, later: int) -> list[int]:
         """A later turn prunes the prompts of all turns anew. Without revivals, whose number depends on the prompt."""
         if not self.revive:  # decoding and later turns keep the first prefill's selection
-            return super().stored_after_turns(num_layers, n, later)
-        return self.tokens_per_layer(num_layers, n + later)
+            return super().stored_after_turns(depth, n, later)
+        return self.tokens_per_layer(depth, n + later)
 
-    def aux_rows(self, num_layers: int, max_positions: int) -> int:
-        return max_positions if self.revive and len(self.groups(num_layers, max_positions)) > 1 else 0
+    def aux_rows(self, depth: Depth, max_positions: int) -> int:
+        return max_positions if self.revive and len(self.groups(depth, max_positions)) > 1 else 0
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.methods.support.lazy_session import LazySession
@@ -86,8 +94,7 @@ class Lazy(Method):
     @classmethod
     def solve(cls, settings: Mapping[str, Any], config: Any, n: int, target: float) -> dict[int, float] | None:
         # the other settings do not change a prefill
-        for depths in DEPTHS:
-            layers = sorted({config.num_hidden_layers * depth // 100 for depth in depths} - {0})
+        for layers in reference_layers(Depth.of(config)):
 
             def speedup(ratio: float, layers: list[int] = layers) -> float:
                 return cls(Schedule(dict.fromkeys(layers, ratio))).ideal_speedup(config, n)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.hyperparameters import check_count_or_ratio, check_int, check_odd, checked, count_of
@@ -45,6 +47,9 @@ class Oracle(Select):
 
     def kept(self, n: int) -> int:
         return count_of(self.keep, n)
+
+    def scoring_layers(self, depth: Depth) -> Sequence[int]:
+        return depth.full
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         asked = self if self.answer is not None else replace(self, answer=max_new_tokens)

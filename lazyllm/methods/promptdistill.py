@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
 from lazyllm.methods.support.hyperparameters import check_count_or_ratio, check_odd, checked, count_of, layers_of
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class PromptDistill(Prune):
     """After an early layer, keep the tokens that the last query attends to most; in several stages if asked.
 
-    layers: 1-based layers after which tokens are dropped; None for one, at 14/32 of the depth (the authors' index 13).
+    layers: 1-based layers after which tokens are dropped; None for one, at 14/32 of the depth (the authors' index 13),
+        that sees the whole prompt (`Depth.at_share`).
     keep: for each of `layers`, the tokens of the prompt that go on, as a number (int) or a share, rounded up (float);
         the last token among them. A single value serves all layers.
     pool: odd width of the average pooling of scores.
@@ -59,13 +61,13 @@ class PromptDistill(Prune):
             object.__setattr__(self, "keep", tuple(self.keep))
         object.__setattr__(self, "layers", layers)
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
-        layers = [at_depth(layer, num_layers, Fraction(14, 32), "layers") for layer in self.layers or [None]]
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
+        layers = [at_depth(layer, depth, Fraction(14, 32), "layers") for layer in self.layers or [None]]
         keeps = self.keep if isinstance(self.keep, Sequence) else [self.keep] * len(layers)
         counts = [count_of(keep, n) for keep in keeps]
         return {layer: min(counts[: stage + 1]) for stage, layer in enumerate(layers)}
 
-    def score_spec(self, layers: range) -> ScoreSpec:
+    def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
         return ScoreSpec(layers[-1:], raw=True, per_head=True)
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
@@ -75,4 +77,4 @@ class PromptDistill(Prune):
         return F.avg_pool1d(summed[None], self.pool, stride=1, padding=self.pool // 2)[0]
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor:
-        return best_of_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])
+        return best_of_prompt(scores, self.kept(at.depth, at.n)[at.layer])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import cos, floor, pi
 from typing import TYPE_CHECKING
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, Group, ScoreSpec
 from lazyllm.methods.support.bases import Prune, groups_between
 from lazyllm.methods.support.hyperparameters import check_int, check_positive, check_ratio, checked, share_of
@@ -21,7 +22,8 @@ class PyramidInfer(Prune):
 
     recent: share of the prompt, its last tokens, rounded down, at least 1 token: they score the others and always stay.
     decay: after layer l of L, the share (1 - decay)(cos(pi (l - 1) / L) + 1) / 2 + decay of the older tokens that
-        entered it stays, rounded down. Shares multiply.
+        entered it stays, rounded down. Shares multiply. Layers with a sliding window drop nothing, unless all layers
+        have one: the next layer that sees the whole prompt drops what they would have dropped.
     weight: of the newest recent query; the oldest has weight 1, the weights between are evenly spaced.
     first: number of first tokens that always stay.
 
@@ -50,26 +52,26 @@ class PyramidInfer(Prune):
     def _recent(self, n: int) -> int:
         return max(1, share_of(self.recent, n))
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
-        recent = self._recent(n)
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
+        recent, pruning = self._recent(n), self.pruning_layers(depth)
         older, kept = n - recent, {}
-        forced = min(self.first, older)
-        for layer in range(1, num_layers):
-            share = (1 - self.decay) * (cos(pi * (layer - 1) / num_layers) + 1) / 2 + self.decay
-            before, older = older, max(floor(share * older + 1e-9), forced)  # 1e-9: rounding must not cost a token
-            if older < before:
-                kept[layer] = older + recent
+        before, forced = older, min(self.first, older)
+        for layer in range(1, depth.count):
+            share = (1 - self.decay) * (cos(pi * (layer - 1) / depth.count) + 1) / 2 + self.decay
+            older = max(floor(share * older + 1e-9), forced)  # 1e-9: rounding must not cost a token
+            if layer in pruning and older < before:
+                before, kept[layer] = older, older + recent
         return kept
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        def score_spec(layers: range) -> ScoreSpec:
+    def groups(self, depth: Depth, n: int) -> list[Group]:
+        def score_spec(layers: range, _: Depth) -> ScoreSpec:
             return ScoreSpec(layers[-1:], self._recent(n), summed=(1, self.weight))
 
-        return groups_between(self, self.kept(num_layers, n), num_layers, n, score_spec)
+        return groups_between(self, self.kept(depth, n), depth, n, score_spec)
 
-    def pruning_layers(self, num_layers: int) -> range:
-        return range(1, num_layers)
+    def pruning_layers(self, depth: Depth) -> list[int]:
+        return [layer for layer in depth.full if layer < depth.count]
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor:
         scores[: self.first] = scores[at.m - self._recent(at.n) :] = float("inf")
-        return rank(scores)[: self.kept(at.num_layers, at.n)[at.layer]].sort().values
+        return rank(scores)[: self.kept(at.depth, at.n)[at.layer]].sort().values

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import require
@@ -73,6 +75,7 @@ class SpecPrefill(Select):
         if self.draft is None:
             _warn_once("specprefill has no draft: drafting by the model itself costs more than it saves; give one")
         draft = self.scoring_config(config)
+        self.warn_of_windows(draft)
         # models of a family may pad their embeddings to different sizes
         same_family = (draft.model_type, draft.bos_token_id) == (config.model_type, config.bos_token_id)
         may_differ = same_family and draft.bos_token_id is not None
@@ -84,6 +87,9 @@ class SpecPrefill(Select):
             raise ValueError(
                 f"draft {self.draft!r} is {other / own:.1f} times as large as the model: give a smaller model"
             )
+
+    def scoring_layers(self, depth: Depth) -> Sequence[int]:
+        return depth.full
 
     def check_prompt(self, prompt: Prompt) -> None:
         if self.draft is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import windows_of
 from lazyllm.engine.inputs import Triangle
 from lazyllm.methods.support.bases import Sparse
@@ -41,9 +42,9 @@ class TriangleMix(Sparse):
     window: int = checked(check_int, 512)
     last: int = checked(check_int, 128)
 
-    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, num_layers: int) -> Triangle | None:
+    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, depth: Depth) -> Triangle | None:
         pattern = Triangle(self.sinks, self.window, self.last)
-        is_dense = layer <= count_of(self.dense, num_layers) or pattern.is_dense(query.shape[2])
+        is_dense = layer <= count_of(self.dense, depth.count) or pattern.is_dense(query.shape[2])
         return None if is_dense else pattern
 
     def attended(self, config: Any, n: int) -> dict[int, int]:

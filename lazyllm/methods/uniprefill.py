@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.inputs import Boundary, ScoreSpec
 from lazyllm.methods.support.bases import Prune, at_depth
@@ -22,7 +23,7 @@ class UniPrefill(Prune):
     """Keep the blocks of tokens that hold most of the last tokens' attention, after some layers.
 
     layers: 1-based layers after which tokens are dropped; None for 2/8 to 7/8 of the depth (the release's 8, 12, 16,
-        20, 24 and 28 of 32).
+        20, 24 and 28 of 32), at layers that see the whole prompt (`Depth.at_share`).
     p: share of the attention mass. Blocks stay, best first, while those before them hold at most this share.
     window: number of last tokens whose attention is summed.
     block: tokens of a block, neighbours among those still there.
@@ -64,24 +65,24 @@ class UniPrefill(Prune):
         super().__post_init__()
         object.__setattr__(self, "layers", layers_of(self.layers))
 
-    def pruning_layers(self, num_layers: int) -> list[int]:
+    def pruning_layers(self, depth: Depth) -> list[int]:
         if self.layers is None:
-            return sorted({at_depth(None, num_layers, Fraction(eighths, 8)) for eighths in range(2, 8)})
-        return [at_depth(layer, num_layers, Fraction(1), "layers") for layer in self.layers]
+            return sorted({at_depth(None, depth, Fraction(eighths, 8)) for eighths in range(2, 8)})
+        return [at_depth(layer, depth, Fraction(1), "layers") for layer in self.layers]
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
         kept = {}
-        for layer in self.pruning_layers(num_layers):
+        for layer in self.pruning_layers(depth):
             if self.p < 1 and n > self.first + self.last:
                 blocks = share_of(self.p, -(-n // self.block)) + 1
                 kept[layer] = n = min(n, blocks * self.block + self.first + self.last)
         return kept
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
-        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
+        tokens = self.tokens_per_layer(Depth.of(config), n) if computed is None else computed
         return self.scores_flops(config, n, tokens) + prefill_flops(config, tokens)
 
-    def score_spec(self, layers: range) -> ScoreSpec:
+    def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
         return ScoreSpec(layers[-1:], self.window, summed=(1, 1))
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor | None:

@@ -7,7 +7,8 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from lazyllm.engine.flops import LayerShape, causal_pairs
+from lazyllm.engine.depth import Depth
+from lazyllm.engine.flops import LayerShape, causal_pairs, windows_of
 from lazyllm.engine.inputs import KeyBlocks
 from lazyllm.methods.support.bases import Sparse
 from lazyllm.methods.support.hyperparameters import check_int, check_ratio, checked
@@ -58,7 +59,7 @@ class XAttention(Sparse):
         """Whether all blocks stay: of two, the first and a query's own are all."""
         return self.threshold == 1 or n <= 2 * self.block
 
-    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, num_layers: int) -> KeyBlocks | None:
+    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, depth: Depth) -> KeyBlocks | None:
         if self._is_dense(query.shape[2]):
             return None
         return KeyBlocks(self.block, best_blocks(query, key, self.stride, self.block, self.threshold, scaling))
@@ -71,7 +72,8 @@ class XAttention(Sparse):
             queries = min(self.block, n - start)
             others = ceil(Fraction(str(self.threshold)) * Fraction(2 * row + 1, 2) - Fraction(3, 2))
             pairs += causal_pairs(queries, None) + queries * self.block * min(row, 1 + max(0, others))
-        return dict.fromkeys(range(1, config.num_hidden_layers + 1), pairs * LayerShape.of(config).heads)
+        heads, windows = LayerShape.of(config).heads, enumerate(windows_of(config), start=1)
+        return {layer: heads * min(pairs, causal_pairs(n, window)) for layer, window in windows}
 
     def scoring_flops(self, config: Any, n: int) -> int:
         if self._is_dense(n):

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.engine.inputs import (
     NO_SCORES,
@@ -53,9 +54,9 @@ class Prune(Method):
     ...     keep: float = checked(check_ratio, 0.5)  # another value is refused before any model loads
     ...     label, target_parameter = "keep last", "keep"
     ...
-    ...     def kept(self, num_layers, n):
+    ...     def kept(self, depth, n):
     ...         return {self.layer: keep_count(self.keep, n)}
-    ...     def score_spec(self, layers):
+    ...     def score_spec(self, layers, depth):
     ...         return ScoreSpec()
     ...     def score(self, at, recorded):
     ...         return at.positions.double()
@@ -78,14 +79,18 @@ class Prune(Method):
 
     forget: ClassVar[bool] = True
 
-    def kept(self, num_layers: int, n: int) -> Mapping[int, int]:
-        """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them."""
-        raise UserError(
-            f"{type(self).__name__} declares neither kept(num_layers, n) nor groups(...): write one of them"
-        )
+    def kept(self, depth: Depth, n: int) -> Mapping[int, int]:
+        """{layer, from 1: number of n prompt tokens that go on after it}, the newest token among them.
 
-    def score_spec(self, layers: range) -> ScoreSpec:
-        """The attention scores to record in a group's layers, at whose end tokens are pruned."""
+        A default layer is `depth.nearest(layer)` or `at_depth`, so that it sees the whole prompt.
+        """
+        raise UserError(f"{type(self).__name__} declares neither kept(depth, n) nor groups(...): write one of them")
+
+    def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
+        """The attention scores to record in a group's layers, at whose end tokens are pruned.
+
+        layers: their indices, from 0. Of several, `depth.among` names those that see the whole prompt, from 1.
+        """
         return ScoreSpec(layers[-1:])
 
     def score(self, at: Boundary, recorded: list[Tensor]) -> Tensor:
@@ -106,7 +111,7 @@ class Prune(Method):
         if not hasattr(scores, "is_floating_point") or scores.shape != (at.m,) or not scores.is_floating_point():
             found = f"{list(getattr(scores, 'shape', ()))} of {getattr(scores, 'dtype', type(scores).__name__)}"
             raise UserError(f"{self.label}: scored {found}: expected a tensor of {at.m} floating-point numbers")
-        return best_of_prompt(scores, self.kept(at.num_layers, at.n)[at.layer])
+        return best_of_prompt(scores, self.kept(at.depth, at.n)[at.layer])
 
     def store(self, at: Boundary, scores: Tensor) -> Tensor | None:
         """[g, k] ascending indices of the tokens that each key head keeps; None for all."""
@@ -119,22 +124,23 @@ class Prune(Method):
             raise UserError(f"{self.label}: store keeps other tokens in each key head: write forget = False beside it")
         return Selection(self.select(at, scores), stored, self.forget)
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        return groups_between(self, self.kept(num_layers, n), num_layers, n, self.score_spec)
+    def groups(self, depth: Depth, n: int) -> list[Group]:
+        return groups_between(self, self.kept(depth, n), depth, n, self.score_spec)
 
-    def stored_per_layer(self, num_layers: int, n: int) -> list[int]:
+    def stored_per_layer(self, depth: Depth, n: int) -> list[int]:
         if not self.forget:
-            return super().stored_per_layer(num_layers, n)
-        return [min([n, *self.kept(num_layers, n).values()])] * num_layers
+            return super().stored_per_layer(depth, n)
+        return [min([n, *self.kept(depth, n).values()])] * depth.count
 
     def scores_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
         """FLOPs of the products of recorded queries with the keys up to them; some methods' `scoring_flops`.
 
         computed: as in `ideal_speedup`.
         """
-        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
+        depth = Depth.of(config)
+        tokens = self.tokens_per_layer(depth, n) if computed is None else computed
         pairs = 0
-        for group in self.groups(config.num_hidden_layers, n):
+        for group in self.groups(depth, n):
             scores = group.scores or NO_SCORES
             for layer in scores.layers:
                 m = tokens[layer]
@@ -144,18 +150,18 @@ class Prune(Method):
 
 
 def groups_between(
-    method: Method, kept: Mapping[int, int], num_layers: int, n: int, score_spec: Callable[[range], ScoreSpec]
+    method: Method, kept: Mapping[int, int], depth: Depth, n: int, score_spec: Callable[[range, Depth], ScoreSpec]
 ) -> list[Group]:
     """The groups between the layers of `kept` and `pruning_layers`. Raises ValueError for one beyond the model."""
-    ends = sorted({*kept, *method.pruning_layers(num_layers)})
+    ends = sorted({*kept, *method.pruning_layers(depth)})
     for layer in ends:
-        if not 1 <= layer <= num_layers:
-            counted = f"the model has only {num_layers} layers" if layer > 0 else "layers count from 1"
+        if not 1 <= layer <= depth.count:
+            counted = f"the model has only {depth.count} layers" if layer > 0 else "layers count from 1"
             raise ValueError(f"{method.label} prunes after layer {layer}, but {counted}")
     groups, start = [], 0
-    for end in dict.fromkeys([*ends, num_layers]):
+    for end in dict.fromkeys([*ends, depth.count]):
         layers = range(start, end)
-        groups.append(Group(layers, n, score_spec(layers) if end in kept else None))
+        groups.append(Group(layers, n, score_spec(layers, depth) if end in kept else None))
         start, n = end, kept.get(end, n)
     return groups
 
@@ -227,13 +233,17 @@ class Select(Method):
 
         return next(map(config_of, self.models()), config)
 
-    def selected_at(self, num_layers: int) -> int:
+    def selected_at(self, depth: Depth) -> int:
         """The layer, from 1, whose attention selects; 0 if there is none. It is the key in `Generation.selected`."""
         return 0
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        self.selected_at(num_layers)  # raises for a layer beyond the model
-        return [Group(range(num_layers), self.kept(n))]
+    def scoring_layers(self, depth: Depth) -> Collection[int]:
+        layer = self.selected_at(depth)
+        return [layer] if layer else []
+
+    def groups(self, depth: Depth, n: int) -> list[Group]:
+        self.selected_at(depth)  # raises for a layer beyond the model
+        return [Group(range(depth.count), self.kept(n))]
 
     def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
         flops = super().first_token_flops(config, n, computed)
@@ -255,9 +265,7 @@ class Sparse(Method):
     """
 
     @abstractmethod
-    def sees(
-        self, layer: int, query: Tensor, key: Tensor, scaling: float, num_layers: int
-    ) -> Triangle | KeyBlocks | None:
+    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, depth: Depth) -> Triangle | KeyBlocks | None:
         """Which keys the queries of a layer, from 1, attend to in prefill, if they are not after them; None for all.
 
         query [1, h, n, d] and key [1, g, n, d] after RoPE. scaling: of their products. Must not wait for the device.
@@ -267,29 +275,31 @@ class Sparse(Method):
     def attended(self, config: Any, n: int) -> dict[int, int]:
         """{layer, from 1: (query, key) pairs over all heads} of layers that skip some; estimates if `adaptive`."""
 
-    def groups(self, num_layers: int, n: int) -> list[Group]:
-        return [Group(range(num_layers), n)]
+    def groups(self, depth: Depth, n: int) -> list[Group]:
+        return [Group(range(depth.count), n)]
 
     def start(self, decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> Session:
         from lazyllm.engine.session import Session
 
-        layers = len(decoder.layers)
-        sees = partial(self.sees, num_layers=layers)
-        return Session(decoder, self.groups(layers, len(prompt)), len(prompt), max_new_tokens, sees=sees)
+        groups, sees = self.groups(decoder.depth, len(prompt)), partial(self.sees, depth=decoder.depth)
+        return Session(decoder, groups, len(prompt), max_new_tokens, sees=sees)
 
     def first_token_flops(
         self, config: Any, n: int, computed: Sequence[int] | None = None, attended: Mapping[int, int] | None = None
     ) -> int:
         """FLOPs up to the first token. attended: the pairs that a prefill attended to (`Generation.attended`)."""
-        tokens = self.tokens_per_layer(config.num_hidden_layers, n) if computed is None else computed
+        tokens = self.tokens_per_layer(Depth.of(config), n) if computed is None else computed
         pairs = self.attended(config, n) if attended is None else attended
         return self.scoring_flops(config, n) + prefill_flops(config, tokens, attended=pairs)
 
 
-def at_depth(layer: int | None, num_layers: int, share: Fraction, key: str = "layer") -> int:
-    """`layer`, or if it is None, the share of the depth. Raises ValueError, naming `key`, for one beyond the model."""
+def at_depth(layer: int | None, depth: Depth, share: Fraction, key: str = "layer") -> int:
+    """`layer`, or if it is None, the layer at a share of the depth that sees the whole prompt (`Depth.at_share`).
+
+    Raises ValueError, naming `key`, for a layer beyond the model.
+    """
     if layer is None:
-        return max(1, int(share * num_layers))
-    if layer > num_layers:
-        raise ValueError(f"{key}={layer}, but the model has only {num_layers} layers")
+        return depth.at_share(share) or depth.nearest(1)
+    if layer > depth.count:
+        raise ValueError(f"{key}={layer}, but the model has only {depth.count} layers")
     return layer

@@ -69,9 +69,9 @@ class LazySession(Session):
     _rope: Tensor  # [1, max_positions, d] cos and sin of all positions so far, the parts of `Tokens.rope` side by side
 
     def __init__(self, decoder: Decoder, method: Any, prompt_tokens: int, max_new_tokens: int) -> None:
-        groups = method.groups(len(decoder.layers), prompt_tokens)
+        groups = method.groups(decoder.depth, prompt_tokens)
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens, method)
-        self._schedule = Schedule.parse(method.schedule, len(decoder.layers))
+        self._schedule = Schedule.parse(method.schedule, decoder.depth)
         self._turn = Turn(0, prompt_tokens)
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
         self._stays = self._all_positions >= prompt_tokens  # as in `StepSet`, the same in all steps of most turns

@@ -19,10 +19,12 @@ def look_ahead(decoder: Decoder, token_ids: Tensor, queries: int, pool: int) -> 
 
     decoder: the open model, which looks ahead greedily. token_ids: [n]. queries: number of queries, which are the last
     prompt token and the first `queries - 1` generated ones. An end token of the model and later tokens do not count.
-    Never waits for the device: all steps run, and those from an end token on are left out of the mean.
+    Only layers that see the whole prompt score, if there are any. Never waits for the device: all steps run, and those
+    from an end token on are left out of the mean.
     """
-    n, layers = token_ids.shape[0], range(len(decoder.layers))
-    group = Group(layers, n, ScoreSpec(layers, raw=True, per_head=True), score_in_decode=True)
+    n, depth = token_ids.shape[0], decoder.depth
+    wanted = ScoreSpec([layer - 1 for layer in depth.full], raw=True, per_head=True)
+    group = Group(range(depth.count), n, wanted, score_in_decode=True)
     session = Session(decoder, [group], n, queries)
     logits = session.prefill(token_ids.to(decoder.device))
     scores = score_of_query(session.context.take_each(), n, pool)

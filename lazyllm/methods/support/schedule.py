@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from lazyllm.engine.depth import Depth
 from lazyllm.methods.support.hyperparameters import check_ratio
 
 
@@ -41,45 +42,46 @@ class Schedule:
         return hash(tuple(self.keep.items()))
 
     @classmethod
-    def paper(cls, num_layers: int) -> Schedule:
+    def paper(cls, depth: Depth) -> Schedule:
         """Figure 4's schedule: 30 % of the tokens dropped after 30, 60 and 90 % of the depth.
 
-        For 32 layers these are 9, 19 and 28, the groups that Figure 7 names. Ours: other depths round down; with fewer
-        than 4 layers, boundaries at layer 0 or at the same layer are left out.
+        For 32 layers these are 9, 19 and 28, the groups that Figure 7 names. Ours: other depths round down, to a layer
+        that sees the whole prompt (`Depth.at_share`); boundaries at layer 0 or at the same layer are left out.
         """
-        if num_layers < 1:
-            raise ValueError(f"num_layers={num_layers}: give 1 or more")
-        layers = {num_layers * tenths // 10 for tenths in (3, 6, 9)} - {0}
+        layers = {depth.at_share(Fraction(tenths, 10)) for tenths in (3, 6, 9)} - {0}
         return cls(dict.fromkeys(layers, 0.7))
 
     @classmethod
-    def parse(cls, value: Schedule | Mapping[Any, Any] | str, num_layers: int) -> Schedule:
-        """A schedule for a model of `num_layers` layers from a name ("paper", "none"), a mapping, text or a schedule.
+    def parse(cls, value: Schedule | Mapping[Any, Any] | str, depth: Depth) -> Schedule:
+        """A schedule for a model's layers from a name ("paper", "none"), a mapping, text or a schedule.
 
         Text is a mapping in Python, JSON or YAML (`{2: 0.5, 5: 0.5}`), or `2:0.5+5:0.5`. A layer may be a share of the
-        depth, rounded down: `{"50%": 0.7}`. Raises ValueError for other text, or a layer beyond the model.
+        depth (`Depth.at_share`): `{"50%": 0.7}`. Raises ValueError for other text, or a layer beyond the model.
         """
         match value:
             case Schedule():
                 schedule = value
             case "paper":
-                schedule = cls.paper(num_layers)
+                schedule = cls.paper(depth)
             case "none":
                 schedule = cls({})
             case str():
-                return cls.parse(_mapping_of(value), num_layers)
+                return cls.parse(_mapping_of(value), depth)
             case Mapping():
-                placed = {_at_depth(layer, num_layers): ratio for layer, ratio in value.items()}
+                placed = {_at_depth(layer, depth): ratio for layer, ratio in value.items()}
                 if len(placed) < len(value):
-                    raise ValueError(f"two shares of the depth in {dict(value)!r} are the same of {num_layers} layers")
+                    kind = "full-attention layer" if depth.windows else "layer"
+                    raise ValueError(
+                        f"two shares of the depth in {dict(value)!r} are the same {kind} of {depth.count} layers"
+                    )
                 schedule = cls(placed)
             case _:
                 schedule = cls(value)
-        beyond = [layer for layer in schedule.keep if layer > num_layers]
+        beyond = [layer for layer in schedule.keep if layer > depth.count]
         if beyond:
             raise ValueError(
-                f"the schedule prunes after layer {beyond[0]}, but the model has only {num_layers} layers; "
-                f"Schedule.paper({num_layers}) is {dict(cls.paper(num_layers).keep)}"
+                f"the schedule prunes after layer {beyond[0]}, but the model has only {depth.count} layers; "
+                f"the paper's would be {dict(cls.paper(depth).keep)}"
             )
         return schedule
 
@@ -108,7 +110,7 @@ def _mapping_of(text: str) -> dict[str, float]:
     return mapping
 
 
-def _at_depth(layer: Any, num_layers: int) -> Any:
+def _at_depth(layer: Any, depth: Depth) -> Any:
     """The layer of a share of the depth such as "12.5%"; other values unchanged."""
     if not (isinstance(layer, str) and layer.strip().endswith("%")):
         return layer
@@ -122,7 +124,7 @@ def _at_depth(layer: Any, num_layers: int) -> Any:
         raise ValueError(
             f"a pruning layer is a whole number or a share of the depth like 50%, got {layer!r}"
         ) from error
-    return int(share * num_layers)
+    return depth.at_share(share)
 
 
 def _layer(layer: Any) -> int:

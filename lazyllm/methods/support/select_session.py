@@ -24,7 +24,7 @@ class SelectSession(Session):
         everything = torch.arange(n, device=decoder.device), Scoring()
         positions, scoring = timed_selection(decoder, method, prompt) if kept < n else everything
         k = len(positions)
-        groups = [replace(group, prompt_tokens=k) for group in method.groups(len(decoder.layers), n)]
+        groups = [replace(group, prompt_tokens=k) for group in method.groups(decoder.depth, n)]
         # the base class needs the number of positions that the prompt takes, the counts that of its tokens, n
         super().__init__(decoder, groups, k if method.renumber else n, max_new_tokens)
         self.prompt_tokens, self.scoring = n, scoring
@@ -36,7 +36,7 @@ class SelectSession(Session):
         # all of the text is embedded: a RoPE that grows with the text depends on its last token, selected or not
         tokens = self.decoder.embed(text, self._all_positions[: len(text)])
         logits = self._prefill(tokens if self._select.renumber else tokens[self._positions], len(text))
-        self.note_selection(self._select.selected_at(len(self.decoder.layers)), self._positions)
+        self.note_selection(self._select.selected_at(self.decoder.depth), self._positions)
         return logits
 
 
