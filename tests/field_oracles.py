@@ -128,6 +128,14 @@ TriangleMix and XAttention: all tokens go through all layers and are stored; att
 47. A block of queries sees the first block and its own. Others follow by score, ties to the lower, while those before
     (these two among them) sum to less than `threshold` of the total: the number of the queries' tiles. Sums are exact
     (fractions). `threshold=1` keeps all blocks. Within blocks attention is causal.
+
+Sliding windows
+48. Where several layers score together (static pruning, CLAA's cut, the look-ahead), only those without a window do; if
+    each of them has one, all do. A single layer that is given as an argument scores whether or not it has a window.
+49. ASL ranks in the layers from `first` on, without the last layer, by the same rule; `layers` counts ranked ones.
+50. PyramidInfer drops after layers without a window only, if the model has any: there, as many go on as 31 gives after
+    this layer, each layer before it with its share.
+51. SnapKV (13, 15, 24, 29) goes by a layer's own scores, with a window or without.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -204,6 +212,12 @@ def _ranked(scores: Scores) -> list[int]:
 def tokens_kept(keep: float, n: int) -> int:
     """`keep` as a number of tokens (int, at most n) or as a share of n, rounded up (float)."""
     return keep_count(keep, n) if isinstance(keep, float) else min(keep, n)
+
+
+def without_window(hand: HandModel, layers: Iterable[int]) -> list[int]:
+    """Those of `layers` that have no sliding window; all of them if each has one (48)."""
+    asked = list(layers)
+    return [layer for layer in asked if hand.windows[layer - 1] is None] or asked
 
 
 def pooled(values: Sequence[float], width: int, pooling: str = "average") -> list[float]:
@@ -332,8 +346,8 @@ def look_ahead(
 ) -> tuple[Scores, list[int]]:
     """SpecPrefill's scores of the prompt tokens by a model's greedy look-ahead, and the tokens that gave a query.
 
-    For each query: softmax over the prompt keys, average pooling, maximum over layers and heads. Then the mean over
-    the queries: the last prompt token's and the look-ahead's.
+    For each query: softmax over the prompt keys, average pooling, maximum over layers (48) and heads. Then the mean
+    over the queries: the last prompt token's and the look-ahead's.
     """
     n, tokens = len(ids), []
     cache: Cache = {layer: [{} for _ in range(hand.num_kv_heads)] for layer in range(1, hand.num_layers + 1)}
@@ -348,7 +362,8 @@ def look_ahead(
     of_query = []
     for ahead, queries in enumerate(steps):
         rows = []
-        for layer, query in queries.items():
+        for layer in without_window(hand, queries):
+            query = queries[layer]
             seen = [p for p in range(n) if hand.sees(layer, n - 1 + ahead, p)]
             for head in range(hand.num_heads):
                 row = [0.0] * n
@@ -440,12 +455,12 @@ def snapkv(
 def static_pruning(model: Model, ids: Ids, layer: int, keep: float, steps: int = 4) -> FieldOutput:
     """Pruning once, after `layer`, by the importance averaged over layers 1 to `layer`; the pruned leave all layers."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
-    score = dict.fromkeys(range(n), 0.0)
+    score, scoring = dict.fromkeys(range(n), 0.0), without_window(hand, range(1, layer + 1))
     hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
     for number in range(1, layer + 1):
         _, hidden, attention = run_layer(hand, number, hidden, n)
-        for p in score:
-            score[p] += float(np.mean([row.get(p, 0.0) for row in attention[n - 1]])) / layer
+        for p in score if number in scoring else ():
+            score[p] += float(np.mean([row.get(p, 0.0) for row in attention[n - 1]])) / len(scoring)
     out.selected[layer] = kept = out.best(score, tokens_kept(keep, n), {n - 1})
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
@@ -504,6 +519,7 @@ def claa(
     """CLAA: FastKV's cut by the maximum of z-scored scores over the last layers and heads. `retain`: see 24."""
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count, rows = keep_count(keep, n, floor), {}  # {layer: for each KV head, z-scores}
+    scoring = without_window(hand, range(max(1, layer - layers + 1), layer + 1))
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]] | None]:
         if number > layer:
@@ -513,7 +529,7 @@ def claa(
         held = None if retain == 1 or number <= layers else snapkv(out, attention, by_head, window, count)
         if number < layer:
             return attention, held
-        last = [row for other, heads in rows.items() if other > layer - layers for row in heads]
+        last = [row for other in scoring for row in rows[other]]
         out.scores[layer] = {p: max(row[p] for row in last) for p in last[0]}
         out.selected[layer] = out.best(out.scores[layer], count, sorted(attention)[-window:])
         return out.selected[layer], held
@@ -543,18 +559,18 @@ def asl(
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     count = tokens_kept(keep, n)
     budget = n if retain == 1 else tokens_kept(keep if retain is None else retain, n)
-    ranked: dict[int, list[int]] = {}
+    ranking, ranked = without_window(hand, range(first, hand.num_layers)), list[list[int]]()
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], list[list[int]]]:
         by_head = window_scores(hand, attention, window, pool, "average")
         held = snapkv(out, attention, by_head, window, budget)
-        if number < first or number == hand.num_layers or out.selected or n <= count + window:
+        if number not in ranking or out.selected or n <= count + window:
             return attention, held
         scores = total(by_head)
-        ranked[number] = _ranked(scores)
+        ranked.append(_ranked(scores))
         if len(ranked) < layers:
             return attention, held
-        out.variances.append(rank_variance([ranked[number - back] for back in range(layers)], count))
+        out.variances.append(rank_variance(ranked[-layers:], count))
         if out.variances[-1] > 0 and out.variances[-1] >= threshold * out.variances[0]:
             return attention, held
         out.scores[number] = scores
@@ -571,17 +587,20 @@ def pyramidinfer(
     hand, out, n = HandModel(model), FieldOutput(), len(ids)
     num_recent = max(1, keep_count(recent, n, floor))
     weights = dict(zip(range(n - num_recent, n), np.linspace(1, weight, num_recent).tolist(), strict=True))
+    dropping, counts = without_window(hand, range(1, hand.num_layers + 1)), [n - num_recent]  # older ones, by layer
+    for number in range(1, hand.num_layers):
+        share = (1 - decay) * (cos(pi * (number - 1) / hand.num_layers) + 1) / 2 + decay
+        counts.append(max(floor(share * counts[-1] + 1e-9), min(first, n - num_recent)))
 
     def after_layer(number: int, attention: Attention) -> tuple[Iterable[int], None]:
-        if number == hand.num_layers:
+        if number == hand.num_layers or number not in dropping:
             return attention, None
         older = [p for p in sorted(attention) if p not in weights]
         score = dict.fromkeys(older, 0.0)
         for query, factor in weights.items():
             for p in older:
                 score[p] += factor * float(np.mean([row.get(p, 0.0) for row in attention[query]]))
-        share = (1 - decay) * (cos(pi * (number - 1) / hand.num_layers) + 1) / 2 + decay
-        stay = out.best(score, floor(share * len(older) + 1e-9), [p for p in older if p < first])
+        stay = out.best(score, counts[number], [p for p in older if p < first])
         out.scores[number], out.selected[number] = score, sorted({*stay, *weights})
         return out.selected[number], None
 

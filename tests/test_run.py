@@ -14,6 +14,7 @@ from eval.benchmarks.datasets import CHOICES
 from eval.cli import main
 from eval.store.folder import read_about, read_visits
 from eval.store.visit import read_trace
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.conftest import ROOT
@@ -101,7 +102,7 @@ def test_tuned_targets_depend_on_the_task_and_are_stored() -> None:
     parameters = read_about(Path("run/run.json"))["identity"]["arms"]["lazy"]["parameters"]
     for visit in visits_of():  # the tokens that entered each layer are those of the dataset's own schedule
         method, (measured,) = Lazy(parameters[visit.dataset]["schedule"]), visit.answers["lazy"]
-        per_layer = method.tokens_per_layer(8, visit.turns[0].tokens)
+        per_layer = method.tokens_per_layer(Depth(8), visit.turns[0].tokens)
         assert (measured.computed or [])[0] == [per_layer[start - 1] for start in measured.group_starts or ()]
     assert parameters["lookup"] != parameters["retrieve"]
 

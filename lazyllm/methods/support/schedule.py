@@ -70,9 +70,9 @@ class Schedule:
             case Mapping():
                 placed = {_at_depth(layer, depth): ratio for layer, ratio in value.items()}
                 if len(placed) < len(value):
-                    kind = "full-attention layer" if depth.windows else "layer"
+                    full = f", of which {', '.join(map(str, depth.full))} see the whole prompt" if depth.windows else ""
                     raise ValueError(
-                        f"two shares of the depth in {dict(value)!r} are the same {kind} of {depth.count} layers"
+                        f"two shares of the depth in {dict(value)!r} are the same of {depth.count} layers{full}"
                     )
                 schedule = cls(placed)
             case _:

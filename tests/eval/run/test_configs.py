@@ -29,6 +29,7 @@ from eval.run.job import jobs_of
 from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig, documented
 from eval.store.folder import fingerprint
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, StaticPruning, settings_of
 from lazyllm.methods.support.schedule import Schedule
@@ -322,7 +323,7 @@ def test_schedule_of_an_experiments_arm_is_replaced(written: str, schedule: dict
     run = ask(run_config(["experiment=claim", written]))
     (method,) = [arm.method("lookup") for arm in prepare(run).arms if arm.label == "lazy"]
     assert isinstance(method, Lazy)
-    assert Schedule.parse(method.schedule, 8) == Schedule(schedule)
+    assert Schedule.parse(method.schedule, Depth(8)) == Schedule(schedule)
 
 
 @pytest.mark.parametrize(

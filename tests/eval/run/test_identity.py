@@ -102,7 +102,7 @@ def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest
 
     def kind(kept: str) -> type:
         source = "@dataclass(frozen=True)\nclass Mine(Prune):\n    layer: int = 2\n"
-        source += f"    def kept(self, layers, n):\n        return {kept}\n"
+        source += f"    def kept(self, depth, n):\n        return {kept}\n"
         file = f"<cell {kept}>"
         linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # as IPython does
         names: dict[str, Any] = {"__name__": "__main__", "dataclass": dataclass, "Prune": Prune}

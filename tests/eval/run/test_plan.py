@@ -17,6 +17,7 @@ from eval.run.plan import RATE, amount, as_text, costs, costs_of, duration, grou
 from eval.run.work import Model, Work
 from eval.store.runs import stored_runs
 from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.inputs import Prompt
 from lazyllm.machine import ACCELERATORS
@@ -176,7 +177,7 @@ def test_memory_is_what_a_generation_holds(name: str, tiny) -> None:
     model = Model.of(TINY)
     planned = model.memory(method, n, 1)
     assert model.weights == sum(weight.nbytes for weight in tiny.parameters())
-    declared = sum(method.stored_per_layer(8, n)) * model.kv_bytes
+    declared = sum(method.stored_per_layer(Depth(8), n)) * model.kv_bytes
     assert out.kv_bytes == declared or (method.adaptive and out.kv_bytes < declared)
     more = sum(decoded.revived) + 4 * 8  # four generated tokens ran, each in all layers
     assert decoded.kv_bytes == out.kv_bytes + more * model.kv_bytes

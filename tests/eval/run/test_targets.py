@@ -15,6 +15,7 @@ from eval.run import targets
 from eval.run.arms import MethodAsked
 from eval.run.run import prepare
 from eval.run.targets import as_yaml, is_tuned, read_tuned, with_layers
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
@@ -28,7 +29,7 @@ DROP = {"name": "random_drop", "keep": "table1", "seed": 3}
 
 def solved(settings: dict, dataset: Dataset, shape: Any, column: str | None, **options: int) -> dict[str, Any]:
     """The settings for a dataset and a model, with numbers for targets."""
-    arm = MethodAsked.of(settings, shape.num_hidden_layers).arm("arm", [dataset], shape, column, **options)
+    arm = MethodAsked.of(settings, Depth.of(shape)).arm("arm", [dataset], shape, column, **options)
     return (arm.solved or {dataset.name: settings})[dataset.name]
 
 
@@ -134,8 +135,8 @@ def test_a_target_is_solved_for_no_more_tokens_than_prompts_may_have(target: str
 
 
 def test_shares_of_the_depth_become_layers() -> None:
-    assert with_layers({"12.5%": 0.5, "50%": 0.7}, 32) == {4: 0.5, 16: 0.7}
-    assert with_layers("paper", 32) == "paper"
+    assert with_layers({"12.5%": 0.5, "50%": 0.7}, Depth(32)) == {4: 0.5, 16: 0.7}
+    assert with_layers("paper", Depth(32)) == "paper"
 
 
 def test_compression_takes_its_authors_share() -> None:
@@ -154,7 +155,7 @@ def test_tuned_schedule_is_read_from_a_folder_and_a_file(tmp_path: Path) -> None
     assert content == {"schedule": {2: 0.3, 5: 0.55}, "layers": 8, "model": "a: b # c", "score": [99.5, None]}
     for name in (reference, f"{reference}/tuned.yaml"):
         assert is_tuned(name)
-        assert with_layers(name, 8) == {2: 0.3, 5: 0.55}
+        assert with_layers(name, Depth(8)) == {2: 0.3, 5: 0.55}
     assert not is_tuned("paper")
     assert not is_tuned({2: 0.3})
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import lazyllm
 import lazyllm.check.__main__ as command
 from lazyllm.check import invariants
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Prune, Select
@@ -31,7 +32,7 @@ class Halves(Prune):
     label = "halves"
     target_parameter = "keep"
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
         return {2: keep_count(self.keep, n)}
 
 
@@ -158,21 +159,21 @@ class Faulty({base}):
     [
         (
             "Prune",
-            "kept(self, layers, n)",
+            "kept(self, depth, n)",
             "{2: self.keep * n}",
             r"a group of layers has 20.0 prompt tokens: expected a whole number",
         ),
-        ("Prune", "kept(self, layers, n)", "{2: n + 3}", r"declares \[40, 40, 43, 43\] .* none above the one before"),
-        ("Prune", "kept(self, layers, n)", "{0: 3}", "faulty prunes after layer 0, but layers count from 1"),
-        ("Prune", "kept(self, layers, n)", "[2, 3]", r"AttributeError: 'list' .*\.py:\d+"),
+        ("Prune", "kept(self, depth, n)", "{2: n + 3}", r"declares \[40, 40, 43, 43\] .* none above the one before"),
+        ("Prune", "kept(self, depth, n)", "{0: 3}", "faulty prunes after layer 0, but layers count from 1"),
+        ("Prune", "kept(self, depth, n)", "[2, 3]", r"AttributeError: 'list' .*\.py:\d+"),
         ("Prune", "kept(self, n)", "{2: 3}", r"TypeError: .*kept\(\) takes 2"),
         ("Prune", "__post_init__(self)", "nowhere", r"NameError: .*'nowhere' .*\(faulty\.py:12\)"),
-        ("Method", "groups(self, layers, n)", "[]", r"declares \[\] tokens in the layers: expected 4"),
-        ("Method", "groups(self, layers, n)", "[Group(range(2), n)]", r"declares \[40, 40\]"),
+        ("Method", "groups(self, depth, n)", "[]", r"declares \[\] tokens in the layers: expected 4"),
+        ("Method", "groups(self, depth, n)", "[Group(range(2), n)]", r"declares \[40, 40\]"),
         (
             "Method",
-            "groups(self, layers, n)",
-            "[Group(range(layers), n, ScoreSpec([4]))]",
+            "groups(self, depth, n)",
+            "[Group(range(depth.count), n, ScoreSpec([4]))]",
             r"names the layers \[4\]: exp",
         ),
     ],

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import lazyllm
 from lazyllm.engine import kernels
 from lazyllm.engine.checks import check_same_as_model
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.generation import Conversation, Greedy
 from lazyllm.methods import Method
 from tests.helpers import TOLERANCE
@@ -77,7 +78,7 @@ def check(cell: Cell) -> None:
         assert found.pct_prompt_tokens_computed == 100
 
         found, logits = answer_of(model, pruning, PROMPT, STEPS)
-        declared = pruning.tokens_per_layer(4, len(PROMPT))
+        declared = pruning.tokens_per_layer(Depth.of(model.config), len(PROMPT))
         assert pruning.adaptive or found.computed[0].tolist() == declared
         assert found.first_logits.isfinite().all()
         assert found.first_logits.dtype == getattr(torch, cell.dtype)

@@ -15,6 +15,7 @@ import lazyllm
 from lazyllm.engine.architecture import Surroundings, check_surroundings
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
@@ -249,7 +250,7 @@ def test_full_memory_is_not_taken_for_an_unsupported_model() -> None:
 def test_flops_are_those_that_run(variant: str) -> None:
     model, n = random_variant(variant, 0, "eager", torch.float32), 300
     model.config.max_position_embeddings = 512
-    tokens = Lazy({2: 0.6}).tokens_per_layer(4, n)
+    tokens = Lazy({2: 0.6}).tokens_per_layer(Depth.of(model.config), n)
     with torch.inference_mode(), open_decoder(model) as decoder:
         session = Lazy({2: 0.6}).start(decoder, Prompt(torch.arange(n) % VOCABULARY), 1)
         with FlopCounterMode(display=False) as counter:

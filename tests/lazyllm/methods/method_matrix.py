@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lazyllm.check.invariants import keeping_everything
+from lazyllm.engine.depth import Depth
 from lazyllm.methods import (
     ASL,
     CLAA,
@@ -97,7 +98,7 @@ class Remembering(Prune):
     label, target_parameter = "remembering", "keep"
     forget = False
 
-    def kept(self, num_layers: int, n: int) -> dict[int, int]:
+    def kept(self, depth: Depth, n: int) -> dict[int, int]:
         first = keep_count(self.keep, n)
         return {1: first, 3: keep_count(self.keep, first)}
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 import lazyllm
 from lazyllm.engine.decoder import open_decoder
+from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, causal_pairs, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
 from lazyllm.methods import ASL, CLAA, METHODS, FastKV, GemFilter, Method, PyramidInfer, SpecPrefill, UniPrefill
@@ -216,7 +217,8 @@ def test_asl_cuts_where_ranks_settle() -> None:
         assert measured == prefill_flops(model.config, [40] * 8) / prefill_flops(model.config, expected.passes[0])
         cuts.add(next(iter(expected.selected), None))
     assert len(cuts) >= 3
-    assert ASL(**own).tokens_per_layer(8, 40).count(40) == min(filter(None, cuts))  # the announced cut is the earliest
+    announced = ASL(**own).tokens_per_layer(Depth(8), 40).count(40)
+    assert announced == min(filter(None, cuts))  # the earliest
 
 
 def test_flops_of_selection_are_those_announced() -> None:

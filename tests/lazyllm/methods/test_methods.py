@@ -53,10 +53,10 @@ def test_methods_are_made_without_torch() -> None:
     code = """
 import sys, lazyllm
 assert lazyllm.methods.support.plugins.installed.cache_info().misses == 0  # no package is looked for
-lazyllm.methods.make("lazy", {"schedule": {2: 0.5}}).tokens_per_layer(8, 100)
+lazyllm.methods.make("lazy", {"schedule": {2: 0.5}}).tokens_per_layer(lazyllm.methods.Depth(8), 100)
 for kind in lazyllm.methods.METHODS.values():
     if all(hasattr(kind, name) for name in lazyllm.methods.settings_of(kind)):  # each setting has a default
-        kind().tokens_per_layer(8, 100)
+        kind().tokens_per_layer(lazyllm.methods.Depth(8), 100)
 heavy = {"torch", "transformers", "pandas"} & set(sys.modules)
 assert not heavy, heavy
 """

@@ -17,6 +17,7 @@ from eval.run.asked import ask
 from eval.run.config import compose_config, register_schema, to_run_config
 from eval.run.run import prepare
 from eval.store.folder import fingerprint
+from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Prune, StaticPruning, by_name, code_of, known, make
 from lazyllm.methods.support import bases, plugins
@@ -126,21 +127,23 @@ def test_name_of_an_installed_method_is_known(installed: Path) -> None:
     assert by_name("keep_last") is type(method)
     assert known()[: len(METHODS)] == list(METHODS)
     assert {"keep_last", "breaks_at_import"} <= set(known()[len(METHODS) :])
-    assert method.tokens_per_layer(8, 40) == [40] * 2 + [10] * 6
+    assert method.tokens_per_layer(Depth(8), 40) == [40] * 2 + [10] * 6
 
 
 def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
     assert run_of("method=keep_last", "method.layer=3").arms["keep_last"] == given | {"turns": "continue"}
-    assert MethodAsked.of(given | {"turns": "continue"}, 8).canonical() == MethodAsked.of(given, 8).canonical() == given
-    assert MethodAsked.of(given | {"turns": "recompute"}, 8).canonical() == given | {"turns": "recompute"}
+    same, other = {"turns": "continue"}, {"turns": "recompute"}
+    assert MethodAsked.of(given, Depth(8)).canonical() == given
+    assert MethodAsked.of(given | same, Depth(8)).canonical() == given
+    assert MethodAsked.of(given | other, Depth(8)).canonical() == given | other
     with pytest.raises(UserError, match="turns=never: expected continue or recompute"):
         run_of("method=keep_last", "method.layer=3", "method.turns=never")
     lots = run_of("method=draws_lots", "seed=3").arms["draws_lots"]
     # the run's seed, as for lazyllm's own
     assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3, "turns": "continue"}
     assert run_of("method=draws_lots", "seed=3", "method.seed=5").arms["draws_lots"]["seed"] == 5
-    assert MethodAsked.of(lots, 8).canonical() == {"name": "draws_lots", "seed": 3}
+    assert MethodAsked.of(lots, Depth(8)).canonical() == {"name": "draws_lots", "seed": 3}
     with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
         run_of("method=keep_last")
     with pytest.raises(UserError, match=r"method\.kep"):
@@ -234,8 +237,8 @@ def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     name = "méthode (1)"
     file = tmp_path / f"{name}.py"
     file.write_text(_IN_A_FILE.format(name="Mine"))
-    lengths = make("static_pruning", {"layer": 2, "keep": 0.25}).tokens_per_layer(8, 40)
-    assert make(str(file), {"layer": 2, "keep": 0.25}).tokens_per_layer(8, 40) == lengths
+    lengths = make("static_pruning", {"layer": 2, "keep": 0.25}).tokens_per_layer(Depth(8), 40)
+    assert make(str(file), {"layer": 2, "keep": 0.25}).tokens_per_layer(Depth(8), 40) == lengths
     arguments = ["model=tiny", f"method={file}", "method.layer=2", "method.keep=0.5", "limit=1", "dataset=digest"]
     assert main(["run", *arguments, "warmup=0", f"out={tmp_path / 'run'}"]) == 0
     stored = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -267,7 +270,7 @@ def test_unusable_file_is_refused(tmp_path: Path, name: str, text: str | None, m
         make(str(tmp_path / f"{name}.py"))
 
 
-@pytest.mark.parametrize("hook", ["__post_init__(self)", "kept(self, layers, n)", "score_spec(self, layers)"])
+@pytest.mark.parametrize("hook", ["__post_init__(self)", "kept(self, depth, n)", "score_spec(self, layers, depth)"])
 def test_fault_in_a_file_is_one_line_with_its_place(tmp_path: Path, hook: str) -> None:
     file = tmp_path / "faulty.py"
     file.write_text(f"{_IN_A_FILE.format(name='Faulty')}\n    def {hook}:\n        self.nothing\n")
