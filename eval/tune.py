@@ -147,6 +147,13 @@ class Space:
             cuts[places[place - 1]] = percent
         return self.fitted(tuple(sorted(cuts.items())))
 
+    def parameters(self, cuts: Cuts) -> dict[str, int]:
+        """The parameters of which `draw` makes the schedule; a layer by its number among `places`."""
+        chosen = {"cuts": len(cuts)}
+        for number, (layer, percent) in enumerate(cuts, start=1):
+            chosen |= {f"layer_{number}": self.places.index(layer) + 1, f"keep_{number}": percent}
+        return chosen
+
     def fitted(self, cuts: Cuts) -> Cuts:
         """The schedule with the highest keep ratios that reach the target: all raised or lowered by the same per cent,
         but within `ratios`. If the schedule's layers cannot reach the target, the result prunes most at them."""
@@ -259,7 +266,7 @@ def search(study: optuna.Study, space: Space, score: Score, trials: int, timeout
     if not study.trials:
         for cuts in space.references().values():
             if len(cuts) <= space.max_cuts:
-                study.enqueue_trial(parameters_of(cuts))
+                study.enqueue_trial(space.parameters(cuts))
 
     def objective(trial: optuna.Trial) -> float:
         cuts = space.draw(trial)
@@ -272,14 +279,6 @@ def search(study: optuna.Study, space: Space, score: Score, trials: int, timeout
 
     enough = optuna.study.MaxTrialsCallback(trials)  # of those that were measured
     study.optimize(objective, n_trials=20 * trials, timeout=timeout_s, callbacks=[enough])
-
-
-def parameters_of(cuts: Cuts) -> dict[str, int]:
-    """The parameters of which `Space.draw` makes the schedule."""
-    chosen = {"cuts": len(cuts)}
-    for number, (layer, percent) in enumerate(cuts, start=1):
-        chosen |= {f"layer_{number}": layer, f"keep_{number}": percent}
-    return chosen
 
 
 def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:

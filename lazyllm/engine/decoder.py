@@ -20,7 +20,7 @@ from lazyllm.engine.architecture import Surroundings, check_surroundings
 from lazyllm.engine.attention import AttentionContext, KeysReached, RecordingAttention, installed_attention
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.devices import device_of, devices_of, is_spread, main_device, to_device
-from lazyllm.engine.flops import LayerShape
+from lazyllm.engine.flops import LayerShape, windows_of
 from lazyllm.engine.inputs import NO_SCORES, ScoreSpec
 from lazyllm.engine.sdpa import backends
 from lazyllm.errors import UserError
@@ -61,7 +61,7 @@ class Decoder:
 
     `open_decoder` makes one, installs the attention that records scores, and removes it again.
 
-    shape: the sizes of a layer. depth: the layers and their windows.
+    shape: the sizes of a layer. depth: its layers as methods see them.
     device: the device of everything that no layer owns.
     devices: all that the model computes on. `run` moves inputs to the devices of the layers, and the output back.
     tokens_run: tokens run so far; a run through a share of the layers counts as that share of a token.
@@ -82,6 +82,7 @@ class Decoder:
         self._inner: Any = model.model
         self.layers: Any = [*self._inner.layers]  # an index into a ModuleList takes microseconds
         self._surroundings = Surroundings(model)
+        self._windows = windows_of(model.config)
         self._rope_of: list[int] = []  # per layer, which pair of `Tokens.rope` is its own; found by `embed`
         spread = is_spread(model)
         self._layer_devices = [device_of(layer) if spread else self.device for layer in self.layers]
@@ -124,7 +125,7 @@ class Decoder:
         device = self.device
         for layer in layers:
             for context in contexts:
-                context.enter_layer(self.depth.window(layer + 1))
+                context.enter_layer(self._windows[layer])
             if self._layer_devices[layer] != device:  # moved once; accelerate would move them for every layer
                 device = self._layer_devices[layer]
                 hidden, position_ids, rope = to_device((hidden, position_ids, rope), device)

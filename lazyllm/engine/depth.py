@@ -35,8 +35,12 @@ class Depth:
 
     @classmethod
     def of(cls, config: Any) -> Depth:
-        """The layers that a transformers config describes. Raises UserError for other kinds of layers."""
-        windows = windows_of(config)
+        """The layers that a transformers config describes. Raises UserError for other kinds of layers.
+
+        A window as long as the model's positions hides nothing, and counts as none.
+        """
+        positions = getattr(config, "max_position_embeddings", None) or float("inf")
+        windows = [None if window is None or window >= positions else window for window in windows_of(config)]
         return cls(len(windows), () if set(windows) <= {None} else tuple(windows))
 
     def window(self, layer: int) -> int | None:

@@ -82,6 +82,20 @@ def test_references_reach_the_target_and_no_more() -> None:
     assert space_of(99.0).references() == {}
 
 
+def test_layers_with_windows_are_no_places(tmp_path: Path) -> None:
+    """A token is dropped only where it was seen: after layers 3 and 6 of 8; the last layer saves nothing."""
+    space, study = space_of(1.3, cuts=3), in_memory(tmp_path)
+    assert space.places == [1, 2, 3, 4, 5, 6, 7]
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention", "full_attention"]
+    vars(space.model_config).update(sliding_window=64, layer_types=kinds)
+    assert space.places == [3, 6]
+    search(study, space, quality, 8)
+    assert {layer for cuts in tried_in(study) for layer, _ in cuts} == {3, 6}
+    paper = space.references()["paper"]
+    assert [layer for layer, _ in paper] == [3, 6]  # 2, 4 and 7
+    assert next(iter(tried_in(study))) == paper
+
+
 @pytest.mark.parametrize("target", [1.3, 2.0])
 @pytest.mark.parametrize("cuts", [((2, 50),), ((2, 5), (5, 95)), ((3, 95), (4, 90), (6, 70))], ids=str)
 def test_fitted_schedule_prunes_as_little_as_reaches_the_target(cuts: Cuts, target: float) -> None:

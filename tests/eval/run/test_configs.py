@@ -140,7 +140,7 @@ def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
         (["method.schedule={2: 0.4, 5: 0.5}"], {"lazy": Lazy({2: 0.4, 5: 0.5})}),
         (
             ["compare=[random_drop,static_pruning]"],
-            {"random_drop": RandomDrop(0.8), "static_pruning": StaticPruning(2, 0.3)},
+            {"random_drop": RandomDrop(0.8), "static_pruning": StaticPruning(keep=0.3)},
         ),
         (["method=baseline"], {}),
         (["method=baseline", "aa_test=true"], {"baseline again": Baseline()}),

@@ -17,11 +17,13 @@ from eval.run.run import prepare
 from eval.run.targets import as_yaml, is_tuned, read_tuned, with_layers
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
+from lazyllm.methods import StaticPruning
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
 from tests.runs import small_run
 
 LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
+GEMMA3 = load_config(ModelSpec("gemma3-270m", "dummy"))  # of 18 layers, 6, 12 and 18 have full attention
 LAZY = {"name": "lazy", "schedule": "table1"}
 STATIC = {"name": "static_pruning", "layer": 2, "keep": "table1"}
 DROP = {"name": "random_drop", "keep": "table1", "seed": 3}
@@ -137,6 +139,20 @@ def test_a_target_is_solved_for_no_more_tokens_than_prompts_may_have(target: str
 def test_shares_of_the_depth_become_layers() -> None:
     assert with_layers({"12.5%": 0.5, "50%": 0.7}, Depth(32)) == {4: 0.5, 16: 0.7}
     assert with_layers("paper", Depth(32)) == "paper"
+    assert with_layers({"40%": 0.5, "90%": 0.7}, Depth.of(GEMMA3)) == {6: 0.5, 12: 0.7}  # 7 and 16 have windows
+
+
+@pytest.mark.parametrize(("shape", "layer"), [(LLAMA2, 2), (GEMMA3, 6)], ids=["llama2", "gemma3"])
+def test_layer_of_static_pruning_is_a_number_in_records(shape: Any, layer: int) -> None:
+    asked = MethodAsked.of({"name": "static_pruning", "keep": "1.5x"}, Depth.of(shape))
+    assert asked.canonical() == {"name": "static_pruning", "layer": layer, "keep": "1.5x"}
+    dataset = DATASETS["hotpotqa"]
+    arm = asked.arm("static_pruning", [dataset], shape)
+    assert arm.solved is not None
+    assert arm.solved[dataset.name]["layer"] == layer
+    assert arm.method(dataset.name) == StaticPruning(layer, arm.solved[dataset.name]["keep"])
+    by_number = MethodAsked.of({"name": "static_pruning", "layer": 2, "keep": "1.5x"}, Depth.of(shape))
+    assert by_number.canonical()["layer"] == 2
 
 
 def test_compression_takes_its_authors_share() -> None:

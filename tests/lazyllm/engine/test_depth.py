@@ -59,6 +59,9 @@ def test_depth_is_read_from_a_config() -> None:
     assert Depth.of(SimpleNamespace(**about, sliding_window=7)) == Depth(3, (7, 7, 7))
     assert Depth.of(SimpleNamespace(**about, sliding_window=7, layer_types=kinds)) == Depth(3, (7, None, 7))
     assert Depth.of(SimpleNamespace(**about, sliding_window=7, layer_types=["full_attention"] * 3)) == Depth(3)
+    for positions, windows in ((8, (7, 7, 7)), (7, ()), (6, ())):  # no text is longer than the window
+        read = Depth.of(SimpleNamespace(**about, sliding_window=7, max_position_embeddings=positions))
+        assert read == Depth(3, windows)
     with pytest.raises(UserError, match="own is not supported: its config has layers of type linear_attention"):
         Depth.of(SimpleNamespace(**about, layer_types=["linear_attention"] * 3))
 

@@ -153,7 +153,7 @@ PATTERNS = {
         promptdistill=12,
         pyramidinfer=[*range(1, 22)],
     ),
-    "olmo 3 7b": Pattern("olmo3", _7B | {"sliding_window": 4096}, **_EVERY_FOURTH),
+    "olmo 3 7b": Pattern("olmo3", _7B | {"sliding_window": 4096, "max_position_embeddings": 65536}, **_EVERY_FOURTH),
     "cohere 2 (command r7b)": Pattern(
         "cohere2", sizes(32, 4096, 14336, 32, 8, 128, 256000) | {"sliding_window": 4096}, **_EVERY_FOURTH
     ),
