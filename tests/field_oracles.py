@@ -108,9 +108,11 @@ UniPrefill
 PromptDistill
 40. Each of `layers` runs whole, for all tokens that reached it. Then the best of these go on, their hidden states
     at their own positions: `keep` is a number or a share of the n prompt tokens, one for each of the layers.
-41. The score is the last query's attention logit (the model's scale and softcap), summed over all heads, then averaged
-    over neighbours among the tokens there, as GemFilter's (10). A key outside the layer's window counts as -infinity.
-42. The last prompt token always stays and counts in `keep`: its hidden state gives the first logits.
+41. The score is the last query's attention logit (the model's scale and softcap), summed over all heads; the last
+    token's own sum counts as 0, as in the release. Then it is averaged over neighbours among the tokens there, as
+    GemFilter's (10). A key outside the layer's window counts as -infinity.
+42. The last prompt token always stays, on top of the `keep` best others, as in the release: its hidden state gives the
+    first logits.
 43. `forget`: what is not selected leaves the caches of the layers before the cut, too. Else each layer holds all that
     entered it.
 
@@ -671,9 +673,10 @@ def promptdistill(
         for p in sorted(kv):
             keys = [kv[p][0][hand.kv_head(head)] for head in range(hand.num_heads)]
             logits = [float(hand.attention_logits(query[head], keys[head][None])[0]) for head in range(hand.num_heads)]
-            raw.append(sum(logits) if hand.sees(layer, n - 1, p) else -float("inf"))
+            own = 0.0 if p == n - 1 else sum(logits)
+            raw.append(own if hand.sees(layer, n - 1, p) else -float("inf"))
         out.scores[layer] = dict(zip(sorted(kv), pooled(raw, pool), strict=True))
-        out.selected[layer] = out.best(out.scores[layer], counts[layer], [n - 1])
+        out.selected[layer] = out.best(out.scores[layer], counts[layer] + 1, [n - 1])
         hidden = {p: hidden[p] for p in out.selected[layer]}
         for heads in cache.values() if forget else ():
             heads[:] = [{p: pair for p, pair in held.items() if p in hidden} for held in heads]

@@ -26,7 +26,7 @@ from tests.field_oracles import (
     z_normalised,
 )
 from tests.helpers import TOLERANCE, prompt_of, slow
-from tests.reference import lazy_reference, random_variant
+from tests.reference import HandModel, lazy_reference, random_variant
 
 STEPS = 3
 VARIANTS = ["llama", "llama, dynamic NTK", "mistral, window", "qwen2", "qwen3", "gemma2"]
@@ -254,20 +254,37 @@ def test_look_ahead_ends_with_an_end_token():
 
 
 def test_promptdistill_by_counting():
-    # all products are 0: the lower positions, and the last token
-    out = promptdistill(uniform(), prompt_of(10), [1, 3], [6, 0.3])
+    # all products are 0: as many of the lower positions as asked for, and the last token
+    out = promptdistill(uniform(), prompt_of(10), [1, 3], [5, 0.2])
     assert out.selected == {1: [0, 1, 2, 3, 4, 9], 3: [0, 1, 9]}
     assert out.passes == [[10, 6, 6, 3]]
     assert out.decode_from == 10
     assert out.caches == {layer: [[0, 1, 9]] * 2 for layer in range(1, 5)}
-    held = promptdistill(uniform(), prompt_of(10), [1, 3], [6, 0.3], forget=False).caches
+    held = promptdistill(uniform(), prompt_of(10), [1, 3], [5, 0.2], forget=False).caches
     assert [len(of_head) for of_head, _ in held.values()] == [10, 6, 6, 3]
+
+
+def test_promptdistill_pools_zero_for_the_last_token():
+    """In layer 1 a random model's logits are products of a query and keys that follow from the tokens alone."""
+    model, ids = model_of("llama", 1), prompt_of(9)
+    hand = HandModel(model)
+    embedded = [hand.embed(token) for token in ids]
+    query = hand.query(1, embedded[8], 8, 9)
+    keys = [hand.key_value(1, embedded[p], p, 9)[0] for p in range(9)]
+    logits = [sum(query[head] @ keys[p][hand.kv_head(head)] for head in range(4)) / query.shape[1] ** 0.5
+              for p in range(9)]  # fmt: skip
+    assert abs(logits[8]) > 1e-3  # else 0 in its place says nothing
+    scores = promptdistill(model, ids, [1], [3], pool=3).scores[1]
+    assert scores[7] == pytest.approx((logits[6] + logits[7]) / 3)  # the last one's place holds 0
+    assert scores[8] == pytest.approx(logits[7] / 3)
+    assert scores[4] == pytest.approx(sum(logits[3:6]) / 3)
 
 
 def test_trianglemix_by_counting():
     out = trianglemix(uniform(), prompt_of(10), 0.5, sinks=1, window=3, last=2)
     # queries 0 to 2 see all, 3 to 7 four keys, 8 and 9 all: 6 + 20 + 19, for each of 4 heads
     assert out.pairs == {1: 220, 2: 220, 3: 180, 4: 180}
+    assert trianglemix(uniform(), prompt_of(10), 0, sinks=1, window=3, last=2).pairs == dict.fromkeys(range(1, 5), 180)
     assert out.passes == [[10] * 4]
     assert out.caches == {layer: [list(range(10))] * 2 for layer in range(1, 5)}
 

@@ -44,8 +44,15 @@ def identity_of(run: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in run["identity"].items() if key not in free}
 
 
-def setting_of(method: dict[str, Any]) -> str:
-    """A method's setting as tables show it: `lazy, schedule=1.5x`; seed, null and usual switches are left out."""
+def setting_of(arm: dict[str, Any]) -> str:
+    """An arm's setting as tables show it: `lazy, schedule=1.5x`; seed, null and usual switches are left out.
+
+    ASL and UniPrefill compute as many tokens as the prompt asks for: where a speedup was given, its number is shown.
+    """
+    method = arm["method"]
+    if method["name"] in ("asl", "uniprefill"):
+        (number,) = {json.dumps(solved) for solved in arm["parameters"].values()}
+        method = method | json.loads(number)
 
     def shown(value: Any) -> str:
         if isinstance(value, dict):
@@ -77,7 +84,7 @@ def read() -> list[Row]:
             plain = {
                 name: {
                     "run": folder.name, "identity": identity_of(run), "started": run["provenance"]["started"],
-                    "seed": arm["method"].get("seed", run["identity"]["seed"]), "setting": setting_of(arm["method"]),
+                    "seed": arm["method"].get("seed", run["identity"]["seed"]), "setting": setting_of(arm),
                     "dataset": key[0], "id": key[1], "task": TASK_OF[key[0]], "tokens": visit["turns"][0]["tokens"],
                     **visit["answers"][name][0],
                 }

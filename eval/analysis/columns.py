@@ -1,9 +1,7 @@
 """Shared by tables and figures: methods' names, order of settings, columns that show values, ranges of lengths."""
 
 import json
-import re
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,8 +9,7 @@ import pandas as pd
 
 from eval.store.aggregate import rows_of
 from eval.store.results import Results
-from lazyllm.errors import UserError
-from lazyllm.methods import Method, by_name
+from eval.store.runs import SPEEDUP, kind_of
 
 BASELINE = "baseline"
 STUDIED = "lazy"  # the paper's own method
@@ -20,7 +17,6 @@ SECTION = ["model", "suite"]
 SETTING = [*SECTION, "method", "settings", "label"]
 KLS = ("answer_kl", "gold_kl", "kl")  # the first that was measured ranks methods
 PROMPT_ENDS = (512, 1024, 2048, 4096, 8192)  # upper ends of the ranges of prompt lengths
-_SPEEDUP = re.compile(r"(\d+(\.\d+)?)x")
 
 
 def in_order(frame: Any) -> Any:
@@ -86,23 +82,32 @@ def ranges_in(names: Any, ends: Sequence[int] = PROMPT_ENDS) -> list[str]:
 
 def target_of(settings: str) -> float | None:
     """The target speedup in settings (JSON), such as `2.0x`; None if there is none."""
-    matches = [_SPEEDUP.fullmatch(value) for value in json.loads(settings).values() if isinstance(value, str)]
+    matches = [SPEEDUP.fullmatch(value) for value in json.loads(settings).values() if isinstance(value, str)]
     return next((float(match[1]) for match in matches if match), None)
-
-
-@cache
-def kind_of(name: str) -> type[Method] | None:
-    """The method's class; None if its package is not installed."""
-    try:
-        return by_name(name)
-    except UserError:
-        return None
 
 
 def is_diagnostic(name: str) -> bool:
     """Whether it is a diagnostic: a reference whose TTFT leaves out the cost of its selection, not a method."""
     kind = kind_of(name)
     return kind is not None and kind.diagnostic
+
+
+def unsolved_methods(rows: Any) -> str:
+    """`ASL and UniPrefill`: the methods of these settings that no speedup gives, if one gives others; else ""."""
+    if rows["settings"].map(target_of).isna().all():
+        return ""
+    kinds = [kind_of(name) for name in sorted(rows["method"].unique(), key=place_of)]
+    names = [kind.label for kind in kinds if kind is not None and kind.adaptive and kind.target_parameter is None]
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def unsolved(rows: Any) -> str:
+    """A sentence about `unsolved_methods`; "" if there are none."""
+    names = unsolved_methods(rows)
+    return names and (
+        f"No speedup gives the settings of {names}: the number of computed tokens depends on the prompt, so the speed "
+        "is measured, not set."
+    )
 
 
 def marked(label: str, method: str) -> str:

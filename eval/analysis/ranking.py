@@ -48,10 +48,12 @@ _COLUMNS = (
 def ranking(results: Results) -> Rows:
     """KL and score of all methods by ideal speedup, with each method's difference to the first on the same examples.
 
-    Diagnostics are not ranked, nor settings whose prefills did not reach the speedup: the caption names them.
+    Diagnostics are not ranked, nor settings whose prefills did not reach the speedup or that no speedup gives: the
+    caption names them.
     """
     frame: Any = results.counting
     frame = frame.assign(target=frame["settings"].map(columns.target_of))
+    unsolved = columns.unsolved_methods(frame)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["target", "kl"])
     reasons = _unranked(results)
     left_out = frame.set_index([*SECTION, "label"]).index.map(reasons.get)
@@ -71,6 +73,7 @@ def ranking(results: Results) -> Rows:
         kl_shown_difference=[row[f"{row['ranked_by']}_difference"] for row in rows],
         ranked_by=[_NAMES[row["ranked_by"]] for row in rows],
     )
+    others += [f"{unsolved}, whose speed is measured, not set"] if unsolved else []
     unranked = f" Not ranked: {'; '.join(others)}." if others else ""
     return Rows(table, cells(shown, measured(_COLUMNS, shown), results), keys=4, values={"unranked": unranked})
 

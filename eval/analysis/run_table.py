@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import kind_of, marked, prompt_lengths, range_of, ranges_in, with_ends
+from eval.analysis.columns import kind_of, marked, prompt_lengths, range_of, ranges_in, unsolved, with_ends
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.aggregate import NO_INTERVAL, VALUES, beside, drawn_means, on_common_examples, rows_of
@@ -205,6 +205,7 @@ def _caption(results: Results, frame: Any) -> str:
         f"{scores}{NO_INTERVAL.capitalize()} have no interval.",
         _of_speedups(frame),
         *([f"{UNFORCED}."] if is_unforced(frame) else []),
+        *filter(None, [unsolved(results.frame)]),
     ]
     beside_baseline = comparisons(results)
     if len(beside_baseline) <= MANY:
@@ -266,7 +267,7 @@ def _way_of_answering(run: StoredRun, where: str) -> Iterator[str]:
 def _target_of(arm: StoredArm) -> str:
     """` (keep=1024)`: the parameter that says how many tokens stay; "" if the method has no such one."""
     kind = by_name(arm.method)
-    name = kind.target_parameter
+    name = kind.target_parameter or next(iter(kind.keep_all), None)
     return "" if name is None else f" ({name}={format_value(arm.settings.get(name, settings_of(kind)[name]))})"
 
 

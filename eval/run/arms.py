@@ -82,6 +82,11 @@ class MethodAsked:
                 own[key] = kind.table1[key]
             elif key == kind.target_parameter:
                 found = target
+            elif kind.adaptive and key in kind.keep_all:
+                raise UserError(
+                    f"method {name!r} cannot be solved for {key}={value}, as the number of tokens that it computes "
+                    f"depends on the prompt: give a number; its default is {key}={settings_of(kind)[key]}"
+                )
             else:
                 raise UserError(f"method {name!r} takes no preset as {key}={value}; give a number")
         return cls(settings, own, found)

@@ -3,6 +3,7 @@
 A target is `2.0x`, or `table1` for the paper's speedup. The paper does not publish the parameters behind its Table 1.
 Ours are solved for (`Method.solve`): a method's `target_parameter` is set so that the *ideal* TTFT speedup
 (`lazyllm.engine.flops`) on a prompt of reference length is the one that the paper measured for the task and the model.
+A method whose number of tokens depends on the prompt has no such parameter.
 `Method.table1` holds the parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
 """
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,12 @@ from eval.store.folder import read_about, read_planned, read_visits
 from eval.store.visit import MEASURED, SCALES, Answer, Visit, numbers_of
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, machine_warnings
-from lazyllm.methods import Lazy, settings_of
+from lazyllm.methods import Lazy, Method, by_name, settings_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")  # a target speedup among settings
 # LazyLLM's switches, which labels leave out at their defaults
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
 
@@ -73,7 +74,7 @@ class StoredRun:
         arms, usual_seed, baseline = {}, self.identity["seed"], self.identity["baseline"]
         for name, arm in self.identity["arms"].items():
             method, is_baseline = arm["method"], name == baseline
-            settings = {key: _short_target(value) for key, value in settings_in(method).items()}
+            settings = _settings_shown(arm)
             if baseline is not None and not is_baseline and arm == self.identity["arms"][baseline]:
                 settings["label"] = name  # the A/A test's arm: a row of its own
             arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
@@ -257,6 +258,30 @@ def _token_s(one: Answer) -> tuple[float, ...] | None:
     """Seconds from the start to each token; None if steps were not timed, as those of batches, or the first was not."""
     first, steps = one.times.ttft_s, one.times.decode_step_s
     return None if first is None or steps is None else tuple(accumulate([first, *steps]))
+
+
+@cache
+def kind_of(name: str) -> type[Method] | None:
+    """The method's class; None if its package is not installed."""
+    try:
+        return by_name(name)
+    except UserError:
+        return None
+
+
+def _settings_shown(arm: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an arm in an identity. A method's `target_parameter` may be a speedup, others are what they were.
+
+    A speedup that was asked of another parameter says nothing of how fast the method ran: its numbers stand for it.
+    """
+    kind, shown = kind_of(arm["method"]["name"]), dict[str, Any]()
+    for key, value in settings_in(arm["method"]).items():
+        shown[key] = _short_target(value)
+        is_speedup = isinstance(value, str) and SPEEDUP.fullmatch(value) is not None
+        if is_speedup and kind is not None and key != kind.target_parameter:
+            numbers = list(dict.fromkeys(solved[key] for solved in (arm.get("parameters") or {}).values()))
+            shown[key] = numbers[0] if len(numbers) == 1 else numbers or value
+    return shown
 
 
 def _short_target(value: Any) -> Any:

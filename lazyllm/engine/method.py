@@ -49,7 +49,8 @@ class Method(ABC):
     order: ClassVar[int] = 100  # place in tables and legends: lower first, ties by label
     colour: ClassVar[str | None] = None  # in every picture, as #RRGGBB; None takes a spare one
     marker: ClassVar[str | None] = None  # in every picture, a matplotlib marker; None takes a spare one
-    target_parameter: ClassVar[str | None] = None  # the one that a target speedup ("2.0x") is solved for
+    # the one that a target speedup ("2.0x") is solved for; None: the speed is measured, never set
+    target_parameter: ClassVar[str | None] = None
     shown_parameters: ClassVar[tuple[str, ...]] = ()  # tables name these, and `target_parameter`, even at their default
     keep_all: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; {}: `target_parameter` at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import Boundary, ScoreSpec
@@ -43,10 +44,10 @@ class ASL(Prune):
     least one of these layers. Scores are FastKV's, summed over heads. Tokens keep their positions. Nothing is cut if
     the prompt has at most `keep` + `window` tokens.
 
-    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the earliest likely
-    cut: one ranked layer after that of the first variance, or at that layer if the threshold is above 1.
-    `Generation.computed` and `ideal_speedup(..., computed=...)` give the actual one. At each ranked layer from that of
-    the first variance to the cut, the method waits once for the device.
+    The number of tokens in each layer depends on the prompt, so no `keep` is solved for a speedup. `groups` and
+    `ideal_speedup` assume the earliest likely cut: one ranked layer after that of the first variance, or at that layer
+    if the threshold is above 1. `Generation.computed` and `ideal_speedup(..., computed=...)` give the actual one. At
+    each ranked layer from that of the first variance to the cut, the method waits once for the device.
 
     Source: the paper and a description of the code (TANIGUCHIREI/ASL, commit 9e1ec0c, which has no licence).
     Written from scratch. Ours: a variance of 0 cuts; ties go to the lower position.
@@ -56,7 +57,8 @@ class ASL(Prune):
     order = 10
     colour = "#4B0082"
     marker = ">"
-    target_parameter = "keep"
+    shown_parameters = ("keep",)
+    keep_all: ClassVar[Mapping[str, Any]] = {"keep": 1.0, "retain": 1}
     adaptive = True
     forget = False
 

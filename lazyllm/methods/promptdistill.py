@@ -23,17 +23,18 @@ class PromptDistill(Prune):
 
     layers: 1-based layers after which tokens are dropped; None for one, at 14/32 of the depth (the authors' index 13),
         that sees the whole prompt (`Depth.at_share`).
-    keep: for each of `layers`, the tokens of the prompt that go on, as a number (int) or a share, rounded up (float);
-        the last token among them. A single value serves all layers.
+    keep: for each of `layers`, the tokens that go on with the last one, as a number (int) or a share of the prompt,
+        rounded up (float). A single value serves all layers.
     pool: odd width of the average pooling of scores.
     forget: dropped tokens also leave the KV caches of the layers up to the cut (the authors' cache truncation).
 
-    Scores: attention logits of the last token's query, summed over all heads; without softmax. A token outside the
-    layer's sliding window comes last. Tokens keep their positions.
+    Scores: attention logits of the last token's query, summed over all heads, without softmax; the last token's own
+    counts as 0 where its neighbours are pooled. A token outside the layer's sliding window comes last. Tokens keep
+    their positions.
 
-    Source: the paper (the code, declare-lab/PromptDistill, commit 472bfef, has no licence). Written from scratch.
-    Ours: the last token always stays, as its hidden state gives the first logits; `keep` as a share; ties go to the
-    lower position.
+    Source: the paper, and a description of the code (declare-lab/PromptDistill, commit 472bfef, which has no licence).
+    As there, the last token always stays and does not count in `keep`. Written from scratch.
+    Ours: `keep` as a share; ties go to the lower position.
     """
 
     label = "PromptDistill"
@@ -65,7 +66,7 @@ class PromptDistill(Prune):
         layers = [at_depth(layer, depth, Fraction(14, 32), "layers") for layer in self.layers or [None]]
         keeps = self.keep if isinstance(self.keep, Sequence) else [self.keep] * len(layers)
         counts = [count_of(keep, n) for keep in keeps]
-        return {layer: min(counts[: stage + 1]) for stage, layer in enumerate(layers)}
+        return {layer: min(n, min(counts[: stage + 1]) + 1) for stage, layer in enumerate(layers)}
 
     def score_spec(self, layers: range, depth: Depth) -> ScoreSpec:
         return ScoreSpec(layers[-1:], raw=True, per_head=True)
@@ -74,6 +75,7 @@ class PromptDistill(Prune):
         import torch.nn.functional as F
 
         summed = sum_over_first(recorded[0])  # [m]
+        summed[-1:] = 0.0  # of the last token itself, which stays anyway
         return F.avg_pool1d(summed[None], self.pool, stride=1, padding=self.pool // 2)[0]
 
     def select(self, at: Boundary, scores: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class TriangleMix(Sparse):
     """Skip attention, not tokens: in the later layers, the prompt's tokens attend only to near and to first tokens.
 
-    dense: the first layers, whose attention stays dense, as a number (int) or share of the depth, rounded up (float).
+    dense: the first layers, whose attention stays dense, as a number (int, 0 for none) or share of the depth, rounded
+        up (float).
     sinks: first tokens of the prompt, which all tokens see.
     window: tokens that a token sees, itself included.
     last: last tokens of the prompt, which see everything.
@@ -27,7 +28,8 @@ class TriangleMix(Sparse):
     A layer's own sliding window also holds. Prompts of at most `window` + `sinks` + `last` tokens are dense.
 
     Source: the authors' code (microsoft/MInference, commit 2d4549d, `modules/tri_mix.py`, MIT), described and written
-    anew. Ours: pieces of the ordinary kernel, joined by their log-sum-exps, in place of a kernel of its own.
+    anew. Half of the depth is dense in its example for Llama 3.1 8B; where nothing is set, none is (`dense=0`).
+    Ours: pieces of the ordinary kernel, joined by their log-sum-exps, in place of a kernel of its own.
     """
 
     label = "TriangleMix"
@@ -37,7 +39,7 @@ class TriangleMix(Sparse):
     target_parameter = "dense"
     shown_parameters = ("window",)
 
-    dense: float = checked(check_count_or_ratio, 0.5)
+    dense: float = checked(check_count_or_ratio, 0.5, least=0)
     sinks: int = checked(check_int, 8, least=0)
     window: int = checked(check_int, 512)
     last: int = checked(check_int, 128)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import prefill_flops
@@ -32,9 +32,9 @@ class UniPrefill(Prune):
     Scores: probabilities summed over the window's queries and over heads. Tokens keep their positions. Each layer
     stores all tokens that entered it, so decoding sees dropped tokens in early layers.
 
-    The number of tokens in each layer depends on the prompt. `groups` and `ideal_speedup` assume the maximum, that of
-    evenly spread attention, so a solved `p` reaches at least its target; `Generation.computed` and
-    `ideal_speedup(..., computed=...)` give the actual one. The method waits for the device once at each of `layers`.
+    The number of tokens in each layer depends on the prompt, so no `p` is solved for a speedup. `groups` and
+    `ideal_speedup` assume the most tokens, those of evenly spread attention; `Generation.computed` and
+    `ideal_speedup(..., computed=...)` give the actual ones. The method waits for the device once at each of `layers`.
 
     Source: a description of the operator that the authors' vLLM serves (qhfan/UniPrefill, commit 0d3ba98, Apache-2.0 by
     its README). As there, ties go to the later block.
@@ -48,7 +48,8 @@ class UniPrefill(Prune):
     order = 11
     colour = "#C300D2"
     marker = "8"
-    target_parameter = "p"
+    shown_parameters = ("p",)
+    keep_all: ClassVar[Mapping[str, Any]] = {"p": 1.0}
     adaptive = True
     forget = False
 

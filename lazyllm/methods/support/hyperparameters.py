@@ -46,9 +46,12 @@ def check_odd(what: str, value: Any) -> None:
         raise ValueError(f"{what}={value}: give an odd number")
 
 
-def check_count_or_ratio(what: str, value: Any) -> None:
-    """Refuse a value that is neither a number of tokens (int) nor a share (float). Raises as `check_ratio`."""
-    (check_int if isinstance(value, int) else check_ratio)(what, value)
+def check_count_or_ratio(what: str, value: Any, least: int = 1) -> None:
+    """Refuse a value that is neither a number of `least` or more (int) nor a share (float). Raises as `check_ratio`."""
+    if isinstance(value, int):
+        check_int(what, value, least)
+    else:
+        check_ratio(what, value)
 
 
 def check_positive(what: str, value: Any, below: float = 1e6) -> None:

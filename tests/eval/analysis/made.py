@@ -56,9 +56,13 @@ SHORT = example("trec", "short", 20, group_starts=[1, 3], computed=[[20, 10]])
 
 def stored(
     visits: list[Visit], method: str = "lazy", settings: dict | None = None, model: str = "tiny",
-    paper: str | None = None, seed: int = 0, folder: Path | None = None, **identity: Any,
+    paper: str | None = None, seed: int = 0, folder: Path | None = None, solved: dict[str, dict] | None = None,
+    **identity: Any,
 ) -> StoredRun:  # fmt: skip
-    """A run of a method and its baseline, or of the baseline alone, in a folder of its own."""
+    """A run of a method and its baseline, or of the baseline alone, in a folder of its own.
+
+    solved: {dataset: the hyperparameters that a target speedup in `settings` gave}.
+    """
     if method == "lazy":
         settings = {"schedule": "paper", "prune_generated": False, "revive": True} | (settings or {})
     arms = {"baseline": {"method": {"name": "baseline"}}}
@@ -66,6 +70,8 @@ def stored(
         visits = [replace(visit, answers={"baseline": visit.answers[ARM]}) for visit in visits]
     else:
         arms[ARM] = {"method": {"name": method, "seed": seed, **json.loads(json.dumps(settings or {}))}}
+        if solved is not None:
+            arms[ARM]["parameters"] = solved
     about = {
         "identity": {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, **identity},
         "config": {"model": {"name": model, "paper": paper}},

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from eval.analysis.field import data, field, memory, plot, ttft_share
+from eval.analysis.run_table import run_table
 from eval.store.results import Results
 from tests.eval.analysis.made import drawn, example, line, over, stored, texts
 from tests.eval.store.made import alone
@@ -37,6 +38,31 @@ def test_field_by_hand() -> None:
     named = [stored(visits, "server", {"label": "server two"}), stored(visits, "fastkv", {})]
     assert set(field(Results(named)).cells["setting"]) == {"server two", "-"}
     assert line(field(Results([stored(over(("trec",)), "lazy")])).cells, method="LazyLLM")["ideal"] == "-"
+
+
+def test_settings_that_no_speedup_gives_are_named() -> None:
+    runs = [stored(over(("trec",)), name, settings) for name, settings in
+            (("uniprefill", {"p": 0.99}), ("asl", {"keep": 2048}), ("fastkv", {"keep": 0.2}))]  # fmt: skip
+    assert "speedup gives" not in field(Results(runs)).notes  # none was asked for
+    runs.append(stored(over(("trec",)), "lazy", {"schedule": "2x"}))
+    said = "No speedup gives the settings of ASL and UniPrefill: the number of computed tokens depends on the prompt"
+    for text in (field(Results(runs)).notes, run_table(Results(runs), "").caption):
+        assert f"{said}, so the speed is measured, not set." in text
+    said = "No speedup gives the settings of UniPrefill: "
+    assert said in field(Results([runs[0], runs[-1]])).notes
+    assert "speedup gives" not in field(Results(runs[2:])).notes
+
+
+def test_a_speedup_asked_of_a_method_that_has_none_is_shown_as_its_numbers() -> None:
+    def setting(method: str, **solved: float) -> str:
+        numbers = {name: {"name": method, "p": p} for name, p in solved.items()}
+        run = stored([example(name, "a") for name in solved], method, {"p": "1.5x"}, solved=numbers)
+        return line(field(Results([run])).cells, method="UniPrefill")["setting"]
+
+    assert setting("uniprefill", trec=0.44, hotpotqa=0.44) == "p=0.44"
+    assert setting("uniprefill", trec=0.44, hotpotqa=0.4) == "p=[0.44, 0.4]"
+    lazy = stored(over(("trec",)), "lazy", {"schedule": "1.5x"}, solved={"trec": {"schedule": {"2": 0.3}}})
+    assert line(field(Results([lazy])).cells, method="LazyLLM")["setting"] == "schedule=1.5x"  # it reaches that
 
 
 def test_memory_by_hand() -> None:

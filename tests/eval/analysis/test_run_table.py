@@ -163,6 +163,8 @@ WHOLE, PRUNED = {"computed": [[100, 100], [100, 100]]}, {"computed": [[100, 60],
     [
         ("gemfilter", {"keep": 512}, "the arm kept all tokens of 2 of 3 prompts (keep=512)."),
         ("gemfilter", {}, "the arm kept all tokens of 2 of 3 prompts (keep=1024)."),  # its default
+        ("asl", {}, "the arm kept all tokens of 2 of 3 prompts (keep=2048)."),
+        ("uniprefill", {"p": 0.9}, "the arm kept all tokens of 2 of 3 prompts (p=0.9)."),
         ("lazy", {"schedule": {"2": 0.99}}, "the arm kept all tokens of 2 of 3 prompts (schedule={2: 0.99})."),
         ("trianglemix", {}, None),  # these are not meant to leave tokens out
         ("transformers", {}, None),

@@ -110,11 +110,15 @@ def test_early_depths_serve_speedups_beyond_late_ones() -> None:
         ({"name": "baseline", "keep": "table1"}, "keep=table1"),
         ({"name": "static_pruning", "layer": "table1", "keep": 0.5}, "layer=table1"),
         ({"name": "prompt_compression", "keep": "2.0x"}, "cannot be solved"),
+        ({"name": "uniprefill", "p": "1.5x"}, "solved for p=1.5x, .*depends on the prompt: give a number; .*p=0.99$"),
+        ({"name": "asl", "keep": "2x"}, "solved for keep=2x, .*depends on the prompt: give a number; .*keep=2048$"),
+        ({"name": "uniprefill", "window": "1.5x"}, "no preset as window=1.5x"),
     ],
 )
 def test_presets_of_other_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as refused:
         MethodAsked.of(settings)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("target", "instead"), [("40x", "give less"), ("0.5x", "give 1x")])

@@ -76,7 +76,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("promptdistill", {"layers": layers, "keep": [0.5, 4]}, "ascending layers, and a keep for each")
         for layers in ([3, 2], [2, 2], [1, 2, 3], None)
     ),
-    *(("trianglemix", {key: 0}, f"{key}.*1 or more") for key in ("dense", "window", "last")),
+    *(("trianglemix", {key: 0}, f"{key}.*1 or more") for key in ("window", "last")),
+    ("trianglemix", {"dense": -1}, "dense.*0 or more"),
     ("trianglemix", {"dense": 1.5}, r"dense.*\(0, 1\].*1\.5"),
     ("xattention", {"threshold": 1.5}, r"threshold.*\(0, 1\].*1\.5"),
     ("xattention", {"stride": 3}, "block=128, stride=3: give a block that is a multiple of stride"),

@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, Sequence[Any]]] = {
         "pool": [1, 3, 5, 13], "forget": [True, False],
     },
     "trianglemix": {
-        "dense": [1, 0.5, 4, 1.0], "sinks": [0, 1, 3], "window": [1, 2, 5, 9], "last": [1, 2, 5],
+        "dense": [0, 1, 0.5, 4, 1.0], "sinks": [0, 1, 3], "window": [1, 2, 5, 9], "last": [1, 2, 5],
     },
     "xattention": {
         "threshold": [0.1, 0.5, 0.8, 0.95, 1.0], "stride": [1, 2], "block": [2, 4, 6],
@@ -143,6 +143,16 @@ def test_llamas_with_grouped_heads(name: str, seed: int) -> None:
     assert expected.margin > 1e-12
     with casts_in_float64():
         hold(model, METHODS[name](**own), ids, expected)
+
+
+def test_trianglemix_without_a_dense_layer() -> None:
+    own: dict[str, Any] = {"dense": 0, "sinks": 1, "window": 3, "last": 2}
+    model, ids = model_of("llama", 0, "sdpa"), [*range(5, 38)]
+    expected = field_oracles.trianglemix(model, ids, **own, steps=STEPS)
+    assert len(set(expected.pairs.values())) == 1  # the first layer skips as many pairs as the last
+    with casts_in_float64():
+        out = hold(model, METHODS["trianglemix"](**own), ids, expected)
+    assert list(out.attended) == list(LAYER)
 
 
 @pytest.mark.parametrize("seed", range(40))
