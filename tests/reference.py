@@ -27,6 +27,7 @@ gives one set of logits. Step 0 of a turn takes in the turn's tokens, later step
 """
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -536,7 +537,7 @@ def _random(
     model_type: str, fields: Mapping[str, Any], seed: int, attn_implementation: str, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Every parameter random, norm weights and biases included; the global random state is left alone."""
-    config = AutoConfig.for_model(model_type, **fields)
+    config = AutoConfig.for_model(model_type, **copy.deepcopy(dict(fields)))  # some configs change their RoPE's dict
     exact = casts_in_float64() if dtype == torch.float64 else contextlib.nullcontext()
     with torch.random.fork_rng(devices=[]), exact:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype).eval()
