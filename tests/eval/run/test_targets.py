@@ -20,7 +20,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods import StaticPruning
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
-from tests.runs import small_run
+from tests.runs import run_of, small_run
 
 LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
 GEMMA3 = load_config(ModelSpec("gemma3-270m", "dummy"))  # of 18 layers, 6, 12 and 18 have full attention
@@ -119,6 +119,14 @@ def test_presets_of_other_settings_are_refused(settings: dict, message: str) -> 
     with pytest.raises(UserError, match=message) as refused:
         MethodAsked.of(settings)
     assert "\n" not in str(refused.value)
+
+
+def test_field_sets_every_speed_but_those_that_depend_on_the_prompt() -> None:
+    arms = run_of("experiment=field", "speedup=3x", "draft=tiny").arms
+    measured = {name: settings for name, settings in arms.items() if "3x" not in settings.values()}
+    assert measured == {name: {"name": name} for name in ("baseline", "asl", "uniprefill")}
+    p = MethodAsked.of(arms["uniprefill"]).canonical()["p"]  # a table's row says at which settings they ran
+    assert (p, MethodAsked.of(arms["asl"]).canonical()["keep"]) == (0.99, 2048)  # of their papers
 
 
 @pytest.mark.parametrize(("target", "instead"), [("40x", "give less"), ("0.5x", "give 1x")])
