@@ -122,13 +122,13 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: L
     if not todo and not untraced:
         return
     ready = run.asked.subject.ready(run.arms, run.asked.baseline, run.batch_size, load)
-    with _noted(store, len(todo)), ready as visits:
+    with _noted(store, len(todo)), ready as model:
         if todo:
-            _measure(visits, todo, run.asked.config.warmup, store, trackers)
+            _measure(model, todo, run.asked.config.warmup, store, trackers)
         for case, labels in untraced.items():
             arms = [arm for arm in run.arms if arm.label in labels & store.answered(case.key)]
             try:
-                for trace in visits.traces(case, arms) if arms else ():
+                for trace in model.traces(case, arms) if arms else ():
                     write_whole(_trace_file(store, case, trace.arm), trace.to_json())
             except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
                 log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
@@ -150,12 +150,12 @@ def _trace_file(store: RunStore, case: Case, label: str) -> Path:
     return store.folder / "traces" / Trace.file_name(*case.key, label)
 
 
-def _measure(visits: Visits, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
+def _measure(model: Visits, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
     """Store each visit as soon as it is made, and log the progress."""
     log.info("warming up: %s of each arm", counted(warmup, "run"))
-    visits.warm_up(todo, warmup)
+    model.warm_up(todo, warmup)
     start = last = time.monotonic()
-    for done, visit in enumerate(visits.visits(todo), start=1):
+    for done, visit in enumerate(model.visits(todo), start=1):
         for label, failure in visit.failures.items():
             log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.reason)
         store.append(visit)

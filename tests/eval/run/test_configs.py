@@ -227,7 +227,6 @@ def test_published_experiments_have_their_arms() -> None:
         (["split=held-out"], "split=held-out: expected null or dev or test"),
         (["model=llama2", "dataset=trec", "subset=random"], "subset=random: expected limit=50 or so with it"),
         (["data.on_error=ignore"], "data.on_error=ignore: expected raise or skip"),
-        (["load.concurrency=0"], "load.concurrency=0: expected 1 or more"),
         (["compare={a: lazy}"], "expected [lazy, fastkv], or {label: {name: lazy, ...}, ...}"),
         (["compare=[]"], "compare=[]: expected [lazy, fastkv]"),
         (["compare=[lazy,fastkv,lazy]"], "compare=lazy: expected names that differ"),
