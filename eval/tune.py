@@ -32,7 +32,6 @@ from eval.benchmarks.suite import setting
 from eval.run.asked import Asked, ask
 from eval.run.config import to_run_config
 from eval.run.job import job, start
-from eval.run.local import LocalModel
 from eval.run.settings import RunConfig, TrackerConfig
 from eval.run.targets import FILE, as_yaml
 from eval.store.folder import check_same, fingerprint
@@ -178,8 +177,6 @@ def tune(config: TuneConfig) -> Path:
     quiet: Any = {"baseline": False, "warmup": 0, "tracker": TrackerConfig(), "fidelity": None, "evidence": False}
     asked = ask(replace(plain, split="dev", out=None, **quiet)).check()  # compared by score only
     model = asked.subject
-    if not isinstance(model, LocalModel):
-        raise UserError("a search runs a model in this process: model=NAME")
     from eval.run.identity import code_sha256  # not at the top, as all heavy imports: arguments are checked first
     from eval.run.loop import measure
     from eval.run.run import prepare

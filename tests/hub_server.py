@@ -5,14 +5,31 @@ with access. Left out: redirects to the hub's caches and storage, which the clie
 """
 
 import hashlib
+import json
+import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from fastapi import FastAPI, HTTPException, Request, Response
+Answer = tuple[bytes, dict[str, str]]  # a body, and headers
 
-from tests.eval.serving.in_thread import served
+
+@dataclass
+class RefusedError(Exception):
+    """The hub's error: its status, and what its headers say."""
+
+    status: int
+    code: str = ""
+    message: str = ""
+    commit: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"X-Error-Code": self.code, "X-Error-Message": self.message, "X-Repo-Commit": self.commit}
 
 
 @dataclass(frozen=True)
@@ -42,81 +59,96 @@ class HubServer:
     asked: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._served = served(app_of(self))
-        self.url = self._served.__enter__()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(self))
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
-        self._served.__exit__(None, None, None)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
 
+    def answer(self, path: str, token: str) -> Answer:
+        """The answer to a user with this token; "" for nobody. Raises RefusedError."""
+        if path == "/api/whoami-v2":
+            if not token:
+                raise RefusedError(401)
+            return as_json({"type": "user", "name": "reader", "auth": {}})
+        if about := re.fullmatch(r"/api/([^/]+)/([^/]+/[^/]+)(?:/(.*))?", path):
+            return self._about(*about.groups(default=""), token)
+        if file := re.fullmatch(r"/(?:datasets/)?(.+)/resolve/([^/]+)/(.+)", path):
+            return self._file(*file.groups(), token)
+        if path not in self.others:
+            raise RefusedError(404)
+        return self.others[path], {}
 
-def app_of(hub: HubServer) -> FastAPI:
-    app = FastAPI()
-
-    def token(request: Request) -> str:
-        return request.headers.get("Authorization", "").removeprefix("Bearer ")
-
-    def refusal(status: int, code: str, message: str, commit: str = "") -> HTTPException:
-        return HTTPException(
-            status, headers={"X-Error-Code": code, "X-Error-Message": message, "X-Repo-Commit": commit}
-        )
-
-    def repository_of(name: str, request: Request, kind: str | None = None) -> Repository:
-        found = hub.repositories.get(name)
-        if found is None or kind not in (None, found.kind):  # without login, it may be hidden
-            raise refusal(404 if token(request) else 401, "RepoNotFound", "Repository not found")
-        return found
-
-    def check_access(name: str, repository: Repository, request: Request) -> None:
-        if repository.gated is not None and token(request) not in repository.gated:
-            raise refusal(403 if token(request) else 401, "GatedRepo", f"Access to model {name} is restricted.")
-
-    def check_revision(revision: str, repository: Repository) -> None:
-        if revision not in ("main", repository.commit):
-            raise refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}", repository.commit)
-
-    @app.middleware("http")
-    async def noted(request: Request, answer: Any) -> Response:
-        hub.asked.append((request.method, request.scope["path"]))
-        return await answer(request)
-
-    @app.get("/api/whoami-v2")
-    def user(request: Request) -> Any:
-        if not token(request):
-            raise HTTPException(401)
-        return {"type": "user", "name": "reader", "auth": {}}
-
-    @app.get("/api/{kind}/{owner}/{name}")
-    @app.get("/api/{kind}/{owner}/{name}/{part:path}")
-    def about(kind: str, owner: str, name: str, request: Request, part: str = "") -> Any:
-        repository = repository_of(f"{owner}/{name}", request, kind)
+    def _about(self, kind: str, name: str, part: str, token: str) -> Answer:
+        """What the hub's API tells of a repository."""
+        repository = self._repository(name, token, kind)
         if part.startswith("revision/"):
             check_revision(part.removeprefix("revision/"), repository)
         if part.startswith("tree"):
             sizes = {path: len(content) for path, content in repository.files.items()}
-            return [{"type": "file", "path": path, "size": size, "oid": path} for path, size in sizes.items()]
+            return as_json([{"type": "file", "path": path, "size": size, "oid": path} for path, size in sizes.items()])
         if part == "auth-check":
-            check_access(f"{owner}/{name}", repository, request)
-            return {}
+            check_access(name, repository, token)
+            return as_json({})
         gated, files = repository.gated is not None and "manual", [{"rfilename": path} for path in repository.files]
-        return {"id": f"{owner}/{name}", "sha": repository.commit, "gated": gated, "siblings": files}
+        return as_json({"id": name, "sha": repository.commit, "gated": gated, "siblings": files})
 
-    @app.api_route("/{site:path}/resolve/{revision}/{path:path}", methods=["GET", "HEAD"])
-    def file(site: str, revision: str, path: str, request: Request) -> Response:
-        name = site.removeprefix("datasets/")
-        repository = repository_of(name, request)
-        check_access(name, repository, request)
+    def _file(self, name: str, revision: str, path: str, token: str) -> Answer:
+        repository = self._repository(name, token)
+        check_access(name, repository, token)
         check_revision(revision, repository)
-        commit = repository.commit
         if path not in repository.files:
-            raise refusal(404, "EntryNotFound", "Entry not found", commit)
+            raise RefusedError(404, "EntryNotFound", "Entry not found", repository.commit)
         content = repository.files[path]
         etag = f'"{hashlib.sha256(content).hexdigest()}"'
-        return Response(content, headers={"X-Repo-Commit": commit, "ETag": etag})
+        return content, {"X-Repo-Commit": repository.commit, "ETag": etag}
 
-    @app.api_route("/{path:path}", methods=["GET", "HEAD"])
-    def other(path: str) -> Response:
-        if f"/{path}" not in hub.others:
-            raise HTTPException(404)
-        return Response(hub.others[f"/{path}"])
+    def _repository(self, name: str, token: str, kind: str | None = None) -> Repository:
+        found = self.repositories.get(name)
+        if found is None or kind not in (None, found.kind):  # without login, it may be hidden
+            raise RefusedError(404 if token else 401, "RepoNotFound", "Repository not found")
+        return found
 
-    return app
+
+def check_access(name: str, repository: Repository, token: str) -> None:
+    if repository.gated is not None and token not in repository.gated:
+        raise RefusedError(403 if token else 401, "GatedRepo", f"Access to model {name} is restricted.")
+
+
+def check_revision(revision: str, repository: Repository) -> None:
+    if revision not in ("main", repository.commit):
+        raise RefusedError(404, "RevisionNotFound", f"Invalid rev id: {revision}", repository.commit)
+
+
+def as_json(value: Any) -> Answer:
+    return json.dumps(value).encode(), {"Content-Type": "application/json"}
+
+
+def handler_of(hub: HubServer) -> type[BaseHTTPRequestHandler]:
+    """The handler of requests to this hub. Each connection takes one request, as HTTP/1.0 has it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path, status = unquote(urlsplit(self.path).path), 200
+            hub.asked.append((self.command, path))
+            try:
+                body, headers = hub.answer(path, self.headers.get("Authorization", "").removeprefix("Bearer "))
+            except RefusedError as error:
+                (body, _), headers, status = as_json({}), error.headers, error.status
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler

@@ -24,7 +24,7 @@ registered = cache(register_schema)  # takes as long as half a run's settings; w
 
 
 def run_of(*overrides: str) -> Asked:
-    """The run that `python run.py OVERRIDES` asks for; what can be refused without files and servers is."""
+    """The run that `python run.py OVERRIDES` asks for; what can be refused without files is."""
     registered()
     check_arguments(overrides)
     return ask(to_run_config(compose_config(overrides)))

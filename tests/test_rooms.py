@@ -22,10 +22,10 @@ FLOORS = [
     ["lazyllm"],
     ["lazyllm.check", "eval.benchmarks"],
     ["eval.score", "eval.store"],
-    ["eval.analysis", "eval.serving.api", "eval.serving.client"],
+    ["eval.analysis"],
     ["eval.report"],
     ["eval.run"],
-    ["eval.chat", "eval.serving.serve", "eval.tune"],
+    ["eval.tune"],
     ["eval.cli"],
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -42,8 +42,6 @@ def modules() -> dict[str, Path]:
 
 def room_of(module: str) -> str:
     """The room that holds a module; of `eval` itself, "" (it is an empty file)."""
-    if module == "eval.serving.subject":  # beside the loop, until the loop knows no subject by name
-        return "eval.run"
     return max((room for room in FLOOR if f"{module}.".startswith(f"{room}.")), key=len, default="")
 
 
@@ -55,12 +53,17 @@ def imports() -> dict[str, set[str]]:
 
 
 def imports_of(file: Path, known: dict[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    """The modules that a file imports. If it calls `import_module`, the texts that name modules count too."""
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    imports_by_name = any(isinstance(node, ast.Name) and node.id == "import_module" for node in nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             assert node.level == 0, f"{file}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif imports_by_name and isinstance(node, ast.Constant) and node.value in known:
+            names = [str(node.value)]
         else:
             continue
         for name in names:

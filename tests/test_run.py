@@ -48,7 +48,7 @@ def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: py
         assert 0 < (method.pct_prompt_tokens_computed or 0) <= 100
         assert method.computed is not None
         assert method.computed[0][0] == turn.tokens
-        assert 1 <= len(method.token_ids or ()) <= 3
+        assert 1 <= len(method.token_ids) <= 3
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
     summary = json.loads(Path("run/summary.json").read_text())
@@ -120,7 +120,7 @@ def test_traces_are_made_once_beside_the_records(caplog: pytest.LogCaptureFixtur
         (measured,) = visit.answers[trace.arm]
         assert len(trace.tokens) == visit.turns[0].tokens
         assert (trace.computed, trace.group_starts) == (measured.computed, measured.group_starts)
-        assert len(trace.generated) == len(measured.token_ids or ())
+        assert len(trace.generated) == len(measured.token_ids)
         np.testing.assert_allclose(np.sum(trace.importance, axis=1), 1, rtol=1e-3)
     before = [file.stat().st_mtime_ns for file in files]
     caplog.clear()

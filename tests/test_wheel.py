@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lazyllm.errors import UserError
+from lazyllm.presets import PRESETS
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -49,8 +51,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def run_as_a_new_user(installed: Path, folder: Path, script: str) -> str:
+def run_as_a_new_user(installed: Path, folder: Path, script: str, typed: str = "") -> str:
     """The output of `script`, run in `folder` with the installed wheel and other packages, without the repository.
+
+    typed: its standard input.
 
     -I -S: no environment variables, no folder of the script, no .pth files, so no editable install either.
     """
@@ -65,6 +69,7 @@ def run_as_a_new_user(installed: Path, folder: Path, script: str) -> str:
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", start],
         cwd=folder,
+        input=typed,
         capture_output=True,
         text=True,
         env={"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -89,11 +94,28 @@ def test_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     assert b"lazyllm-bench = eval.cli:main" in entry_points
 
 
-def test_example_of_the_docs_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+def example_of_the_docs(part: str) -> str:
+    """The first example in docs/library.md that holds this part."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), flags=re.DOTALL)
-    example = next(block for block in blocks if "lazyllm.using(" in block)
-    printed = run_as_a_new_user(installed, tmp_path, example)
+    return next(block for block in blocks if part in block)
+
+
+def test_example_of_the_docs_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    printed = run_as_a_new_user(installed, tmp_path, example_of_the_docs("lazyllm.using("))
     assert "lantern copper" in printed  # the entry that the prompt asks for
+
+
+def test_chat_of_the_docs_answers_about_its_file(installed: Path, tmp_path: Path) -> None:
+    try:
+        PRESETS["smollm2"].find()
+    except UserError as error:
+        pytest.skip(f"model=smollm2: {error}")
+    facts = "The committee met in Lisbon. It talked about the harbour, built in 1907. The next meeting is in Oslo. "
+    (tmp_path / "report.txt").write_text(facts + "The old house was quiet, and the garden was full of flowers. " * 20)
+    typed = "In which city is the next meeting?\nWhen was the harbour built?\n\n"
+    first, second = run_as_a_new_user(installed, tmp_path, example_of_the_docs("TextStreamer"), typed).split("> ")[1:3]
+    assert "Oslo" in first
+    assert "1907" in second
 
 
 def test_commands_of_the_wheel_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def _bytes_of_a_token(baselines: Any) -> Any:
 
 def _steps_of(results: Results, rows: Any) -> Iterator[dict[str, Any]]:
     """A row for the prefill and for each decoding step of each of these answers of one setting."""
-    answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(rows) if answer.cost is not None]
+    answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(rows)]
     state_bytes = next(cost.aux_bytes / _held(n, cost, -1) for n, cost in answers if cost.aux_bytes)
     for number, ((n, cost), reference) in enumerate(zip(answers, rows["reference"], strict=True)):
         revived = np.diff(np.array(cost.computed), axis=0).max(axis=1)

@@ -269,7 +269,7 @@ def _gains_along(section: Section, rows: Any, column: str, along: str) -> list[V
 def _counts(section: Section, rows: Any) -> list[tuple[int, np.ndarray]]:
     """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's first turns."""
     answers = section.results.answers(first_turns(rows))
-    return [(turn.tokens, np.array(answer.cost.computed)) for turn, answer in answers if answer.cost]
+    return [(turn.tokens, np.array(answer.cost.computed)) for turn, answer in answers]
 
 
 def _largest_share(section: Section, rows: Any) -> list[Value]:

@@ -70,9 +70,8 @@ def range_names(ends: Sequence[int] = PROMPT_ENDS) -> list[str]:
 
 
 def range_of(lengths: Any, ends: Sequence[int] = PROMPT_ENDS) -> np.ndarray:
-    """The name of each length's range; "unknown" for NaN, as of a server that does not count its tokens."""
-    names, numbers = np.array(range_names(ends), dtype=object), lengths.to_numpy(dtype=float)
-    return np.where(np.isnan(numbers), "unknown", names[np.searchsorted(ends, numbers, side="left")])
+    """The name of each length's range."""
+    return np.array(range_names(ends), dtype=object)[np.searchsorted(ends, lengths.to_numpy(dtype=float), side="left")]
 
 
 def ranges_in(names: Any, ends: Sequence[int] = PROMPT_ENDS) -> list[str]:

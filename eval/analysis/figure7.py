@@ -28,7 +28,7 @@ def data(results: Results) -> pd.DataFrame:
     rows: Any = first_turns(style.studied(results))
     parts = []
     for (model, label), part in rows.groupby(["model", "label"], sort=False):
-        answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(part) if answer.cost is not None]
+        answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(part)]
         parts.append(_curves(answers).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()

@@ -155,7 +155,6 @@ def effective_keep(results: Results, within: float = WITHIN) -> Rows:
     rows = [dict(zip(keys, key, strict=True)) | _least_share(part, within) for key, part in parts]
     table: Any = pd.DataFrame(rows, columns=[*keys, "examples", "settings", "setting", *_SHARES])
     place = pd.Series({name: number for number, name in enumerate((*TASKS, *columns.range_names(), "all"))})
-    table = table[table["prompt_tokens"].isin(place.index)]  # unknown lengths count in the sums only
     table = table.sort_values(keys[-2:], key=lambda names: names.map(place), kind="stable")
     table = in_order(table.assign(label=table["method"])).drop(columns="label")
     # a line for each method and task, with a column for each range of lengths

@@ -286,13 +286,13 @@ def _is_sparse(arm: StoredArm) -> bool:
 def _is_dense(visit: Visit, label: str, baseline: str | None) -> bool:
     """Whether an arm's prefill took the FLOPs of the baseline's; False if the visit has no baseline."""
     costs = [visit.answers[name][0].cost for name in (label, baseline) if name in visit.answers]
-    return len(costs) == 2 and None not in costs and len({cost.prefill_flops for cost in costs if cost}) == 1
+    return len(costs) == 2 and len({cost.prefill_flops for cost in costs}) == 1
 
 
 def _is_whole_prompt(visit: Visit, label: str) -> bool:
     """Whether an arm's prefill computed all tokens of the visit's prompt in every layer."""
     cost = visit.answers[label][0].cost
-    return cost is not None and min(cost.computed[0]) >= visit.turns[0].tokens
+    return min(cost.computed[0]) >= visit.turns[0].tokens
 
 
 def is_unforced(values: Any) -> bool:
@@ -305,7 +305,7 @@ def _of_speedups(frame: Any) -> str:
     if frame["ttft_speedup"].isna().all():
         return "No speedup: no baseline was measured beside the arms."
     if frame["equal_length_speedup"].isna().all():
-        return "Speedups compare answers of the same visit; answers of batches and servers have no generation speedup."
+        return "Speedups compare answers of the same visit; answers of batches have no generation speedup."
     return (
         "Speedups compare answers of the same visit; the generation speedup ends at the last token of the shorter "
         "answer, the whole-answer speedup at the last token of each."

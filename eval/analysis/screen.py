@@ -85,7 +85,7 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
         table["seeds"] = table.groupby(SETTING)["seeds"].transform("max").astype(int)  # lengths have none
     unfinished, keys = _unfinished(results), zip(table["model"], table["suite"], table["label"], strict=True)
     table = table.assign(unfinished=[", ".join(dict.fromkeys(unfinished.get(key, ()))) for key in keys])
-    places = ["all", *TASKS, *range_names(), "unknown"]
+    places = ["all", *TASKS, *range_names()]
     table = in_order(table).assign(place=lambda rows: rows["part"].map(places.index))
     columns = [*SECTION, "part", "method", "label", *values, "examples", "turns", "seeds", "unfinished"]
     return table.sort_values([*SECTION, "place"], kind="stable")[columns].reset_index(drop=True)

@@ -52,13 +52,12 @@ def embed_answers(runs: Sequence[StoredRun], most: int | None = None) -> dict[st
 
 
 def _embedded(own: Answer, theirs: Answer | None, strings: dict[str, int]) -> dict[str, Any]:
-    ids = own.token_ids  # None of a server's answer, which may tell their number
     return {
         "text": None if own.text is None else strings[own.text],
-        "tokens": own.request and own.request.completion_tokens if ids is None else len(ids),
+        "tokens": len(own.token_ids),
         "score": _short(None if own.score is None else 100 * own.score),
         "ttft": _short(own.times.ttft_s),
-        "pct": _short(own.cost and own.cost.pct_prompt_tokens_computed),
+        "pct": _short(own.cost.pct_prompt_tokens_computed),
         "kl": _short(own.fidelity and own.fidelity.kl),
         "answer_kl": _short(own.fidelity and own.fidelity.answer_kl),
         "speedup": _short(theirs and _joined(truediv, theirs.times.ttft_s, own.times.ttft_s)),

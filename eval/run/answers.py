@@ -94,7 +94,7 @@ def _forced_logits(made: Generated, token_ids: Sequence[int]) -> Tensor:
 
 @dataclass
 class Visits:
-    """The arms of a run on a model in this process (`eval.run.subject.Answerer`).
+    """The visits of a run: what its arms answer on its model.
 
     baseline: the label of its arm; None without one. evidence: whether to record which of its tokens are computed.
     attention_kernel: as of `Visit`; known after `warm_up`.
@@ -109,9 +109,11 @@ class Visits:
     attention_kernel: str | None = None
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
+        """Answer some of these cases, so that the first visit is no slower than the others."""
         self.attention_kernel = self.bench.warm_up(cases, self.arms, runs)
 
     def visits(self, cases: Sequence[Case]) -> Iterator[Visit]:
+        """The visits of the cases, as they are done: the answers of each case's arms, or their failures."""
         for case, outcomes in self.bench.answers(cases):
             yield self._visit(case, outcomes)
 
@@ -142,4 +144,5 @@ class Visits:
         return Reference(baseline, {"answer": tuple(baseline.outs[0].token_ids), "gold": tuple(gold)})
 
     def traces(self, case: Case, arms: Sequence[Arm]) -> Iterator[Trace]:
+        """What visits leave out, of each arm. Raises RuntimeError or FloatingPointError."""
         return traces(self.bench.model, self.tokenizer, case, arms)

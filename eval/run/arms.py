@@ -1,7 +1,7 @@
-"""The arms of a run: the methods, or servers, that answer each of its examples."""
+"""The arms of a run: the methods that answer each of its examples."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,7 @@ from eval.benchmarks.datasets import format_value
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import Dataset
 from eval.run.config import CONF
-from eval.run.settings import SERVER, RunConfig
+from eval.run.settings import RunConfig
 from eval.run.targets import Target, is_tuned, with_layers
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.inputs import TURNS
@@ -25,16 +25,16 @@ _NOT_THE_METHODS = ("name", "turns", "seeds")  # settings of an arm that are no 
 
 @dataclass(frozen=True)
 class Arm:
-    """A method with its settings, or a server.
+    """A method with its settings.
 
-    label: unique in its run. settings: `name` and hyperparameters as asked for, or a server's settings.
-    methods: {dataset: its method, by the name of the dataset}; {} for a server.
+    label: unique in its run. settings: `name` and hyperparameters as asked for.
+    methods: {dataset: its method, by the name of the dataset}.
     solved: {dataset: `name` and hyperparameters}, if a target speedup gives some of them.
     """
 
     label: str
     settings: dict[str, Any]
-    methods: dict[str, Method] = field(default_factory=dict)
+    methods: dict[str, Method]
     solved: dict[str, dict[str, Any]] | None = None
 
     def method(self, dataset: str) -> Method:
@@ -219,13 +219,12 @@ def _shipped(name: str) -> dict[str, Any]:
 
 def _expanded(label: str, settings: dict[str, Any], seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(label, settings) for each value of each list, and each of `seeds`."""
-    name, defaults, are_lists = settings.get("name", ""), dict[str, Any](), set[str]()
-    if name != SERVER:
-        defaults = settings_of(by_name(name))
-        for parameter in fields(by_name(name)):  # type: ignore[arg-type]  # a method is a dataclass
-            is_annotated = str(parameter.type).startswith(("list", "tuple", "Sequence"))
-            if is_annotated or isinstance(defaults.get(parameter.name), list | tuple):
-                are_lists.add(parameter.name)
+    name, are_lists = settings.get("name", ""), set[str]()
+    defaults = settings_of(by_name(name))
+    for parameter in fields(by_name(name)):  # type: ignore[arg-type]  # a method is a dataclass
+        is_annotated = str(parameter.type).startswith(("list", "tuple", "Sequence"))
+        if is_annotated or isinstance(defaults.get(parameter.name), list | tuple):
+            are_lists.add(parameter.name)
     seeds, own = settings.get("seeds"), {key: value for key, value in settings.items() if key != "seeds"}
     choices = {key: value for key, value in own.items() if isinstance(value, list) and key not in are_lists}
     for key, values in choices.items():

@@ -1,4 +1,4 @@
-"""What the settings of a run ask for: its subject, arms and datasets. Nothing here imports torch."""
+"""What the settings of a run ask for: its model, arms and datasets. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from eval.benchmarks.subsets import SUBSETS, in_split, in_subset
 from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
 from eval.run.arms import arms_asked
 from eval.run.config import QUIET
+from eval.run.local import LocalModel, model_of
 from eval.run.settings import RunConfig, check_unused
-from eval.run.subject import Subject, subject_of
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
 from lazyllm.models.tokenizers import chat_templates, tokenizer_file, tokenizer_of
@@ -34,7 +34,7 @@ class Asked:
     """
 
     config: RunConfig
-    subject: Subject
+    subject: LocalModel
     arms: dict[str, dict[str, Any]]
     datasets: tuple[Dataset, ...]
     data: DataSettings
@@ -82,7 +82,7 @@ class Asked:
         return ask(replace(self.config, **settings), self.runs)
 
     def check(self) -> Asked:
-        """Refuse what files, rows at hand and servers rule out. Returns itself. Raises UserError.
+        """Refuse what files and rows at hand rule out. Returns itself. Raises UserError.
 
         What takes torch to know is refused before rows are made (`eval.run.run.prepare`).
         """
@@ -119,7 +119,7 @@ def ask(config: RunConfig, runs: Path = RUNS, check_rows: bool = True) -> Asked:
     """
     named = datasets_asked_for(config.dataset, config.model.name)
     arms = arms_asked(config)
-    subject = subject_of(config, arms)
+    subject = model_of(config, arms)
     data = _data_settings(config, SUITES[named[0].suite], subject)
     for suite in SUITES.values():
         if suite.options is not None and suite.name != named[0].suite:
@@ -128,7 +128,7 @@ def ask(config: RunConfig, runs: Path = RUNS, check_rows: bool = True) -> Asked:
     return Asked(config, subject, arms, _with_rows(config, named, data) if check_rows else named, data, runs)
 
 
-def _data_settings(config: RunConfig, suite: Suite, subject: Subject) -> DataSettings:
+def _data_settings(config: RunConfig, suite: Suite, subject: LocalModel) -> DataSettings:
     limit, is_own = config.limit or suite.limit, config.subset in suite.subsets
     expected = f"{' or '.join(SUBSETS)}, as {suite.name} has no such rows"
     require(is_own or config.subset in SUBSETS, "subset", config.subset, expected)

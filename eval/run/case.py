@@ -1,4 +1,4 @@
-"""An example of a run, ready to be answered; and what every visit holds of it, whatever answered."""
+"""An example of a run, ready to be answered, and what a visit holds of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Case:
 
     def sampler(self, model: PreTrainedModel, text_ids: Sequence[int]) -> Sampler:
         """Chooses the tokens of one answer behind the text, greedily."""
-        from lazyllm.engine.generation import Greedy  # not at the top: servers need no torch
+        from lazyllm.engine.generation import Greedy  # not at the top: planning needs no torch
         from lazyllm.integrations.transformers_generate import greedy_with_penalties
 
         if self.penalties:

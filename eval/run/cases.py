@@ -16,18 +16,16 @@ log = logging.getLogger(__name__)
 HIDDEN = "question=hidden"
 
 
-def limit_of_prompts(asked: Asked, positions: int | None) -> int:
-    """Tokens of a prompt; longer ones lose their middle. positions: the model's, if known. Raises UserError."""
+def limit_of_prompts(asked: Asked, positions: int) -> int:
+    """Tokens of a prompt; longer ones lose their middle. positions: the model's. Raises UserError."""
     length, given = asked.suite.length(asked.data), asked.config.model.max_prompt_tokens
-    if length is not None and positions is not None and length > positions:  # before the rows are made
+    if length is not None and length > positions:  # before the rows are made
         raise UserError(
             f"{asked.datasets[0].name}: {length} tokens of prompt and answer exceed the model's {positions} positions: "
             f"{asked.suite.shorter}"
         )
-    limit = given or (prompt_limit(positions) if positions is not None else length)
-    if limit is None:
-        raise UserError("the server does not tell how long a prompt may be: give model.max_prompt_tokens=N")
-    if positions is not None and limit > positions:
+    limit = given or prompt_limit(positions)
+    if limit > positions:
         raise UserError(f"model.max_prompt_tokens={limit}: the model has {positions} positions: give fewer")
     return limit
 
@@ -41,14 +39,14 @@ def limit_of_answers(asked: Asked, dataset: Dataset, most: int) -> int:
 def make_cases(asked: Asked, arms: Sequence[Arm], rows: Sequence[LoadedDataset], limit: int) -> list[Case]:
     """The cases of a run, in order. limit: tokens of a prompt.
 
-    Raises UserError for a prompt that the subject, or an arm's method, cannot take.
+    Raises UserError for a prompt that the model, or an arm's method, cannot take.
     """
     model, subject = asked.config.model, asked.subject
     if None in (model.max_prompt_tokens, model.chat):
-        has = "" if subject.positions is None else f"has {subject.positions} positions, so "
         texts = ("it has no chat template: prompts are plain text", "prompts have its own chat template")
         chat = texts[subject.chat.uses_template(subject.tokenizer)]
-        log.info("%s: %sprompts beyond %d tokens lose their middle; %s", model.name, has, limit, chat)
+        has = f"has {subject.positions} positions, so prompts beyond {limit} tokens lose their middle"
+        log.info("%s: %s; %s", model.name, has, chat)
     return [case for data in rows for case in _cases(asked, arms, data, limit)]
 
 
@@ -60,7 +58,7 @@ def prompts_of(asked: Asked) -> list[Case]:
 
 def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -> Iterator[Case]:
     dataset, subject, positions = data.dataset, asked.subject, asked.subject.positions
-    methods = [arm.method(dataset.name) for arm in arms if arm.methods]
+    methods = [arm.method(dataset.name) for arm in arms]
     end_ids = end_token_ids(subject.tokenizer, subject.end_ids, dataset)
     max_new_tokens = limit_of_answers(asked, dataset, data.max_new_tokens)
     for example in data.examples:
@@ -73,8 +71,8 @@ def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
         tokens = sum(len(message.token_ids) for message in (prompt, *prompt.turns))
-        needed = tokens + new_tokens - (not subject.counts_last)
-        if positions is not None and needed > positions:
+        needed = tokens + new_tokens - 1  # the last new token is not run
+        if needed > positions:
             fits = positions - needed + min(prompt.tokens_before_truncation, limit)
             instead = f"set model.max_prompt_tokens={fits}, or less" if dataset.truncate else asked.suite.shorter
             if fits < 1:

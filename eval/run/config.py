@@ -23,7 +23,7 @@ from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import CHOICES, register_configs
 from eval.benchmarks.own import described
 from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
-from eval.run.settings import SERVER, SERVER_KINDS, SERVER_SETTINGS, RunConfig, documented
+from eval.run.settings import RunConfig, documented
 from eval.run.targets import Target
 from lazyllm.errors import UserError, nearest, require
 from lazyllm.methods import by_name, is_file, known, name_of, settings_of
@@ -70,7 +70,6 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     OmegaConf.register_new_resolver("settings", lambda: _help(schema()), replace=True)
     store = ConfigStore.instance().store
     store(name="schema", node=schema)
-    store(group="method", name=SERVER, node={"name": SERVER, **dict.fromkeys(SERVER_SETTINGS)})
     register_configs()
     for name, node in model_nodes().items():
         store(group="model", name=name, node=node)
@@ -302,8 +301,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         schema = OmegaConf.structured(OmegaConf.get_type(config))
         plain = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.to_container(config)))
     except MissingMandatoryValue as error:
-        name = "FOLDER_OR_HUB_ID" if OmegaConf.select(config, "server.url") is None else "NAME"
-        value = name if error.full_key == "model.name" else "VALUE"
+        value = "FOLDER_OR_HUB_ID" if error.full_key == "model.name" else "VALUE"
         raise UserError(
             f"{error.full_key} has no default: give it on the command line, {error.full_key}={value}"
         ) from error
@@ -319,21 +317,15 @@ def to_run_config(config: DictConfig) -> RunConfig:
         "tracker.name": ("none", "wandb"),
         "tracker.mode": ("online", "offline", "disabled"),
         "model.paper": (None, "llama2", "xgen"),
-        "server.kind": (None, *SERVER_KINDS),
-        "server.api": ("completions", "chat"),
-        "server.cache": ("cold", "warm"),
     }
     for key, known_values in choices.items():
         value = OmegaConf.select(config, key)
         shown = " or ".join(json.dumps(known).strip('"') for known in known_values)
         require(repr(value) in map(repr, known_values), key, value, shown)  # 1 is not true
-    for key in (*_MAY_BE_0, "load.concurrency", *_COUNTS):
+    for key in (*_MAY_BE_0, *_COUNTS):
         value, least = OmegaConf.select(config, key), 0 if key in _MAY_BE_0 else 1
         expected = f"{least} or more{', or null' if key in _COUNTS else ''}"
         require(value is None or value >= least, key, value, expected)
-    for key in ("load.rate", "server.timeout_s"):
-        value = OmegaConf.select(config, key)
-        require(value is None or value > 0, key, value, "more than 0")
     require((plain.threads or 1) <= 1024, "threads", plain.threads, "at most 1024")  # OpenMP ends the process
     require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")

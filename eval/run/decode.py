@@ -16,7 +16,7 @@ from eval.run.arms import Arm
 from eval.run.case import Case
 from eval.run.hidden import answer_hidden
 from eval.run.memory import Memory, failure_of, free, is_out_of_memory
-from eval.run.subject import WARMUP_TOKENS
+from eval.run.work import WARMUP_TOKENS
 from eval.store.visit import Failure
 from lazyllm import Generation, generate, start
 from lazyllm.engine.batch import Batch

@@ -2,14 +2,12 @@
 
     lazyllm-bench doctor                                   # for Llama 2 on LongBench
     lazyllm-bench doctor model=llama2,xgen dataset=all     # for a run or a sweep, by its own arguments
-    lazyllm-bench doctor --url http://127.0.0.1:8000/v1    # what a server is and can do
 
 Nothing is downloaded, and no network is needed. A GGUF file is read. torch is imported only on a GPU, as operators name
 its attention kernel, and for a GGUF file that is new here.
 `missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without it.
 """
 
-import json
 import os
 import platform
 import shutil
@@ -23,7 +21,7 @@ from types import SimpleNamespace
 from eval.run.asked import Asked, ask, read_rows
 from eval.run.job import jobs_of
 from lazyllm.engine.flops import LayerShape
-from lazyllm.errors import UserError, parser_of, require
+from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import machine_warnings, torch_build
 from lazyllm.models.checkpoint import HubError, check_weights, read_config
 from lazyllm.models.tokenizers import tokenizer_file, tokenizer_of
@@ -223,21 +221,7 @@ def main(arguments: Sequence[str]) -> int:
     """The command `doctor`. Returns the exit code."""
     parser = parser_of("doctor", __doc__)
     parser.add_argument("run", nargs="*", metavar="KEY=VALUE", help="as of lazyllm-bench run; default: model=llama2")
-    parser.add_argument("--url", help="of a server with OpenAI's API; the key is read from OPENAI_API_KEY")
     options = parser.parse_args(arguments)
-    if options.url is not None:
-        is_address = options.url.startswith(("http://", "https://"))
-        require(is_address, "--url", options.url, "a URL such as http://127.0.0.1:8000/v1")
-        from eval.serving.client import Server, describe
-
-        server = describe(Server(options.url, ""))
-        found = {
-            "kind": server.kind, "version": server.version or "unknown", "models": ", ".join(server.models),
-            "positions": server.positions or "unknown", "prompts": "token ids" if server.takes.token_ids else "text",
-            "not cached by": server.takes.cold, "sampling": json.dumps(server.takes.sampling),
-        }  # fmt: skip
-        print("\n".join(f"{name:<15}{value}" for name, value in found.items()))
-        return 0
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's client is imported: nothing is downloaded
     states = examine(options.run or ["model=llama2"])
     width = max(map(len, states)) + 2

@@ -31,15 +31,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def fetched(asked: Asked) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards."""
-    subject = asked.subject
-    for spec in subject.models:
+    models = asked.subject.models
+    for spec in models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
     from lazyllm.models.load import check_loading, load_tokenizer_of
 
-    if subject.spec not in subject.models:
-        load_tokenizer_of(subject.spec)
-        yield f"{subject.spec.name}: tokenizer only"
-    for spec in subject.models:
+    for spec in models:
         check_loading(spec)
         load_tokenizer_of(spec)
         yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec)}"

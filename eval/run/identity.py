@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import LoadedDataset
 from eval.run.arms import Arm, MethodAsked
 from eval.run.asked import Asked
-from eval.run.settings import RunConfig
+from eval.run.local import LocalModel
 from lazyllm.engine.depth import Depth
 from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import about_the_method, by_name, code_of
@@ -118,7 +118,7 @@ def identity_of(
     asked: Asked, arms: Sequence[Arm], rows: Sequence[LoadedDataset], limit: int, batch_size: int
 ) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. limit: tokens of a prompt."""
-    config, own = asked.config, dict(asked.subject.identity(arms))
+    config, own = asked.config, _of_model(asked.subject, arms)
     # splits share no table; rounding differs by the number of answers that decode together
     optional = {"turns": config.turns, "split": config.split, "fidelity": config.fidelity}
     optional["question"] = config.question
@@ -163,10 +163,9 @@ def _of_chat(asked: Asked) -> dict[str, Any]:
     return {key: value for key, value in about.items() if value}
 
 
-def of_local_model(
-    config: RunConfig, spec: ModelSpec, model_config: PreTrainedConfig, arms: Sequence[Arm]
-) -> dict[str, Any]:
-    """What identifies a model in this process, and its arms."""
+def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
+    """What identifies a run's model, and its arms."""
+    config, spec, model_config = subject.config, subject.spec, subject.model_config
     model, devices = config.model, devices_in_use(spec)
     depth = Depth.of(model_config)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
@@ -191,6 +190,7 @@ def of_local_model(
         "device": " + ".join(map(device_name, devices)),
         "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
         "arms": {arm.label: _of_method(arm, depth) for arm in arms},
+        **({"clock": "CPU time of the process"} if subject.counts_cpu_time else {}),
     }
 
 
@@ -215,10 +215,7 @@ def _of_method(arm: Arm, depth: Depth) -> dict[str, Any]:
 
 
 def provenance_of(device: str) -> dict[str, Any]:
-    """Where, when and with which code a run's first job ran: not part of the identity, without folders and hosts.
-
-    device: of the subject.
-    """
+    """Where, when and with which code a run's first job ran: not part of the identity, without folders and hosts."""
     machine = {
         "device": device,
         "cpu": device_name(torch.device("cpu")),

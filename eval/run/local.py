@@ -1,4 +1,4 @@
-"""A model in this process: the usual subject of a run (`eval.run.subject`)."""
+"""A run's model: what its files rule out, the arms that can be measured on it, and how it is loaded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from eval.benchmarks.chat_format import ChatFormat, chat_format
 from eval.benchmarks.datasets import datasets_asked_for
 from eval.benchmarks.suite import Dataset
 from eval.run.arms import Arm, MethodAsked, check_distinct
-from eval.run.settings import SERVER, RunConfig, check_unused
-from eval.run.subject import Answerer, Load
+from eval.run.settings import RunConfig
 from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.engine.depth import Depth
@@ -32,13 +31,18 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from eval.run.answers import Visits
+
+Load = Callable[[], "PreTrainedModel"]
+
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model in this process. arm_settings: {label of an arm: its settings}, the baseline first.
+    """A run's model. Made of settings: nothing heavy is imported or loaded before it is needed.
 
+    arm_settings: {label of an arm: its settings}, the baseline first. chat: the format of prompts and answers.
     own_tokenizer: of a suite whose prompts measure time only (`Suite.tokenizer`); None for the model's.
     """
 
@@ -47,18 +51,20 @@ class LocalModel:
     spec: ModelSpec
     chat: ChatFormat
     own_tokenizer: Callable[[ModelSpec], Any] | None = None
-    counts_last = False  # the last new token is not run
 
     @property
     def name(self) -> str:
+        """As in folders' names."""
         return Path(self.config.model.name).name
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
+        """The models whose files the run reads, each once."""
         samples = [_sample(settings) for settings in self.arm_settings.values()]
         return tuple(dict.fromkeys([self.spec, *(spec for method in samples for spec in method.models())]))
 
     def check(self) -> None:
+        """Refuse what files at hand rule out, without torch. Raises UserError."""
         read_config(self.spec)
         for label, settings in self.arm_settings.items():
             for other in _sample(settings).models():
@@ -102,21 +108,27 @@ class LocalModel:
         if self.own_tokenizer is not None:
             return self.own_tokenizer(self.spec)
         tokenizer = load_tokenizer_of(self.spec)
-        assert tokenizer is not None  # `subject_of` refuses random weights without one
+        assert tokenizer is not None  # `model_of` refuses random weights without one
         check_fits(tokenizer, self.spec)
         return tokenizer
 
     @property
     def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, besides the tokenizer's own."""
         from lazyllm.models.load import load_end_ids
 
         return load_end_ids(self.spec)
 
     @property
     def positions(self) -> int:
+        """Of prompt and answer together."""
         return self.model_config.max_position_embeddings
 
     def arms(self, datasets: Sequence[Dataset], tokens: int | None, limit: int | None) -> tuple[Arm, ...]:
+        """The arms that can be measured, in order; others are left out, with a log line.
+
+        tokens: prompt and answer, if the settings fix their length. limit: tokens of a prompt. Raises UserError.
+        """
         arms, shape, column, canonical = list[Arm](), self.shape, self.config.model.paper, dict[str, dict[str, Any]]()
         depth = Depth.of(shape)
         for label, settings in self.arm_settings.items():
@@ -134,17 +146,12 @@ class LocalModel:
         return tuple(arms)
 
     def batch_size(self, arms: Sequence[Arm], prompt_tokens: int, new_tokens: int) -> int:
+        """Answers that decode together. prompt_tokens, new_tokens: the most."""
         from lazyllm.measuring import memory_of
 
         methods = [method for arm in arms for method in arm.methods.values()]
         memory = memory_of(*self.devices)
         return fitting_batch(self.config.batch_size, self.spec, methods, prompt_tokens, new_tokens, memory)
-
-    def identity(self, arms: Sequence[Arm]) -> dict[str, Any]:
-        from eval.run.identity import of_local_model
-
-        clock = {"clock": "CPU time of the process"} if self.counts_cpu_time else {}
-        return of_local_model(self.config, self.spec, self.model_config, arms) | clock
 
     @property
     def counts_cpu_time(self) -> bool:
@@ -163,6 +170,7 @@ class LocalModel:
 
     @property
     def device(self) -> str:
+        """The name of what computes."""
         return device_name(self.devices[0])
 
     def load(self) -> PreTrainedModel:
@@ -207,7 +215,12 @@ class LocalModel:
     @contextmanager
     def ready(
         self, arms: Sequence[Arm], baseline: str | None, batch_size: int, load: Load | None = None
-    ) -> Iterator[Answerer]:
+    ) -> Iterator[Visits]:
+        """The model, ready to answer until the block ends.
+
+        arms: of the run, in order. baseline: the label of the one to compare with. batch_size: answers that decode
+        together. load: gives the model, if several runs share it.
+        """
         from eval.run.answers import Visits
         from eval.run.decode import Bench
         from eval.run.memory import Memory, held_and_released
@@ -219,8 +232,8 @@ class LocalModel:
             yield Visits(bench, self.tokenizer, self.chat, arms, baseline, self.config.evidence)
 
 
-def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalModel:
-    """The model that the settings name. Raises UserError for settings that cannot be."""
+def model_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalModel:
+    """The model that the settings name. arms: {label: settings}. Raises UserError for settings that cannot be."""
     model = config.model
     keys = [setting.name for setting in fields(ModelSpec) if setting.name != "seed"]
     spec = ModelSpec(**{key: getattr(model, key) for key in keys}, seed=config.seed)
@@ -240,11 +253,7 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMo
         today=model.today,
         thinking_tokens=model.thinking_tokens,
     )
-    with_server = "model=server server.url=http://HOST:PORT/v1 with it"
-    check_unused("server", config.server, with_server)
-    check_unused("load", config.load, with_server)
     for label, settings in arms.items():
-        require(settings.get("name") != SERVER, "method", SERVER, with_server)
         method = _sample(settings)
         _check_fits(config, f"compare.{label}" if config.compare is not None else "method", settings, method)
     return LocalModel(config, arms, spec, chat, own_tokenizer)

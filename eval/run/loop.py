@@ -1,4 +1,4 @@
-"""The loop of a run: its subject makes the visits that the run's folder lacks; then one table of all arms."""
+"""The loop of a run: make the visits that the run's folder lacks, then one table of all arms."""
 
 import logging
 import os
@@ -10,10 +10,12 @@ from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 
+from eval.run.answers import Visits
+from eval.run.arms import Arm
 from eval.run.case import Case
 from eval.run.identity import now
+from eval.run.local import Load
 from eval.run.run import Run
-from eval.run.subject import Answerer, Load, in_turn
 from eval.run.wandb_run import Tracker, open_trackers
 from eval.store.folder import RunStore, open_store
 from eval.store.runs import StoredRun, counted
@@ -24,6 +26,17 @@ from lazyllm.files import write_whole
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0  # between lines of progress
+
+
+def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
+    """The arms in the order of a run's visit with this number, from 0.
+
+    It rotates with every second visit, and every other visit reverses it: in 2 visits each arm comes before any other
+    once and after it once, and in 2 k visits of k arms each arm has each place twice.
+    """
+    first = number // 2 % len(arms)
+    order = (*arms[first:], *arms[:first])
+    return order[::-1] if number % 2 else order
 
 
 def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
@@ -94,7 +107,7 @@ def _noted(store: RunStore, examples: int) -> Iterator[None]:
 
 
 def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: Load | None) -> None:
-    """Measure and trace what the store lacks of this job's examples; the subject is readied only if that is anything.
+    """Measure and trace what the store lacks of this job's examples; the model is loaded only if that is anything.
 
     An example that some arms have answered is visited again with the baseline and the other arms.
     """
@@ -109,13 +122,13 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: L
     if not todo and not untraced:
         return
     ready = run.asked.subject.ready(run.arms, run.asked.baseline, run.batch_size, load)
-    with _noted(store, len(todo)), ready as subject:
+    with _noted(store, len(todo)), ready as model:
         if todo:
-            _measure(subject, todo, run.asked.config.warmup, store, trackers)
+            _measure(model, todo, run.asked.config.warmup, store, trackers)
         for case, labels in untraced.items():
             arms = [arm for arm in run.arms if arm.label in labels & store.answered(case.key)]
             try:
-                for trace in subject.traces(case, arms) if arms else ():
+                for trace in model.traces(case, arms) if arms else ():
                     write_whole(_trace_file(store, case, trace.arm), trace.to_json())
             except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
                 log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
@@ -137,12 +150,12 @@ def _trace_file(store: RunStore, case: Case, label: str) -> Path:
     return store.folder / "traces" / Trace.file_name(*case.key, label)
 
 
-def _measure(subject: Answerer, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
+def _measure(model: Visits, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
     """Store each visit as soon as it is made, and log the progress."""
     log.info("warming up: %s of each arm", counted(warmup, "run"))
-    subject.warm_up(todo, warmup)
+    model.warm_up(todo, warmup)
     start = last = time.monotonic()
-    for done, visit in enumerate(subject.visits(todo), start=1):
+    for done, visit in enumerate(model.visits(todo), start=1):
         for label, failure in visit.failures.items():
             log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.reason)
         store.append(visit)

@@ -22,9 +22,7 @@ from pathlib import Path
 from eval.run.asked import Asked, ask
 from eval.run.cases import limit_of_answers, limit_of_prompts, prompts_of
 from eval.run.job import jobs_of
-from eval.run.local import LocalModel
-from eval.run.subject import WARMUP_TOKENS
-from eval.run.work import Model, Work, fitting_batch
+from eval.run.work import WARMUP_TOKENS, Model, Work, fitting_batch
 from eval.store.runs import counted
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
@@ -83,16 +81,9 @@ class Cost:
         return sum(self.memory.values())
 
 
-def model_of(asked: Asked) -> LocalModel:
-    """The run's model in this process. Raises UserError for servers."""
-    if not isinstance(asked.subject, LocalModel):
-        raise UserError("a plan counts the work of a model in this process; a server's is unknown")
-    return asked.subject
-
-
 def _limit(asked: Asked) -> int:
     """Tokens of a prompt."""
-    return limit_of_prompts(asked, model_of(asked).shape.max_position_embeddings)
+    return limit_of_prompts(asked, asked.subject.shape.max_position_embeddings)
 
 
 def groups_of(asked: Asked) -> list[Group]:
@@ -137,7 +128,7 @@ def estimated_groups(asked: Asked) -> list[Group]:
 def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
     spec, first, costs, is_estimate = asked.subject.spec, groups[0], list[Cost](), is_estimated(asked)
-    model, arms = Model.of(spec), model_of(asked).arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
+    model, arms = Model.of(spec), asked.subject.arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
     every = [method for arm in arms for method in arm.methods.values()]
     # tokens of the last turn's text
     lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
@@ -181,7 +172,7 @@ def device_of(asked: Asked) -> Accelerator:
         device = devices_in_use(asked.subject.spec)[0]
     except UserError as error:
         raise UserError(f"{error}; or plan for another machine: --gpu {', '.join(ACCELERATORS)}") from error
-    return this_machine(device, getattr(torch, asked.subject.spec.dtype), model_of(asked).shape, asked.config.threads)
+    return this_machine(device, getattr(torch, asked.subject.spec.dtype), asked.subject.shape, asked.config.threads)
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[Cost]:
@@ -190,7 +181,7 @@ def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[C
     runs = [ask(config) for config in jobs_of(whole)]
     try:
         for asked in runs:
-            spec = model_of(asked).spec
+            spec = asked.subject.spec
             # refuse what the caches lack before torch is imported; an estimate needs only the model's shape
             read_config(replace(spec, load_format="dummy") if is_estimated(asked) else spec)
     except HubError as error:

@@ -10,19 +10,12 @@ from eval.benchmarks.datasets import SuiteSettings
 from eval.benchmarks.suite import setting
 from lazyllm.errors import require
 
-# The name of an arm's method that is a server, and its settings: `server.*` and `model.name`, unless they differ
-SERVER = "server"
-SERVER_SETTINGS = ("model", "url", "kind", "extra_body")
-SERVER_KINDS = ("vllm", "sglang", "llama.cpp", "transformers", "plain")
-
 
 @dataclass
 class ModelConfig:
     """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
-    name: str = setting(
-        MISSING_VALUE, "a preset, a folder, a GGUF file or a hub id; of a server's model, its name there"
-    )
+    name: str = setting(MISSING_VALUE, "a preset, a folder, a GGUF file or a hub id")
     gguf: str | None = setting(None, "a GGUF file in the folder or repository that `model.name` is")
     load_format: str = setting("auto", "`dummy` builds random weights and downloads nothing, for timing")
     dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`), `float16`, `float64`")
@@ -67,35 +60,6 @@ class DataConfig:
         "`eval_utils.py`; `null` fetches them once",
     )
     on_error: str = setting("raise", "`skip` leaves out invalid rows, and reports their number")
-
-
-@dataclass
-class ServerConfig:
-    """The server that answers, instead of a model in this process."""
-
-    url: str | None = setting(None, "of a server with the model, such as `http://127.0.0.1:8000/v1`")
-    kind: str | None = setting(
-        None, "its software: `vllm`, `sglang`, `llama.cpp`, `transformers`, `plain`; `null`: it is asked"
-    )
-    api: str = setting("completions", "`chat` for a server without `/v1/completions`, which then applies its template")
-    extra_body: Any = setting(None, "further fields of each request, such as `{top_k: 1}`")
-    cache: str = setting("cold", "`warm` asks twice and times the second request")
-    allow_token_mismatch: bool = setting(False, "accept a server whose count of prompt tokens differs from ours")
-    api_key_env: str = setting("OPENAI_API_KEY", "the environment variable that holds the server's key")
-    timeout_s: float = setting(600.0, "seconds for a whole answer")
-
-
-@dataclass
-class LoadConfig:
-    """The load on a server."""
-
-    concurrency: int = setting(1, "requests at once, each sent when another has ended")
-    rate: float | None = setting(None, "requests per second instead, at random times (Poisson)")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether a server answers several requests at once."""
-        return self.concurrency > 1 or self.rate is not None
 
 
 @dataclass
@@ -166,8 +130,6 @@ class RunConfig(SuiteSettings):
         "another model, by folder, hub id or preset: SpecPrefill's in `experiment=field`, the scorer in `compression`",
     )
     label: str | None = setting(None, "the comparison's name, in titles and folders")
-    server: ServerConfig = field(default_factory=ServerConfig)
-    load: LoadConfig = field(default_factory=LoadConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
 

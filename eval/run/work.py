@@ -15,6 +15,7 @@ from lazyllm.spec import ModelSpec
 
 # Bytes of a number; other dtypes have 2
 _BYTES = {"float64": 8, "float32": 4, "int8": 1, "bnb_int8": 1, "bnb_nf4": 0.5}
+WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 LARGEST_BATCH = 8  # the most answers that decode together, unless the settings give a number
 FURTHER = 1 / 8  # of a layer's start, for each further answer of a batch: 0.09 to 0.23 on an H200 (results/gpu)
 USABLE = 0.9  # share of a device's memory

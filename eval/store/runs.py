@@ -186,16 +186,13 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """A preset, the last part of a folder or hub id, `path`, or the whole name of a server's model; then `variant`.
+        """A preset, the last part of a folder or hub id, or `path`; then `variant`.
 
         A GGUF file's quantisation is part of its name.
         """
-        config, quantisation = self.about["config"], self.identity.get("gguf")
-        name, is_served = config["model"]["name"], (config.get("server") or {}).get("url") is not None
+        name, quantisation = self.path or Path(self.about["config"]["model"]["name"]).name, self.identity.get("gguf")
         if quantisation is not None:
             name = f"{self.path} ({quantisation})" if self.path else self.identity["model"]
-        elif not is_served:
-            name = self.path or Path(name).name
         return name + self.variant
 
     @property
@@ -245,13 +242,11 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def _derived(one: Answer) -> tuple[float | None, int | None, int | None]:
-    """step_s, generated_tokens and pct_answered; a server's answer has its mean step and its count of tokens."""
-    step_s, tokens = (one.request.tpot_s, one.request.completion_tokens) if one.request else (None, None)
-    if one.times.decode_step_s:
-        step_s = float(np.mean(one.times.decode_step_s))
+def _derived(one: Answer) -> tuple[float | None, int, int | None]:
+    """step_s, generated_tokens and pct_answered."""
+    step_s = float(np.mean(one.times.decode_step_s)) if one.times.decode_step_s else None
     answered = None if one.text is None else 100 if one.text else 0
-    return step_s, tokens if one.token_ids is None else len(one.token_ids), answered
+    return step_s, len(one.token_ids), answered
 
 
 def _token_s(one: Answer) -> tuple[float, ...] | None:
@@ -300,7 +295,7 @@ def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def label_of(method: str, settings: Mapping[str, Any]) -> str:
-    """A setting as shown: `lazy, schedule={2: 0.3}`, without null and LazyLLM's usual values; a server's own label."""
+    """A setting as shown: `lazy, schedule={2: 0.3}`, without null and LazyLLM's usual values; or its own label."""
     if settings.get("label") is not None:
         return settings["label"]
     shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}

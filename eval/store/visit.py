@@ -30,41 +30,12 @@ _PERCENT = {"scale": 100}  # for numbers stored as 0 to 1 and shown as 0 to 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerRequest:
-    """What a client saw of one request to a server. Times are seconds since just before the POST.
-
-    headers_s, first_event_s: when they came.
-    first_content_s: the first text of the answer, which may follow reasoning.
-    end_s: the end of the stream.
-    tpot_s: seconds per token after the first, (last token - first) / (tokens - 1).
-    sent_at: in seconds since 1970.
-    prompt_tokens, completion_tokens, cached_tokens: the server's counts.
-    retries: before this attempt.
-    noise: the line before the prompt that kept it out of a prefix cache.
-    """
-
-    __pydantic_config__ = _STRICT
-
-    headers_s: float
-    first_event_s: float
-    first_content_s: float | None
-    end_s: float
-    tpot_s: float | None
-    sent_at: float
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    cached_tokens: int | None
-    retries: int
-    noise: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Times:
-    """When an answer came, in seconds. What a server does not report is None.
+    """When an answer came, in seconds.
 
     ttft_s, scoring_s, total_s, decode_step_s: as in `lazyllm.Generation`; the last two are None if other answers
-        decoded in the same steps (`batch_size`). Of a server: to the first and to the last event with a token. No time
-        but those of steps if no kernel ran what the method saves (`Method.timed`).
+        decoded in the same steps (`batch_size`). No time but those of steps if no kernel ran what the method saves
+        (`Method.timed`).
     total_s_so_far: the sum over the turns up to this one.
     """
 
@@ -79,7 +50,7 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a model in this process computed and stored for an answer.
+    """What the model computed and stored for an answer.
 
     scoring_tokens: prompt tokens that any model computed before the method's prefill.
     pct_prompt_tokens_computed: 0 to 100, mean over layers, at the end.
@@ -119,7 +90,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity:
-    """An answer beside the baseline's of the same visit. Probabilities are None for a server.
+    """An answer beside the baseline's of the same visit.
 
     same_answer: 1 if the two are equal, else 0.
     kl: KL(baseline || arm) in nats of the first token's distribution.
@@ -133,10 +104,10 @@ class Fidelity:
 
     __pydantic_config__ = _STRICT
 
-    kl: float | None = None
-    top1_agrees: int | None = field(default=None, metadata=_PERCENT)
-    leading_tokens: int | None = None
-    edit_similarity: float | None = field(default=None, metadata=_PERCENT)
+    kl: float
+    top1_agrees: int = field(metadata=_PERCENT)
+    leading_tokens: int
+    edit_similarity: float = field(metadata=_PERCENT)
     same_answer: int = field(metadata=_PERCENT)
     answer_kl: float | None = None
     answer_log_likelihood: float | None = None
@@ -167,10 +138,9 @@ class Answer:
     """An arm's answer in one turn, scored, with what is known of it.
 
     text: the scored answer, before the first-line rule of some datasets; None in records that leave out the texts
-        (`scripts.dev.records`). token_ids: its tokens, which are all 0 there; None of a server.
+        (`scripts.dev.records`). token_ids: its tokens, which are all 0 there.
     score: the dataset's metric, 0 to 1; None without one.
     rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
-    cost: None of a server. request: None in this process.
     fidelity: None of the baseline's own answer, and without a baseline.
     evidence: None if it is unknown which tokens hold the answer.
     """
@@ -178,14 +148,13 @@ class Answer:
     __pydantic_config__ = _STRICT
 
     text: str | None
-    token_ids: list[int] | None = None
+    token_ids: list[int]
     score: float | None = field(metadata=_PERCENT)
     rouge_l: float | None = field(default=None, metadata=_PERCENT)
     times: Times
-    cost: Cost | None = None
+    cost: Cost
     fidelity: Fidelity | None = None
     evidence: Evidence | None = None
-    request: ServerRequest | None = None
 
 
 def _scales(kind: type) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Generation with any method, timed, with the counts that the paper reports.
 
-`generate` chooses greedily. `start` begins a conversation of several turns, whose tokens may be sampled.
+`generate` chooses greedily. `start` begins a conversation of several turns.
 """
 
 from __future__ import annotations

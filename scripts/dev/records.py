@@ -30,7 +30,7 @@ def without_texts(visit: Visit) -> Visit:
         visit,
         turns=[replace(turn, end="", answers=[]) for turn in visit.turns],
         answers={
-            arm: [replace(one, text=None, token_ids=one.token_ids and [0] * len(one.token_ids)) for one in answers]
+            arm: [replace(one, text=None, token_ids=[0] * len(one.token_ids)) for one in answers]
             for arm, answers in visit.answers.items()
         },
         failures={arm: Failure(reason="not stored", traceback="") for arm in visit.failures},

@@ -32,7 +32,7 @@ def slowly(visits: list[Visit], first: int, last: int) -> dict[str, Any]:
     """What the table shows of steps first to last, one token at a time."""
     held, aux, reference, revived, answers = [], 0, 0, [], set()
     for visit in visits:
-        n, computed = visit.turns[0].tokens, visit.answers[ARM][0].cost.computed  # type: ignore[union-attr]
+        n, computed = visit.turns[0].tokens, visit.answers[ARM][0].cost.computed
         for step in range(first, min(last, len(computed) - 1) + 1):
             answers.add(visit.id)
             waiting = [token for token in range(n) if token >= computed[step][-1]]

@@ -20,7 +20,7 @@ from eval.run.case import Case
 from eval.run.cases import question_start
 from eval.run.hidden import answer_hidden
 from eval.run.run import prepare
-from eval.run.settings import ModelConfig, ServerConfig
+from eval.run.settings import ModelConfig
 from lazyllm.engine.flops import LayerShape
 from lazyllm.engine.generation import Forced
 from lazyllm.errors import UserError
@@ -320,11 +320,7 @@ def test_what_cannot_have_a_hidden_question_is_refused(changes: dict[str, Any], 
         prepare(run_of(None, **changes))
 
 
-def test_servers_and_traces_are_refused() -> None:
-    model, server = ModelConfig(name="tiny", tokenizer="tiny"), ServerConfig(url="http://127.0.0.1:1/v1")
-    settings = {"model": model, "compare": None, "method": {"name": "baseline"}, "fidelity": None}
-    with pytest.raises(UserError, match="question=hidden: expected null, as a server"):
-        run_of(None, server=server, **settings)
+def test_traces_are_refused() -> None:
     with pytest.raises(UserError, match="trace=1: expected 0, as traces show whole prompts"):
         written("model=tiny", "question=hidden", "trace=1")
 

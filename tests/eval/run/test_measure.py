@@ -17,8 +17,9 @@ from eval.benchmarks.prompts import BuiltPrompt
 from eval.benchmarks.suite import Example
 from eval.run import memory
 from eval.run.case import Case, scored, visit_of
+from eval.run.loop import in_turn
 from eval.run.memory import Memory
-from eval.run.subject import WARMUP_TOKENS, in_turn
+from eval.run.work import WARMUP_TOKENS
 from eval.store.visit import Visit
 from lazyllm.methods import Baseline, Lazy, PromptCompression
 from lazyllm.spec import ModelSpec

@@ -19,10 +19,8 @@ from transformers import (
 )
 
 import lazyllm
-from eval.chat import main as chat
 from eval.run.run import prepare
-from eval.run.settings import ModelConfig, ServerConfig
-from eval.serving.serve import main as serve
+from eval.run.settings import ModelConfig
 from lazyllm.errors import UserError
 from lazyllm.integrations.transformers_generate import greedy_with_penalties
 from lazyllm.methods import Baseline, Lazy
@@ -186,13 +184,5 @@ def test_what_cannot_apply_them_is_refused(checkpoint: Path) -> None:
     for settings in own_generate:
         with pytest.raises(UserError, match=r"name=transformers: expected another method with model\.penalties=true"):
             penalised(checkpoint, None, **settings)
-    server = ServerConfig(url="http://127.0.0.1:1/v1")
-    with pytest.raises(UserError, match=r"model\.penalties=true: expected false: server.extra_body"):
-        penalised(checkpoint, None, server=server, method={"name": "baseline"})
     with pytest.raises(UserError, match=r"model.penalties=true: expected false, as .* has none"):
         prepare(run_of("model=tiny", "model.penalties=true", "dataset=lookup", "limit=1"))
-    own = ["model=custom", f"model.name={checkpoint}", "model.penalties=true"]
-    with pytest.raises(UserError, match=r"model\.penalties=true: expected false, as chat"):
-        chat([*own, "--once", "Hello"])
-    with pytest.raises(UserError, match=r"model\.penalties=true: expected false, as requests"):
-        serve(own)

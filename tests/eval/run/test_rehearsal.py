@@ -15,8 +15,8 @@ from eval.run import decode
 from eval.run.arms import Arm
 from eval.run.asked import Asked
 from eval.run.decode import Bench
+from eval.run.loop import in_turn
 from eval.run.run import prepare
-from eval.run.subject import in_turn
 from lazyllm.engine import decoder, session
 from lazyllm.methods.support import other_models
 from tests.runs import arm, bench_of, small_run

@@ -32,7 +32,7 @@ ARMS = {
 ABOUT = {
     "fingerprint": "abc",
     "identity": {"model": "tiny", "arms": ARMS, "baseline": "baseline", "seed": 0, "device": "X"},
-    "config": {"model": {"name": "tiny", "paper": None}, "server": {"url": None}, "limit": 2, "label": "l"},
+    "config": {"model": {"name": "tiny", "paper": None}, "limit": 2, "label": "l"},
     "provenance": {"machine": {"device": "X"}, "started": "2026-01-02T03:04:05Z"},
 }
 

@@ -69,12 +69,9 @@ def number(one: StoredAnswer, name: str) -> float:
     value: Any
     if name == "step_s":
         steps = one.times.decode_step_s
-        value = sum(steps) / len(steps) if steps else None if one.request is None else one.request.tpot_s
+        value = sum(steps) / len(steps) if steps else None
     elif name == "generated_tokens":
-        if one.token_ids is not None:
-            value = len(one.token_ids)
-        else:
-            value = None if one.request is None else one.request.completion_tokens
+        value = len(one.token_ids)
     elif name == "pct_answered":
         value = 100 if one.text != "" else 0
     else:

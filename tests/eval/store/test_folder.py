@@ -22,7 +22,7 @@ from tests.eval.store.visits import visit
 
 ARMS = {name: {"method": {"name": name}, "parameters": None} for name in ("baseline", "lazy")}
 IDENTITY = {"model": "tiny", "arms": ARMS, "baseline": "baseline", "seed": 0}
-ABOUT = {"config": {"model": {"name": "tiny", "paper": None}, "server": {"url": None}}}
+ABOUT = {"config": {"model": {"name": "tiny", "paper": None}}}
 BEGIN = {"event": "begin", "time": "2026-11-21T10:00:00Z"}
 
 

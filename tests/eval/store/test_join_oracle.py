@@ -12,7 +12,7 @@ from eval.store.aggregate import COLUMNS, beside, by_task
 from eval.store.aggregate import VALUES as TABLE_VALUES
 from eval.store.results import Results, with_variants
 from eval.store.runs import StoredRun
-from eval.store.visit import SCALES, Answer, Failure, ServerRequest, Visit
+from eval.store.visit import SCALES, Answer, Failure, Visit
 from tests.eval.store import join_oracle as oracle
 from tests.eval.store.visits import measurement, turn
 from tests.helpers import slow
@@ -213,16 +213,8 @@ def drawn_measurement(rng: random.Random, is_bare: bool) -> Answer:
         "token_ids": list(range(rng.randrange(5))),
     }
     if is_bare:
-        values |= {"decode_step_s": None, "token_ids": None, "kl": None, "prefill_flops": None, "aux_bytes": None}
-        values |= {"request": drawn_request(rng)}
+        values |= {"decode_step_s": None, "kl": None, "prefill_flops": None, "aux_bytes": None}
     return measurement(**values)
-
-
-def drawn_request(rng: random.Random) -> ServerRequest:
-    return ServerRequest(
-        headers_s=0.1, first_event_s=0.2, first_content_s=None, end_s=0.3, tpot_s=rng.choice([None, rng.random()]),
-        sent_at=1.0, prompt_tokens=None, completion_tokens=rng.choice([None, 7]), cached_tokens=None, retries=0,
-    )  # fmt: skip
 
 
 def drawn_run(

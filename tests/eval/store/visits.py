@@ -19,8 +19,8 @@ def changed(made: Answer, **changes: Any) -> Answer:
         elif (own := getattr(made, part)) is not None:
             made = replace(made, **{part: replace(own, **{name: value})})
         elif value is not None:
-            needed = {"same_answer": 0, "evidence_tokens": 1, "evidence_recall": 1.0}
-            needed |= {"evidence_prefill": [], "evidence_revived": []}
+            needed = {"kl": 0.0, "top1_agrees": 1, "leading_tokens": 0, "edit_similarity": 0.0, "same_answer": 0}
+            needed |= {"evidence_tokens": 1, "evidence_recall": 1.0, "evidence_prefill": [], "evidence_revived": []}
             own_names = {item.name for item in fields(_PARTS[part])}
             given = {key: one for key, one in (needed | changes).items() if key in own_names}
             made = replace(made, **{part: _PARTS[part](**given)})
