@@ -10,7 +10,6 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -122,20 +121,19 @@ def official_file(
     sha256: str,
     folder: Path | None,
     give: str,
-    digest: Callable[[bytes], str] = lambda content: hashlib.sha256(content).hexdigest(),
     exact: bool = False,
 ) -> bytes:
     """The content of a file by a suite's authors: the user's copy, or downloaded once into `official_cache`.
 
     owner: the suite, for messages. name: the file's path in both folders. folder: the user's (`data.dir`), or None.
-    give: the content that the user's folder must have. digest: the sha256 of a content, or of the part that counts.
+    give: the content that the user's folder must have.
     Raises UserError if the file is missing or cannot be downloaded, or if the downloaded one has another hash. If the
     user's has, the log says so once, or it is refused too (exact).
     """
     if folder is not None:
         file = given_file(folder, name, give)
         content = file.read_bytes()
-        if digest(content) != sha256:
+        if hashlib.sha256(content).hexdigest() != sha256:
             differs = f"{file}: differs from {owner}'s own ({url})"
             if exact:
                 raise UserError(differs)
@@ -154,9 +152,9 @@ def official_file(
         except OSError as error:
             raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
     content = file.read_bytes()
-    if digest(content) != sha256:
+    if (found := hashlib.sha256(content).hexdigest()) != sha256:
         file.unlink()  # the next run downloads it again
-        raise UserError(f"{url}: not {owner}'s own (sha256 {digest(content)}, expected {sha256}). {ways_out}")
+        raise UserError(f"{url}: not {owner}'s own (sha256 {found}, expected {sha256}). {ways_out}")
     return content
 
 

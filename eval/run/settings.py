@@ -63,8 +63,7 @@ class DataConfig:
     dir: str | None = setting(
         None,
         "folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
-        "`prompts/0shot.txt`, RULER's `constants.py` and `synthetic.yaml`, or SCBench's `<task>.jsonl` and "
-        "`eval_utils.py`; `null` fetches them once",
+        "`prompts/0shot.txt`, or RULER's `constants.py` and `synthetic.yaml`; `null` fetches them once",
     )
     on_error: str = setting("raise", "`skip` leaves out invalid rows, and reports their number")
 

@@ -161,7 +161,7 @@ def test_a_bad_description_is_refused_by_its_key(changes: dict[str, Any], key: s
             for bad in ([None], [["x"]], {"text": "x"}, math.nan)
         ),
         ({"question": ["x"]}, "f1", "question. must be a text or a number"),
-        ({}, "number", "field 'answer': the metric number cannot score it"),
+        ({}, "retrieval", "answers must read 'Paragraph <number>', got 'stone'"),
     ],
 )
 def test_a_bad_row_is_named_by_file_number_and_field(
