@@ -1,7 +1,6 @@
 """Datasets of the hub by the package `datasets`, single files by their address, and the cache folder; with and without
 a network."""
 
-import ast
 import hashlib
 import http.client
 import logging
@@ -10,9 +9,11 @@ import re
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from eval.benchmarks.rows import Rows, canonical
@@ -82,13 +83,22 @@ class HubDataset:
             config.HF_HUB_OFFLINE = offline
 
     def rows(
-        self, settings: DataSettings, pattern: str = "", configuration: str | None = None, split: str = "train"
+        self,
+        settings: DataSettings,
+        pattern: str = "",
+        configuration: str | None = None,
+        split: str = "train",
+        where: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rows:
-        """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split."""
+        """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split.
+
+        where: {column of the split: the value that its rows must have}.
+        """
         if settings.dir is None:
             source = self.repository if configuration is None else f"{self.repository}, {configuration}"
-            values = enumerate(map(dict, self.split(configuration, split)), start=1)
-            rows = [(f"{source}, row {number}", row) for number, row in values]
+            table = self.split(configuration, split)
+            numbers = _matching_rows(table, where)
+            rows = [(f"{source}, row {number + 1}", dict(table[number])) for number in numbers]
         else:
             source = str(settings.dir.expanduser())
             files = sorted(map(str, Path(source).glob(pattern)))
@@ -98,11 +108,15 @@ class HubDataset:
         return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
 
 
-def literals(content: bytes, *names: str) -> list[Any]:
-    """The literals that a Python file, which is not run, assigns to names. Raises SyntaxError, ValueError, KeyError."""
-    statements = [statement for statement in ast.parse(content).body if isinstance(statement, ast.Assign)]
-    assigned = {ast.unparse(statement.targets[0]): statement.value for statement in statements}
-    return [ast.literal_eval(assigned[name]) for name in names]
+def _matching_rows(table: Any, where: Mapping[str, Any]) -> list[int]:
+    """The numbers, from 0, of the rows of a split whose columns have these values. Raises UserError for no column."""
+    numbers = list(range(len(table)))
+    for column, wanted in where.items():
+        if column not in table.column_names:
+            raise UserError(f"where: no column {column!r}: the rows have {', '.join(table.column_names)}")
+        values = list(table[column])
+        numbers = [number for number in numbers if values[number] == wanted]
+    return numbers
 
 
 def given_file(folder: Path, name: str, give: str) -> Path:
@@ -114,29 +128,19 @@ def given_file(folder: Path, name: str, give: str) -> Path:
     return file
 
 
-def official_file(
-    owner: str,
-    name: str,
-    url: str,
-    sha256: str,
-    folder: Path | None,
-    give: str,
-    exact: bool = False,
-) -> bytes:
+def official_file(owner: str, name: str, url: str, sha256: str, folder: Path | None, give: str) -> bytes:
     """The content of a file by a suite's authors: the user's copy, or downloaded once into `official_cache`.
 
     owner: the suite, for messages. name: the file's path in both folders. folder: the user's (`data.dir`), or None.
     give: the content that the user's folder must have.
     Raises UserError if the file is missing or cannot be downloaded, or if the downloaded one has another hash. If the
-    user's has, the log says so once, or it is refused too (exact).
+    user's has, the log says so once.
     """
     if folder is not None:
         file = given_file(folder, name, give)
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() != sha256:
             differs = f"{file}: differs from {owner}'s own ({url})"
-            if exact:
-                raise UserError(differs)
             _warn_once(f"{differs}, so scores are not comparable with published ones")
         return content
     cache = official_cache(owner)

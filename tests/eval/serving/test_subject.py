@@ -292,8 +292,6 @@ def test_baseline_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: 
     fixed += ["warmup=1"]
     codes = [main([*fixed, "--gate", gate]) for gate in ("score>=-101 ttft>=0", "ttft>=999")]
     assert codes == [0, 1]
-    parts = [main([*fixed, f"out={tmp_path / 'parts'}", f"shard={n}/2", "--gate", "ttft>=999"]) for n in (1, 2)]
-    assert parts == [0, 1]  # the last shard decides
     assert "gate ttft>=999: FAILED" in capsys.readouterr().out
     again, server = comparisons(Results.read([tmp_path / "run"]))[::-1]
     assert (again.is_aa_test, again.changed, again.score[0], again.better + again.worse) == (True, 0, 0, 0)
