@@ -189,7 +189,7 @@ def tune(config: TuneConfig) -> Path:
     from eval.run.run import prepare
     from eval.store.aggregate import rows_of
 
-    trials = _half(prepare(asked), 0)
+    trials = _take_half(prepare(asked), 0)
     lengths = dict[str, Counter[int]]()
     for case in trials.cases:
         lengths.setdefault(case.dataset.name, Counter())[len(case.prompt.token_ids)] += 1
@@ -216,7 +216,7 @@ def tune(config: TuneConfig) -> Path:
             label = "-".join(f"{layer}_{percent}" for layer, percent in cuts)
             arms = {label: {**config.method, "schedule": schedule_of(cuts)}}
             trial = prepare(asked.changed(compare=arms, out=str(folder / "trials" / label)))
-            run = measure(_half(trial, 0), show=False, load=load)
+            run = measure(_take_half(trial, 0), show=False, load=load)
             return math.nan if run.failed else rows_of(run.rows, run.rows)[-1]["score"]
 
         search(study, space, score, config.trials, config.timeout_s)
@@ -227,15 +227,15 @@ def tune(config: TuneConfig) -> Path:
     return folder
 
 
-def _half(run: Run, first: int) -> Run:
-    """The run on every second example of each dataset. first: 0 for the half to search on, 1 for the other.
+def _take_half(run: Run, first: int) -> Run:
+    """Leave every second example of each dataset. first: 0 for the half to search on, 1 for the other.
 
     Raises UserError if a dataset has a single example.
     """
-    halves = [(name, [*cases][first::2]) for name, cases in groupby(run.cases, key=lambda case: case.dataset.name)]
-    for name, half in halves:
-        require(bool(half), "limit", run.asked.limit, f"2 or more examples of {name}, one for each half")
-    return replace(run, cases=tuple(chain.from_iterable(half for _, half in halves)))
+    datasets = {name: [*cases] for name, cases in groupby(run.cases, key=lambda case: case.dataset.name)}
+    for name, cases in datasets.items():
+        require(len(cases) > 1, "limit", run.asked.limit, f"2 or more examples of {name}, one for each half")
+    return replace(run, cases=tuple(chain.from_iterable(cases[first::2] for cases in datasets.values())))
 
 
 def open_study(folder: Path, identity: dict[str, Any], seed: int) -> optuna.Study:
@@ -320,7 +320,7 @@ def report(config: TuneConfig, test: Asked, space: Space, study: optuna.Study, f
     finalists = {name: cuts for name, cuts in references.items() if cuts != order[0]} | {"tuned": order[0]}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
     compared = prepare(test.changed(compare=methods, label=f"tuned_{space.target:g}x"))
-    run = measure(_half(compared, 1))
+    run = measure(_take_half(compared, 1))
     if run.failed:
         raise UserError("answers failed, so no schedule is written: the same command tries them again")
     frame: Any = run.rows

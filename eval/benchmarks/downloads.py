@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from eval.benchmarks.rows import Rows, canonical
@@ -88,7 +87,7 @@ class HubDataset:
         pattern: str = "",
         configuration: str | None = None,
         split: str = "train",
-        where: Mapping[str, Any] = MappingProxyType({}),
+        where: Mapping[str, Any] | None = None,
     ) -> Rows:
         """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split.
 
@@ -97,7 +96,7 @@ class HubDataset:
         if settings.dir is None:
             source = self.repository if configuration is None else f"{self.repository}, {configuration}"
             table = self.split(configuration, split)
-            numbers = _matching_rows(table, where)
+            numbers = _find_rows(table, where or {})
             rows = [(f"{source}, row {number + 1}", dict(table[number])) for number in numbers]
         else:
             source = str(settings.dir.expanduser())
@@ -108,8 +107,8 @@ class HubDataset:
         return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
 
 
-def _matching_rows(table: Any, where: Mapping[str, Any]) -> list[int]:
-    """The numbers, from 0, of the rows of a split whose columns have these values. Raises UserError for no column."""
+def _find_rows(table: Any, where: Mapping[str, Any]) -> list[int]:
+    """Return the numbers, from 0, of the rows whose columns have these values. Raises UserError for no column."""
     numbers = list(range(len(table)))
     for column, wanted in where.items():
         if column not in table.column_names:

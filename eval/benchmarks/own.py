@@ -118,7 +118,7 @@ def own_dataset(name: str, description: Mapping[str, Any], key: str = "") -> Own
     if "folder" in given:
         alike = {item: value for item, value in description.items() if item not in _OF_THE_HUB}
         given["folder"] = own_dataset(name, alike | description["folder"], f"{key}.folder")
-    own = OwnDataset(**{"suite": name, **given, "name": name})
+    own = OwnDataset(**given | {"name": name, "suite": given.get("suite") or name})
     _check(own, key)
     return own
 
@@ -159,8 +159,8 @@ def _hub(own: OwnDataset) -> HubDataset:
     return HubDataset(own.hub, files)
 
 
-def _source(dataset: Dataset, settings: DataSettings) -> OwnDataset:
-    """The dataset as its rows are to be read: from `data.dir` if that is given. Raises UserError if it is not there."""
+def _choose_source(dataset: Dataset, settings: DataSettings) -> OwnDataset:
+    """Return the dataset whose rows are to be read: that of `data.dir` if given. Raises UserError if it has none."""
     assert isinstance(dataset, OwnDataset)
     if settings.dir is None:
         return dataset
@@ -172,7 +172,7 @@ def _source(dataset: Dataset, settings: DataSettings) -> OwnDataset:
 
 def missing(dataset: Dataset, settings: DataSettings) -> str | None:
     """Why the rows cannot be read; None if they can."""
-    own = _source(dataset, settings)
+    own = _choose_source(dataset, settings)
     if own.hub:
         return _hub(own).absent()
     if Path(own.file).is_file():
@@ -184,7 +184,7 @@ def missing(dataset: Dataset, settings: DataSettings) -> str | None:
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The rows. Warns of repeated ones. Raises UserError for an unusable row (unless skipped) or file."""
-    own = _source(dataset, settings)
+    own = _choose_source(dataset, settings)
     if own.file:
         values, data_sha256 = read_table(own.file)
         rows = values, own.file, data_sha256

@@ -72,7 +72,7 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     store(name="schema", node=schema)
     store(group="method", name=SERVER, node={"name": SERVER, **dict.fromkeys(SERVER_SETTINGS)})
     register_configs()
-    for name, description in own_datasets().items():
+    for name, description in read_described().items():
         store(group="dataset", name=name, node={name: description})
     for name, node in model_nodes().items():
         store(group="model", name=name, node=node)
@@ -87,8 +87,8 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
             store(group="method", name=name, node={"name": name, **defaults})
 
 
-def own_datasets() -> dict[str, dict[str, Any]]:
-    """{name: description} of the datasets in files of conf/dataset that describe several, each a choice of its own."""
+def read_described() -> dict[str, dict[str, Any]]:
+    """Return {name: description} of the datasets in files of conf/dataset that describe several."""
     files = [described(file) for file in (CONF / "dataset").glob("*.yaml")]
     return {name: description for content in files if len(content) > 1 for name, description in content.items()}
 
@@ -202,7 +202,7 @@ def names() -> str:
     """What `run` knows by name, for `--list`."""
     groups: dict[str, set[str]] = {
         "model": {*PRESETS},
-        "dataset": {*CHOICES, *own_datasets()},
+        "dataset": {*CHOICES, *read_described()},
         "method": {*known()},
         "experiment": set(),
     }

@@ -35,7 +35,7 @@ def answer_hidden(
 def _joined(context: Generation, question: Generation, cut: int) -> Generation:
     """Both as one answer. The question's first token counts as one of the prompt, no longer as an answer to it."""
     layers = question.computed.shape[1]
-    ran = [_layers_with(cut, step, layers) for step in question.selected]
+    ran = [_mark_layers(cut, step, layers) for step in question.selected]
     return Generation(
         token_ids=question.token_ids,
         first_logits=question.first_logits,
@@ -54,8 +54,8 @@ def _joined(context: Generation, question: Generation, cut: int) -> Generation:
     )
 
 
-def _layers_with(position: int, selected: dict[int, list[int]], layers: int) -> list[bool]:
-    """Whether each layer computes the token at `position` in a step with these selections."""
+def _mark_layers(position: int, selected: dict[int, list[int]], layers: int) -> list[bool]:
+    """Tell for each layer whether it computes the token at `position` in a step with these selections."""
     enters, found = True, []
     for layer in range(layers):
         enters = position in selected[layer] if layer in selected else enters

@@ -33,14 +33,14 @@ def traces(
             tokens=_texts_of_prompt(tokenizer, case.prompt),
             generated=_texts_of_answer(tokenizer, out.token_ids),
             importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
-            selected=_selections_that_ran(out),
+            selected=_name_selections(out),
             group_starts=group_starts,
             computed=computed,
         )
 
 
-def _selections_that_ran(out: Generation) -> list[dict[int, list[int]]]:
-    """The selections with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
+def _name_selections(out: Generation) -> list[dict[int, list[int]]]:
+    """Return the selections, with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
     first, *later = out.selected
     is_selected_before = bool(first) and int(out.computed[0, 0]) < out.prompt_tokens
     return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
