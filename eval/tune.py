@@ -1,11 +1,12 @@
-"""The command `tune`: search pruning layers and keep ratios on the split `dev` of the examples; report on `test`.
+"""The command `tune`: search pruning layers and keep ratios on half of the examples; report on the other half.
 
 lazyllm-bench tune model=tiny dataset=embedded target_speedup=2.3           the best score at an ideal TTFT speedup
 lazyllm-bench tune model=tiny dataset=embedded -m target_speedup=1.5,2,3    a study of each
 
-Each schedule that Optuna draws is measured by an ordinary run in `trials/`. The best one and one like the paper's are
-compared in runs/. The same command resumes. The study's folder also holds Optuna's `study.db`, `schedules.csv` (ideal
-speedups, scores on `dev`) and `tuned.yaml`, for `method.schedule=tuned/STUDY`.
+The halves are every second example of each dataset. Each schedule that Optuna draws is measured by an ordinary run in
+`trials/`. The best one and one like the paper's are compared in runs/. The same command resumes. The study's folder
+also holds Optuna's `study.db`, `schedules.csv` (ideal speedups, scores) and `tuned.yaml`, for
+`method.schedule=tuned/STUDY`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
+from itertools import chain, groupby
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -45,10 +47,12 @@ from lazyllm.presets import PRESETS
 if TYPE_CHECKING:
     import optuna
 
+    from eval.run.run import Run
+
 log = logging.getLogger(__name__)
 
 Cuts = tuple[tuple[int, int], ...]  # a schedule: (pruning layer, per cent kept), in the order of layers
-Score = Callable[[Cuts], float]  # of a schedule, on `dev`; NaN if it could not be measured, which Optuna leaves out
+Score = Callable[[Cuts], float]  # of a schedule; NaN if it could not be measured, which Optuna leaves out
 
 
 @dataclass
@@ -65,7 +69,7 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     """The composed config, checked as far as possible without a model. Raises UserError."""
     plain, default = to_run_config(config), TuneConfig()
     assert isinstance(plain, TuneConfig)
-    refused = ("compare", "shard", "split", "trace", "aa_test")
+    refused = ("compare", "trace", "aa_test")
     expected = {
         **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in refused},
         "baseline": (plain.baseline, "true, as the finalists of a search are compared with it"),
@@ -174,15 +178,15 @@ class Space:
 def tune(config: TuneConfig) -> Path:
     """Search, then report; returns the study's folder. Raises UserError, before a model loads if possible."""
     plain = RunConfig(**{key.name: getattr(config, key.name) for key in fields(RunConfig)})
-    quiet: Any = {"baseline": False, "warmup": 0, "tracker": TrackerConfig(), "fidelity": None, "evidence": False}
-    asked = ask(replace(plain, split="dev", out=None, **quiet)).check()  # compared by score only
+    quiet: Any = {"baseline": False, "warmup": 0, "tracker": TrackerConfig(), "fidelity": None}
+    asked = ask(replace(plain, out=None, **quiet)).check()  # compared by score only
     model = asked.subject
     from eval.run.identity import code_sha256  # not at the top, as all heavy imports: arguments are checked first
     from eval.run.loop import measure
     from eval.run.run import prepare
     from eval.store.aggregate import rows_of
 
-    trials = prepare(asked)
+    trials = _take_half(prepare(asked), 0)
     lengths = dict[str, Counter[int]]()
     for case in trials.cases:
         lengths.setdefault(case.dataset.name, Counter())[len(case.prompt.token_ids)] += 1
@@ -209,15 +213,26 @@ def tune(config: TuneConfig) -> Path:
             label = "-".join(f"{layer}_{percent}" for layer, percent in cuts)
             arms = {label: {**config.method, "schedule": schedule_of(cuts)}}
             trial = prepare(asked.changed(compare=arms, out=str(folder / "trials" / label)))
-            run = measure(trial, show=False, load=load)
+            run = measure(_take_half(trial, 0), show=False, load=load)
             return math.nan if run.failed else rows_of(run.rows, run.rows)[-1]["score"]
 
         search(study, space, score, config.trials, config.timeout_s)
     if tried_in(study):
-        report(config, ask(replace(plain, split="test", out=None)), space, study, folder)
+        report(config, ask(replace(plain, out=None)), space, study, folder)
     else:
         log.warning("%s: no schedule has been measured; the same command resumes the search", folder)
     return folder
+
+
+def _take_half(run: Run, first: int) -> Run:
+    """Leave every second example of each dataset. first: 0 for the half to search on, 1 for the other.
+
+    Raises UserError if a dataset has a single example.
+    """
+    datasets = {name: [*cases] for name, cases in groupby(run.cases, key=lambda case: case.dataset.name)}
+    for name, cases in datasets.items():
+        require(len(cases) > 1, "limit", run.asked.limit, f"2 or more examples of {name}, one for each half")
+    return replace(run, cases=tuple(chain.from_iterable(cases[first::2] for cases in datasets.values())))
 
 
 def open_study(folder: Path, identity: dict[str, Any], seed: int) -> optuna.Study:
@@ -284,7 +299,7 @@ def ranked(tried: Mapping[Cuts, float], space: Space) -> list[Cuts]:
 
 
 def report(config: TuneConfig, test: Asked, space: Space, study: optuna.Study, folder: Path) -> None:
-    """Compare the best schedule and the reference on `test`; write the files. Raises UserError if it failed."""
+    """Compare the best schedule and the reference on the other half; write the files. Raises UserError if it failed."""
     import pandas as pd
 
     from eval.analysis.columns import with_ends
@@ -301,7 +316,8 @@ def report(config: TuneConfig, test: Asked, space: Space, study: optuna.Study, f
     # a run refuses two arms of equal settings: a reference that is the best one has no arm of its own
     finalists = {name: cuts for name, cuts in references.items() if cuts != order[0]} | {"tuned": order[0]}
     methods = {name: {**config.method, "schedule": schedule_of(cuts)} for name, cuts in finalists.items()}
-    run = measure(prepare(test.changed(compare=methods, label=f"tuned_{space.target:g}x")))
+    compared = prepare(test.changed(compare=methods, label=f"tuned_{space.target:g}x"))
+    run = measure(_take_half(compared, 1))
     if run.failed:
         raise UserError("answers failed, so no schedule is written: the same command tries them again")
     frame: Any = run.rows

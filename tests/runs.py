@@ -60,9 +60,9 @@ def case_of(dataset: str, tokenizer: Any, max_new_tokens: int) -> Case:
 def bench_of(
     model: Any, tokenizer: Any, arms: Any, baseline: str | None = "baseline", chat: Any = None, **settings: Any
 ) -> Visits:
-    """Visits of arms made by hand. settings: `fidelity`, `evidence`, `batch_size` of the run."""
+    """Visits of arms made by hand. settings: `fidelity`, `batch_size` of the run."""
     bench = Bench(model, Memory(devices_of(model)), settings.get("batch_size", 1), settings.get("fidelity") is not None)
-    return Visits(bench, tokenizer, chat or ChatFormat(), tuple(arms), baseline, settings.get("evidence", True))
+    return Visits(bench, tokenizer, chat or ChatFormat(), tuple(arms), baseline)
 
 
 def arm(label: str, **settings: Any) -> Arm:

@@ -13,7 +13,7 @@ from eval.cli import COMMANDS
 from eval.run.config import run_config
 from eval.run.work import Model
 from eval.store.results import COLUMNS
-from eval.store.visit import MEASURED, Answer, Cost, Evidence, Fidelity, Times
+from eval.store.visit import MEASURED, Answer, Cost, Fidelity, Times
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
@@ -153,7 +153,7 @@ def test_columns_exist() -> None:
         name for table in tables for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
     }
     assert named
-    stored = {item.name for part in (Answer, Cost, Evidence, Fidelity, Times) for item in fields(part)}
+    stored = {item.name for part in (Answer, Cost, Fidelity, Times) for item in fields(part)}
     assert named - set(COLUMNS) - stored - set(MEASURED) == set()
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from eval.run.config import LAUNCHERS, check_arguments
-from eval.store.folder import read_visits
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.conftest import ROOT
@@ -89,27 +88,17 @@ def test_joblib_sweep_tells_once_what_it_leaves_out(tmp_path: Path) -> None:
     assert said(tmp_path, done).count("left out: digest: ") == 2  # each job says so
 
 
-def test_joblib_shards_make_one_run_whatever_job_fails(
+def test_joblib_runs_four_jobs_of_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    done = sweep(tmp_path, "shard=1/2,3/2,2/2", *QUICK, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-    output = said(tmp_path, done)
-    assert done.returncode == 2, output
-    assert "shard=3/2: expected the i-th of n shards" in done.stderr, output
-    assert "job failed (shard=3/2 " in done.stderr, output
-    assert "UserWarning" not in output
-    (stored,) = Results.read([tmp_path / "runs"]).runs
-    assert {file.name for file in stored.folder.glob("visits*")} == {"visits-1-of-2.jsonl", "visits-2-of-2.jsonl"}
-    assert len(stored.rows) == 2 * len(stored.visits) == 8
-    summary = json.loads((stored.folder / "summary.json").read_text())  # made by the shard that ended last
-    assert sum(row["examples"] for row in summary["rows"] if row["kind"] == "task" and row["method"] == "lazy") == 4
-    # the same run in one job finds everything measured
+    done = sweep(tmp_path, *FOUR_JOBS, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    check_the_three_good_jobs(tmp_path, done)
+    assert "UserWarning" not in said(tmp_path, done)
+    # the same run in this process finds everything measured
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO")
-    measure(run_of(*QUICK), show=False)
+    measure(run_of("method=static_pruning", "method.layer=3", *QUICK), show=False)
     assert "4 examples, 4 of them already measured" in caplog.text
-    assert read_visits(stored.folder) == stored.visits
-    assert not (stored.folder / "visits.jsonl").exists()
 
 
 def test_sweep_in_one_process_continues_after_a_failed_job(tmp_path: Path) -> None:

@@ -39,16 +39,15 @@ def printed(tmp_path: Path, script: str, *arguments: str, **environment: str) ->
     return [line.split("\037")[:-1] for line in said.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("shards", ["", "1/2,2/2"])
-def test_sweeps_are_of_both_models_and_all_the_paper_s_experiments(tmp_path: Path, shards: str) -> None:
-    environment = {"SHARDS": shards} if shards else {}
-    commands = printed(tmp_path, "sweeps.sh", "seed=3", **environment)
+@pytest.mark.parametrize("datasets", [[], ["hotpotqa", "lcc"]])
+def test_sweeps_are_of_both_models_and_all_the_paper_s_experiments(tmp_path: Path, datasets: list[str]) -> None:
+    commands = printed(tmp_path, "sweeps.sh", "seed=3", *([f"dataset={','.join(datasets)}"] if datasets else []))
     assert [command[:2] for command in commands] == [["run", "-m"]] * 6
     jobs = [job for _, *arguments in commands for job in jobs_of(arguments)]
-    assert len(jobs) == 6 * 2 * (2 if shards else 1)
+    assert len(jobs) == 6 * 2 * max(len(datasets), 1)
     assert {job.model.name for job in jobs} == {"llama2", "xgen"}
     assert {job.seed for job in jobs} == {3}
-    assert {job.shard for job in jobs} == ({*shards.split(",")} if shards else {None})
+    assert not datasets or {tuple(job.dataset) for job in jobs} == {("hotpotqa",), ("lcc",)}
     assert printed(tmp_path, "sweeps.sh", COMMAND="plan", SWEEPS="table2")[0][:3] == ["plan", "-m", "experiment=table2"]
 
 

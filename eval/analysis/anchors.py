@@ -43,21 +43,20 @@ def anchors(results: Results) -> Rows:
     for row in _whole(results):
         for anchor in published.to_dict("records"):
             same = (anchor["suite"], anchor["part"]) == (row["suite"], row["part"])
-            if same and row["short"] in anchor["models"].split() and str(anchor["length"]) in ("", row["length"]):
+            if same and row["short"] in anchor["models"].split():
                 ratio, most = row["score"] / anchor["published"], anchor["allowed_pct"] / 100
                 allowed = f"{1 - most:g} to {1 + most:g}{'' if abs(ratio - 1) <= most else ' !'}"
                 rows.append(row | anchor | {"ratio": ratio, "allowed": allowed})
-    columns = [*_KEYS, "length", "published", *forms("score"), "ratio", "allowed", "allowed_pct", "settings", "source"]
+    columns = [*_KEYS, "published", *forms("score"), "ratio", "allowed", "allowed_pct", "settings", "source"]
     frame: Any = pd.DataFrame(rows, columns=columns)
     return Rows(frame, cells(frame, _SHOWN), keys=3)
 
 
 def _whole(results: Results) -> list[dict[str, Any]]:
-    """The baseline's rows of `by_task` whose every example was answered, with the model's name and RULER's length."""
-    sizes, lengths, variants = dict[tuple[str, str], int](), dict[str, str](), dict[str, str]()
+    """The baseline's rows of `by_task` whose every example was answered, with the model's name."""
+    sizes, variants = dict[tuple[str, str], int](), dict[str, str]()
     for run in results.runs:
         variants[run.model] = run.model.removesuffix(run.variant)
-        lengths[run.model] = str(((run.about["config"].get("ruler")) or {}).get("length"))
         sizes |= {(run.model, name): size for name, size in run.about.get("examples", {}).items()}
     found = []
     table: Any = results.by_task
@@ -71,5 +70,5 @@ def _whole(results: Results) -> list[dict[str, Any]]:
         known = [sizes.get((row["model"], name), 0) for name in names]
         if row["datasets"] == len(names) and all(known) and row["examples"] >= sum(known):
             short = variants[row["model"]].removeprefix("Meta-")
-            found.append(row | {"part": row["name"], "short": short, "length": lengths[row["model"]]})
+            found.append(row | {"part": row["name"], "short": short})
     return found

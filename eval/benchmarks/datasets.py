@@ -12,7 +12,6 @@ from eval.benchmarks import SUITES
 from eval.benchmarks.needle import NeedleConfig
 from eval.benchmarks.own import TASK, OwnDataset, own_dataset, own_suite
 from eval.benchmarks.random_tokens import RandomConfig
-from eval.benchmarks.ruler import RulerConfig
 from eval.benchmarks.suite import DATASETS as DATASETS
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite, register
 from lazyllm.errors import UserError, nearest, require
@@ -27,13 +26,13 @@ for _suite in SUITES.values():
 # {name in a config: its datasets}: names of suites, tasks and datasets
 CHOICES: dict[str, tuple[Dataset, ...]] = {suite.whole: suite.datasets for suite in SUITES.values()}
 CHOICES |= {**_TASK, **{name: (dataset,) for name, dataset in DATASETS.items()}}
+_TAKEN = frozenset({*CHOICES, *SUITES})  # names that no dataset or suite of a user may have
 
 
 @dataclass
 class SuiteSettings:
     """Of a config: the settings of every suite that has some (`Suite.options`), under the suite's name."""
 
-    ruler: RulerConfig = field(default_factory=RulerConfig)
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     random: RandomConfig = field(default_factory=RandomConfig)
 
@@ -44,17 +43,21 @@ def default_suite(model: str) -> Suite:
 
 
 def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
-    """The user's datasets that a config describes, each a registered suite from now on.
+    """Register the datasets that a config describes, and their suites. Returns the datasets.
 
     dataset: the config's, as in `datasets_asked_for`. Raises UserError for a bad description, or a name that is taken.
     """
-    described = {name: value for name, value in dataset.items() if isinstance(value, Mapping)}
-    for name in described:
-        if (name in CHOICES or name in SUITES) and not isinstance(DATASETS.get(name), OwnDataset):
-            raise UserError(f"dataset.{name}: a dataset, task or suite of this package has this name; give another")
-    own = tuple(own_dataset(name, value) for name, value in described.items())
+    own = tuple(own_dataset(name, value) for name, value in dataset.items() if isinstance(value, Mapping))
+    suites: dict[str, list[OwnDataset]] = {}
     for each in own:
-        register(own_suite(each))
+        for name in (each.name, each.suite):
+            if name in _TAKEN:
+                raise UserError(
+                    f"dataset.{each.name}: a dataset, task or suite of this package is named {name!r}; give another"
+                )
+        suites.setdefault(each.suite, []).append(each)
+    for name, datasets in suites.items():
+        register(own_suite(name, datasets))
     return own
 
 
@@ -67,7 +70,8 @@ def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset,
     Raises UserError for an unknown name (with the closest known ones), no dataset, or several suites.
     """
     if own := add_own(dataset):
-        require(len(own) == len(dataset), "dataset", ", ".join(dataset), "own datasets alone")
+        wanted = [name for name, value in dataset.items() if value is not False]
+        require(len(own) == len(wanted), "dataset", ", ".join(wanted), "own datasets alone")
         return own
     suite = default_suite(model)
     names = [name for name, wanted in dataset.items() if wanted] if dataset else [suite.whole]

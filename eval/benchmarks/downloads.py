@@ -1,7 +1,6 @@
 """Datasets of the hub by the package `datasets`, single files by their address, and the cache folder; with and without
 a network."""
 
-import ast
 import hashlib
 import http.client
 import logging
@@ -10,7 +9,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -83,13 +82,22 @@ class HubDataset:
             config.HF_HUB_OFFLINE = offline
 
     def rows(
-        self, settings: DataSettings, pattern: str = "", configuration: str | None = None, split: str = "train"
+        self,
+        settings: DataSettings,
+        pattern: str = "",
+        configuration: str | None = None,
+        split: str = "train",
+        where: Mapping[str, Any] | None = None,
     ) -> Rows:
-        """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split."""
+        """The rows of the files in `data.dir` whose names match `pattern`, or without a folder of a split.
+
+        where: {column of the split: the value that its rows must have}.
+        """
         if settings.dir is None:
             source = self.repository if configuration is None else f"{self.repository}, {configuration}"
-            values = enumerate(map(dict, self.split(configuration, split)), start=1)
-            rows = [(f"{source}, row {number}", row) for number, row in values]
+            table = self.split(configuration, split)
+            numbers = _find_rows(table, where or {})
+            rows = [(f"{source}, row {number + 1}", dict(table[number])) for number in numbers]
         else:
             source = str(settings.dir.expanduser())
             files = sorted(map(str, Path(source).glob(pattern)))
@@ -99,11 +107,15 @@ class HubDataset:
         return rows, source, hashlib.sha256(b"\n".join(canonical(row) for _, row in rows)).hexdigest()
 
 
-def literals(content: bytes, *names: str) -> list[Any]:
-    """The literals that a Python file, which is not run, assigns to names. Raises SyntaxError, ValueError, KeyError."""
-    statements = [statement for statement in ast.parse(content).body if isinstance(statement, ast.Assign)]
-    assigned = {ast.unparse(statement.targets[0]): statement.value for statement in statements}
-    return [ast.literal_eval(assigned[name]) for name in names]
+def _find_rows(table: Any, where: Mapping[str, Any]) -> list[int]:
+    """Return the numbers, from 0, of the rows whose columns have these values. Raises UserError for no column."""
+    numbers = list(range(len(table)))
+    for column, wanted in where.items():
+        if column not in table.column_names:
+            raise UserError(f"where: no column {column!r}: the rows have {', '.join(table.column_names)}")
+        values = list(table[column])
+        numbers = [number for number in numbers if values[number] == wanted]
+    return numbers
 
 
 def given_file(folder: Path, name: str, give: str) -> Path:
@@ -115,30 +127,19 @@ def given_file(folder: Path, name: str, give: str) -> Path:
     return file
 
 
-def official_file(
-    owner: str,
-    name: str,
-    url: str,
-    sha256: str,
-    folder: Path | None,
-    give: str,
-    digest: Callable[[bytes], str] = lambda content: hashlib.sha256(content).hexdigest(),
-    exact: bool = False,
-) -> bytes:
+def official_file(owner: str, name: str, url: str, sha256: str, folder: Path | None, give: str) -> bytes:
     """The content of a file by a suite's authors: the user's copy, or downloaded once into `official_cache`.
 
     owner: the suite, for messages. name: the file's path in both folders. folder: the user's (`data.dir`), or None.
-    give: the content that the user's folder must have. digest: the sha256 of a content, or of the part that counts.
+    give: the content that the user's folder must have.
     Raises UserError if the file is missing or cannot be downloaded, or if the downloaded one has another hash. If the
-    user's has, the log says so once, or it is refused too (exact).
+    user's has, the log says so once.
     """
     if folder is not None:
         file = given_file(folder, name, give)
         content = file.read_bytes()
-        if digest(content) != sha256:
+        if hashlib.sha256(content).hexdigest() != sha256:
             differs = f"{file}: differs from {owner}'s own ({url})"
-            if exact:
-                raise UserError(differs)
             _warn_once(f"{differs}, so scores are not comparable with published ones")
         return content
     cache = official_cache(owner)
@@ -154,9 +155,9 @@ def official_file(
         except OSError as error:
             raise UserError(f"{url} could not be downloaded ({error}). {ways_out}") from error
     content = file.read_bytes()
-    if digest(content) != sha256:
+    if (found := hashlib.sha256(content).hexdigest()) != sha256:
         file.unlink()  # the next run downloads it again
-        raise UserError(f"{url}: not {owner}'s own (sha256 {digest(content)}, expected {sha256}). {ways_out}")
+        raise UserError(f"{url}: not {owner}'s own (sha256 {found}, expected {sha256}). {ways_out}")
     return content
 
 

@@ -15,8 +15,8 @@ it, and pruning can break it.
 All other needles of a context are distractors of the same form. Needles occur at every depth. A prompt has exactly 512,
 1024 or 2048 tokens of the tiny tokenizer (`<|begin|>` included), in turn: the third part of the id says it.
 
-The rows lie in this package (`embedded_rows.jsonl.xz`: a row in LongBench's format, and the needles that answer each of
-its questions). The code that drew them, and that trained `tiny` on rows of another split, is
+The rows lie in this package (`embedded_rows.jsonl.xz`: a row in LongBench's format, and the places of
+the needles, which nothing reads). The code that drew them, and that trained `tiny` on rows of another split, is
 `eval/benchmarks/embedded.py` of commit e6da5df7.
 
 With `turns=N` a row asks N questions of its context, each about another needle, in the form that training had: the
@@ -25,7 +25,6 @@ answer, its end token, and the words between context and input.
 
 import json
 import lzma
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -58,19 +57,13 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """One dataset."""
     name, turns = dataset.name, settings.turns or 1
     first = ROWS * list(TEMPLATES).index(name)
-    rows: list[Any] = [json.loads(line) for line in _lines()[first : first + ROWS]]
-    for row, _ in rows:
+    rows: list[Any] = [json.loads(line)[0] for line in _lines()[first : first + ROWS]]
+    for row in rows:
         later = row.pop("turns", [])[: turns - 1]
         row.update({"turns": later} if later else {})
-    lines = b"\n".join(canonical(row) for row, _ in rows)
+    lines = b"\n".join(map(canonical, rows))
     source = f"embedded suite, {name}"
-    loaded = load_lines(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
-    examples = []
-    for example, (_, places) in zip(loaded.examples, rows, strict=True):
-        first_spans, *others = (tuple((start, stop) for start, stop in spans) for spans in places)
-        asked = [replace(turn, evidence=spans) for turn, spans in zip(example.turns, others, strict=False)]
-        examples.append(replace(example, evidence=first_spans, turns=tuple(asked)))
-    return replace(loaded, examples=tuple(examples))
+    return load_lines(dataset, lines, source, TEMPLATES[name], MAX_NEW_TOKENS[name], settings.on_error)
 
 
 def check(dataset: Dataset, settings: DataSettings) -> str | None:

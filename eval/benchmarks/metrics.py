@@ -9,16 +9,11 @@ LongBench v2 (`pred.py`, same commit): whether the answer names the right letter
 
 RULER (`scripts/eval/synthetic/constants.py` and `scripts/eval/evaluate.py`, commit c3f5e3b): gold answers contained.
 
-SCBench (`compute_scores.py`, commit 9987de6): its scorers of many_shot and qa_chn iterate over a gold answer that is a
-string as if it were a list of answers, so each of its characters counts as an answer. In many_shot, an answer that
-shares a letter with the gold one is right.
-
 GraphWalks (the dataset's card): F1 of the nodes in the last line, `Final Answer: [a, b]`. Ours: blank lines at the end
 are passed over, and two faults of the card's code are not kept. It joins the words `Final Answer: [` to the first node,
 which then is never right, and gives 1 to an answer without any right node.
 """
 
-import json
 import re
 import string
 import warnings
@@ -173,73 +168,6 @@ def _contained(answer: str, answers: Sequence[str]) -> list[bool]:
     return [gold.lower() in answer for gold in answers]
 
 
-_MARKS = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
-_ANY_PUNCTUATION = str.maketrans(
-    "",
-    "",
-    string.punctuation + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』"
-    "【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏.",
-)
-
-
-def _all_substrings(answer: str, answers: Sequence[str]) -> float:
-    """The share of the gold answers that the answer contains, rounded to two digits, as officially."""
-    return round(sum(gold.lower() in answer.lower() for gold in answers) / len(answers), 2)
-
-
-def _any_case(answer: str, answers: Sequence[str]) -> bool:
-    return any(gold.upper() in answer.strip().upper() for gold in answers)
-
-
-def _character_f1(answer: str, answers: Sequence[str]) -> float:
-    """The best F1 of the answer's characters against one character of the gold answer, which is taken for a list."""
-    characters = _chinese(answer)
-    if not set(characters) & set(_chinese(answers[0])):
-        return 0.0
-    precision = 1 / len(characters)
-    return 2 * precision / (precision + 1)
-
-
-def _chinese(text: str) -> str:
-    """The text in lower case, without punctuation and white space."""
-    return "".join(text.lower().translate(_ANY_PUNCTUATION).split())
-
-
-def _choice(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the answer is the gold letter or text, or gives it after some phrases or as its first single letter."""
-    answer = answer.strip()
-    if answer[:1] in ("A", "B", "C", "D"):
-        return answer[0] in answers
-    if answer in answers:
-        return True
-    answer = re.sub("  +", " ", answer.translate(_MARKS))
-    for lead in ("answer is:", "answer:", "answer is", "option is"):
-        _, found, rest = answer.partition(lead)
-        if found:
-            return rest[1:].startswith(tuple(answers))
-    return next((word for word in answer.split() if word in "ABCD"), None) in answers
-
-
-def _number(answer: str, answers: Sequence[str]) -> bool:
-    """Whether the first number is the gold one; its fraction is dropped if the gold one is an integer."""
-    found, gold = re.search(r"\d+\.\d+|\d+", answer), json.loads(answers[0])
-    if found is None:
-        return False
-    return (float(found[0]) // 1 if isinstance(gold, int) else float(found[0])) == gold
-
-
-def _summary(answer: str, answers: Sequence[str]) -> float:
-    return _rouge_scorer("rougeLsum").score(answers[0], answer)["rougeLsum"].fmeasure
-
-
-def _summary_or_number(answer: str, answers: Sequence[str]) -> float:
-    """ROUGE-Lsum for a summary; for a needle, whose gold answer is a number, whether the first integer equals it."""
-    if not answers[0].isdigit():
-        return _summary(answer, answers)
-    found = re.search("[0-9]+", answer)
-    return float(found is not None and found[0] == answers[0])
-
-
 def _node_f1(answer: str, answers: Sequence[str]) -> float:
     """F1 of the nodes of the last line that is not blank, `Final Answer: [a, b]`, and the gold ones; 0 without it."""
     lines = [line for line in answer.split("\n") if line.strip()]
@@ -273,14 +201,6 @@ METRICS: dict[str, Metric] = {
     "string_match_all": _over_all(lambda answer, answers: sum(_contained(answer, answers)) / len(answers)),
     "string_match_part": _over_all(lambda answer, answers: any(_contained(answer, answers))),
     "substring": _over_all(lambda answer, answers: answers[0] in answer),
-    "share_of_substrings": _over_all(_all_substrings),
-    "substring_any_case": _over_all(_any_case),
-    "any_character": _over_all(lambda answer, answers: _any_case(answer, answers[0])),  # a string taken for a list
-    "character_f1": _over_all(_character_f1),
-    "choice": _over_all(_choice),
-    "number": _over_all(_number),
-    "rouge_lsum": _over_all(_summary),
-    "rouge_lsum_or_number": _over_all(_summary_or_number),
     "node_f1": _over_all(_node_f1),
 }
 # {metric: (check of a gold answer, its form)}, if not every text is one
@@ -327,16 +247,16 @@ def second_score(dataset: Dataset, prediction: str, answers: Sequence[str]) -> f
     """ROUGE-L F (0 to 1) by Google's `rouge-score`, without stemming, if the metric is ROUGE; else None."""
     if dataset.metric != "rouge":
         return None
-    scorer, text = _rouge_scorer("rougeL"), scored_text(dataset, prediction)
-    return max(0.0, *(scorer.score(gold, text)["rougeL"].fmeasure for gold in answers))
+    text = scored_text(dataset, prediction)
+    return max(0.0, *(_rouge_scorer().score(gold, text)["rougeL"].fmeasure for gold in answers))
 
 
 @cache
-def _rouge_scorer(kind: str) -> Any:
+def _rouge_scorer() -> Any:
     # not at the top: it imports nltk, which takes half a second
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer([kind], use_stemmer=False)
+    return RougeScorer(["rougeL"], use_stemmer=False)
 
 
 def dataset_score(scores: Sequence[float]) -> float:

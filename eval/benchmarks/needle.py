@@ -19,14 +19,15 @@ from typing import Any
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import made_here, sha256_of
-from eval.benchmarks.ruler.generator import NEEDLE, NOISE
-from eval.benchmarks.ruler.sources import check_haystack, read_text
 from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register, setting
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError, reason_of, require
 
 VERSION = 1
 
 MAX_NEW_TOKENS = 32
+# Both are RULER's
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic numbers for {key} is: {value}."
 _INSTRUCTION = "Somewhere in this text a special magic number is given. Find it and remember it.\n\n"
 _QUESTION = "\n\nWhich special magic number does the text give for {key}?"
 _ANSWER_PREFIX = " The special magic number for {key} that the text gives is"
@@ -101,8 +102,6 @@ class _Maker:
             for at, text in sorted(placed, reverse=True):
                 parts.insert(int(at), text)
             context = " ".join(parts)
-            start, before = context.index(needle), len(_INSTRUCTION)
-            end = start + len(needle)
             example = Example(
                 dataset=dataset.name,
                 id=identity,
@@ -112,16 +111,14 @@ class _Maker:
                 answers=(value,),
                 length=length,
                 answer_prefix=answer_prefix,
-                evidence=((start, end),),
                 groups=(f"length={length}", f"depth={depth}"),
-                official={  # in RULER's format, with length, depth and evidence
+                official={  # in RULER's format, with length and depth
                     "id": identity,
                     "input": _INSTRUCTION + context + question,
                     "outputs": [value],
                     "answer_prefix": answer_prefix,
                     "length": length,
                     "depth": depth,
-                    "evidence": [[before + start, before + end]],
                 },
             )
             return example, len(build_prompt(example, dataset, self.tokenizer, chat=self.chat).token_ids)
@@ -155,7 +152,8 @@ def check(dataset: Dataset, settings: DataSettings) -> None:
         require(bool(fits), f"needle.{key}", values, f"a list of different numbers from {least} to {most}")
     require(0 <= options.others <= 100, "needle.others", options.others, "a number of other needles from 0 to 100")
     require(options.repeats > 0, "needle.repeats", options.repeats, "a number of rows of at least 1")
-    check_haystack("needle", options.haystack)
+    exists = options.haystack is None or Path(options.haystack).expanduser().exists()
+    require(exists, "needle.haystack", options.haystack, "a text file or a folder, but it does not exist")
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -165,7 +163,7 @@ def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """
     options = settings.options
     own = _sentences(Path(options.haystack).expanduser()) if options.haystack is not None else None
-    haystack = own or _SENTENCE_END.split(NOISE)
+    haystack = own or _SENTENCE_END.split(_NOISE)
     maker = _Maker(tokenizer_for_rows(settings.model, "needle"), settings.chat, haystack, options.others)
     places = islice(product(range(options.repeats), options.lengths, options.depths), settings.limit)
     examples = tuple(maker.example(dataset, options.seed, length, depth, repeat) for repeat, length, depth in places)
@@ -188,7 +186,7 @@ def _needle(rng: random.Random, taken: Collection[str]) -> tuple[str, str, str]:
     """A key that is not taken, its number, and the sentence that tells it."""
     key = next(key for _ in count() if (key := "-".join(rng.sample(_KEYS, 2))) not in taken)
     value = str(rng.randint(1_000_000, 9_999_999))
-    return key, value, NEEDLE.format(kind="numbers", key=key, value=value)
+    return key, value, _NEEDLE.format(key=key, value=value)
 
 
 SUITE = register(
@@ -205,8 +203,20 @@ SUITE = register(
 @lru_cache(maxsize=1)
 def _sentences(path: Path) -> list[str]:
     """The sentences of a user's text; long ones are cut into parts."""
-    sentences = _SENTENCE_END.split(re.sub(r"\s+", " ", read_text(path, "needle.haystack")))
+    sentences = _SENTENCE_END.split(re.sub(r"\s+", " ", _read_text(path)))
     parts = []
     for words in (sentence.split(" ") for sentence in sentences):
         parts += [" ".join(words[start : start + _WORDS]) for start in range(0, len(words), _WORDS)]
     return parts
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file, or of a folder's .txt and .md files. Raises UserError if there is none."""
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
+    try:
+        text = " ".join(file.read_text("utf-8") for file in files).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"needle.haystack={path}: cannot be read ({reason_of(error)})") from error
+    if not text:
+        raise UserError(f"{path}: no text to hide needles in; give needle.haystack=FILE or FOLDER of .txt or .md files")
+    return text

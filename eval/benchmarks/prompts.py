@@ -5,8 +5,8 @@ limit, keep `int(limit / 2)` tokens of each end, decode the halves without speci
 text for chat models, except for exempt datasets; append the row's answer prefix; tokenise again. So a truncated
 prompt's number of tokens may be a little above or below the limit.
 
-The places of the context (`BuiltPrompt.context`, for methods that shorten it), of the question and of the evidence are
-tracked through all steps.
+The places of the context (`BuiltPrompt.context`, for methods that shorten it) and of the question are tracked through
+all steps.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ class Message:
 
     text: in the chat format, with the answer prefix. token_ids: of the text, special ones included; those of a later
         message may begin with an end token (`behind`).
-    evidence: ranges of the prompt's text that hold the answer, after truncation; () if unknown.
     """
 
     text: str
     token_ids: tuple[int, ...]
-    evidence: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def sha256(self) -> str:
@@ -115,8 +113,7 @@ def build_prompt(
     text, start = example.instruction + example.context + example.input, len(example.instruction)
     behind = len(example.context)
     question = [(behind, behind + 1)] if example.input else []  # its first letter, as a cut may leave only its rest
-    evidence = (list(turn.evidence) for turn in (example, *example.turns))
-    places = [_moved(one, start) for one in (_unprotected(example.context, dataset.protected), question, *evidence)]
+    places = [_moved(ranges, start) for ranges in (_unprotected(example.context, dataset.protected), question)]
     ids = _tokenize(tokenizer, text)
     before = len(ids)
     truncated = max_prompt_tokens is not None and before > max_prompt_tokens
@@ -143,12 +140,10 @@ def build_prompt(
     ids, spans = _tokenize_with_spans(tokenizer, text, special)
     if not ids:
         raise UserError(f"{example.dataset}, row {example.id!r}: the prompt has no tokens (its text is {text!r})")
-    context, question, first, *others = (tuple(_moved(ranges, by)) for ranges in places)
-    later = zip(example.turns, others, strict=True)
+    context, question = (tuple(_moved(ranges, by)) for ranges in places)
     return BuiltPrompt(
         text,
         tuple(ids),
-        first,
         tokens_before_truncation=before,
         truncated=truncated,
         context=context,
@@ -156,28 +151,18 @@ def build_prompt(
         spans=spans if is_found else None,
         question=question[0][0] if question else None,
         encode=partial(_tokenize, tokenizer, special_tokens=special),
-        turns=tuple(_later_turn(turn, tokenizer, chat, ranges) for turn, ranges in later),
+        turns=tuple(_later_turn(turn, tokenizer, chat) for turn in example.turns),
     )
 
 
-def _later_turn(
-    turn: Turn, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, evidence: tuple[tuple[int, int], ...]
-) -> Message:
+def _later_turn(turn: Turn, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> Message:
     """The turn's message behind an answer, which writes its own special tokens."""
     text = chat.later(tokenizer, turn.text) + turn.answer_prefix
     # some tokenizers put a space before a text that does not begin with a special token
     ids = continuation_ids(tokenizer, text) if text[:1].isspace() else _tokenize(tokenizer, text, special_tokens=False)
     if not ids:
         raise UserError(f"a later turn has no tokens (its text is {text!r})")
-    return Message(text, tuple(ids), evidence)
-
-
-def wrap_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> int:
-    """Tokens that the chat format adds, special ones included; 0 for "none". Raises UserError as `build_prompt`."""
-    if chat.uses_template(tokenizer):
-        return len(_tokenize(tokenizer, chat.wrapped(tokenizer, ""), special_tokens=False))
-    around = f"{chat.before}x{chat.after}"  # before and after would be joined: "]["
-    return 0 if around == "x" else len(_tokenize(tokenizer, around)) - len(_tokenize(tokenizer, "x", False))
+    return Message(text, tuple(ids))
 
 
 @lru_cache(maxsize=2)  # the datasets of a run share one

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
-from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
@@ -64,7 +63,6 @@ class Turn:
     text: str
     answers: tuple[str, ...]
     answer_prefix: str = ""
-    evidence: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class Example:
     all_classes: the class names; empty unless the dataset is a classification.
     length: the row's length in the suite's unit: words, characters or tokens.
     answer_prefix: the text after the chat template that the answer continues; a part of the prompt.
-    evidence: the [start, end) ranges of `context`, in characters, that hold the answer; empty if unknown.
     groups: its groups of rows, for which scores are shown, such as "length=8k+".
     turns: the later questions, in order; the first is `input`.
     official: the row in the suite's official format.
@@ -91,7 +88,6 @@ class Example:
     length: int = 0
     instruction: str = ""
     answer_prefix: str = ""
-    evidence: tuple[tuple[int, int], ...] = ()
     groups: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
     official: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -105,10 +101,6 @@ class Published:
     words: int  # mean of an example
     max_new_tokens: int
     tokens_per_word: float  # by Llama 2's tokenizer
-
-
-class DoesNotFitError(UserError):
-    """The rows of one dataset cannot be made with these settings; those of others may."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +208,7 @@ class Suite:
     @property
     def shorter(self) -> str:
         """Advice if a prompt is longer than the model's positions."""
-        return f"lower {self.name}.{self._length}" if self._length else "set a lower model.max_prompt_tokens"
+        return f"lower {self.name}.{self._length}" if self._length else "choose shorter rows"
 
     @property
     def _length(self) -> str | None:

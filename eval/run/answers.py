@@ -12,7 +12,6 @@ from eval.benchmarks.prompts import gold_token_ids
 from eval.run.arms import Arm
 from eval.run.case import Case, scored, visit_of
 from eval.run.decode import Bench, Generated, Outcomes
-from eval.run.evidence import of_evidence
 from eval.run.fidelity import of_forced, of_generations
 from eval.run.tracing import traces
 from eval.store.visit import Answer, Cost, Failure, Fidelity, Times, Trace, Visit, compact_counts
@@ -27,7 +26,6 @@ def answer_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     chat: ChatFormat,
-    evidence: bool = True,
 ) -> Answer:
     """What is known of an arm's answer in a turn (from 0) by itself. model: for its shapes and its device's rate."""
     out = made.outs[turn]
@@ -58,13 +56,7 @@ def answer_of(
         revived_tokens=float(out.revived.mean()),
         tokens_computed_so_far=sum(map(made.tokens_computed, range(turn + 1))),
     )
-    return Answer(
-        **scored(case, decoded, chat, turn),
-        token_ids=out.token_ids,
-        times=times,
-        cost=cost,
-        evidence=of_evidence(case.prompt, turn, out, made.runs_before(turn)) if evidence else None,
-    )
+    return Answer(**scored(case, decoded, chat, turn), token_ids=out.token_ids, times=times, cost=cost)
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ def _forced_logits(made: Generated, token_ids: Sequence[int]) -> Tensor:
 class Visits:
     """The visits of a run: what its arms answer on its model.
 
-    baseline: the label of its arm; None without one. evidence: whether to record which of its tokens are computed.
+    baseline: the label of its arm; None without one.
     attention_kernel: as of `Visit`; known after `warm_up`.
     """
 
@@ -105,7 +97,6 @@ class Visits:
     chat: ChatFormat
     arms: Sequence[Arm]
     baseline: str | None
-    evidence: bool = True
     attention_kernel: str | None = None
 
     def warm_up(self, cases: Sequence[Case], runs: int) -> None:
@@ -130,7 +121,7 @@ class Visits:
         return visit_of(case, self.arms, measured, self.attention_kernel)
 
     def _answers(self, case: Case, made: Generated, reference: Reference | None) -> list[Answer]:
-        given = made, self.bench.model, self.tokenizer, self.chat, self.evidence
+        given = made, self.bench.model, self.tokenizer, self.chat
         own = [answer_of(case, turn, *given) for turn in range(len(made.outs))]
         if reference is None:
             return own

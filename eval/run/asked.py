@@ -10,12 +10,12 @@ from typing import Any
 
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import datasets_asked_for, load
-from eval.benchmarks.subsets import SUBSETS, in_split, in_subset
-from eval.benchmarks.suite import Dataset, DataSettings, DoesNotFitError, LoadedDataset, Suite
+from eval.benchmarks.subsets import SUBSETS, in_subset
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite
 from eval.run.arms import arms_asked
 from eval.run.config import QUIET
 from eval.run.local import LocalModel, model_of
-from eval.run.settings import RunConfig, check_unused
+from eval.run.settings import DataConfig, RunConfig, check_unused
 from lazyllm.errors import UserError, require
 from lazyllm.methods import name_of
 from lazyllm.models.tokenizers import chat_templates, tokenizer_file, tokenizer_of
@@ -63,13 +63,14 @@ class Asked:
     @property
     def data_name(self) -> str:
         """The data, for people: a dataset, a task or a suite, or the number of datasets, and a suite's own subset."""
-        tasks, name = {dataset.task for dataset in self.datasets}, f"{len(self.datasets)}_datasets"
+        tasks, suites = ({getattr(dataset, key) for dataset in self.datasets} for key in ("task", "suite"))
+        name, has_all_tasks = f"{len(self.datasets)}_datasets", len(tasks) == len(self.suite.all_tasks)
         if len(self.datasets) == 1:
             name = self.datasets[0].name
+        elif (has_all_tasks and len(suites) == 1) or self.suite.whole in self.config.dataset:
+            name = self.suite.whole
         elif len(tasks) == 1:
             name = min(tasks)
-        elif len(tasks) == len(self.suite.all_tasks) or self.suite.whole in self.config.dataset:
-            name = self.suite.whole
         return f"{name}_{self.data.subset}" if self.data.subset else name
 
     @property
@@ -118,6 +119,8 @@ def ask(config: RunConfig, runs: Path = RUNS, check_rows: bool = True) -> Asked:
     check_rows: whether the rows of at least one dataset must be there.
     """
     named = datasets_asked_for(config.dataset, config.model.name)
+    has_length = config.data.length == DataConfig().length or str(config.data.length) in str(config.dataset)
+    require(has_length, "data.length", config.data.length, "dataset=ruler, or other rows that are described with it")
     arms = arms_asked(config)
     subject = model_of(config, arms)
     data = _data_settings(config, SUITES[named[0].suite], subject)
@@ -134,13 +137,12 @@ def _data_settings(config: RunConfig, suite: Suite, subject: LocalModel) -> Data
     require(is_own or config.subset in SUBSETS, "subset", config.subset, expected)
     is_counted = is_own or config.subset == "first" or limit is not None
     require(is_counted, "subset", config.subset, "limit=50 or so with it")
-    rows = None if limit is None else limit if config.split is None else 2 * limit  # of each two, one is in a split
     expected = f"dataset=NAME with it, as {suite.name} has rows of its own"
     require(config.data.dir is None or not suite.rows_here, "data.dir", config.data.dir, expected)
     return DataSettings(
         dir=None if config.data.dir is None else Path(config.data.dir),
         on_error="skip" if config.data.on_error == "skip" else "raise",
-        limit=rows if config.subset == "first" else None,
+        limit=limit if config.subset == "first" else None,
         options=None if suite.options is None else getattr(config, suite.name),
         model=subject.spec,
         chat=subject.chat,
@@ -153,7 +155,7 @@ def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings
     """The datasets whose rows can be loaded. Of a whole suite the others are left out, with a log line."""
     suite = SUITES[named[0].suite]
     reasons = {dataset: reason for dataset in named if (reason := suite.check(dataset, data)) is not None}
-    is_whole = not config.dataset or config.dataset.get(suite.whole)
+    is_whole = len(named) == len(suite.datasets) or config.dataset.get(suite.whole)
     if reasons and (not is_whole or len(reasons) == len(named)):
         dataset, reason = next(iter(reasons.items()))
         raise UserError(f"{dataset.name}: {reason}")
@@ -164,28 +166,17 @@ def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings
 
 
 def read_rows(asked: Asked) -> list[LoadedDataset]:
-    """The datasets with their examples after `split`, `limit`, `subset` and `turns`; total: the rows before that.
+    """The datasets with their examples after `limit`, `subset` and `turns`; total: the rows before that.
 
-    Raises UserError that names each dataset whose rows do not fit.
+    Raises UserError.
     """
-    config, whole, chosen, reasons = asked.config, list[LoadedDataset](), list[LoadedDataset](), dict[str, str]()
-    for dataset in asked.datasets:
-        try:
-            whole.append(load(dataset, asked.data))
-        except DoesNotFitError as error:
-            reasons[dataset.name] = str(error)
-    if reasons:
-        others = f", or leave out {' '.join(f'dataset.{name}=false' for name in reasons)}" if whole else ""
-        raise UserError("; ".join(reasons.values()) + others)
+    config, chosen = asked.config, list[LoadedDataset]()
     last = None if config.turns is None else config.turns - 1
-    for data in whole:
-        name = data.dataset.name
+    for dataset in asked.datasets:
+        data = load(dataset, asked.data)
         if last and not any(example.turns for example in data.examples):
-            raise UserError(f"turns={config.turns}: the rows of {name} hold one question each; leave it out")
-        of_split = in_split(name, data.examples, config.split)
-        if not of_split:
-            raise UserError(f"split={config.split} leaves no example of {name}: it has too few rows")
-        subset = in_subset(of_split, asked.limit, config.subset, config.seed)
+            raise UserError(f"turns={config.turns}: the rows of {dataset.name} hold one question each; leave it out")
+        subset = in_subset(data.examples, asked.limit, config.subset, config.seed)
         examples = tuple(replace(example, turns=example.turns[:last]) for example in subset)
         chosen.append(replace(data, examples=examples, total=data.total or len(data.examples)))
     return chosen

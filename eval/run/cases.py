@@ -74,8 +74,10 @@ def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -
         needed = tokens + new_tokens - 1  # the last new token is not run
         if needed > positions:
             fits = positions - needed + min(prompt.tokens_before_truncation, limit)
-            instead = f"set model.max_prompt_tokens={fits}, or less" if dataset.truncate else asked.suite.shorter
-            if fits < 1:
+            instead = f"set model.max_prompt_tokens={fits}, or less"
+            if not dataset.truncate:
+                instead = asked.suite.shorter
+            elif fits < 1:
                 instead = "give a lower max_new_tokens or model.thinking_tokens"
             of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
             raise UserError(

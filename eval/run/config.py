@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import CHOICES, register_configs
 from eval.benchmarks.own import described
-from eval.benchmarks.subsets import SPLITS, SUBSETS, parse_shard
+from eval.benchmarks.subsets import SUBSETS
 from eval.run.settings import RunConfig, documented
 from eval.run.targets import Target
 from lazyllm.errors import UserError, nearest, require
@@ -71,6 +71,8 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
     store = ConfigStore.instance().store
     store(name="schema", node=schema)
     register_configs()
+    for name, description in read_described().items():
+        store(group="dataset", name=name, node={name: description})
     for name, node in model_nodes().items():
         store(group="model", name=name, node=node)
     for name in known():
@@ -82,6 +84,12 @@ def register_schema(schema: type[RunConfig] = RunConfig) -> None:
             store(group="method/settings", name=name, node=defaults)
         else:
             store(group="method", name=name, node={"name": name, **defaults})
+
+
+def read_described() -> dict[str, dict[str, Any]]:
+    """Return {name: description} of the datasets in files of conf/dataset that describe several."""
+    files = [described(file) for file in (CONF / "dataset").glob("*.yaml")]
+    return {name: description for content in files if len(content) > 1 for name, description in content.items()}
 
 
 def prompt_limit(positions: int) -> int:
@@ -193,7 +201,7 @@ def names() -> str:
     """What `run` knows by name, for `--list`."""
     groups: dict[str, set[str]] = {
         "model": {*PRESETS},
-        "dataset": {*CHOICES},
+        "dataset": {*CHOICES, *read_described()},
         "method": {*known()},
         "experiment": set(),
     }
@@ -311,7 +319,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
     choices = {
         "data.on_error": ("raise", "skip"),
         "subset": (*SUBSETS, *(name for suite in SUITES.values() for name in suite.subsets)),
-        "split": (None, *SPLITS),
         "question": (None, "hidden"),
         "fidelity": (None, "answer"),
         "tracker.name": ("none", "wandb"),
@@ -334,8 +341,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
         is_traced, "trace", plain.trace, "0, as traces show whole prompts and question=hidden runs them in two parts"
     )
     require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")
-    if plain.shard is not None:
-        parse_shard(plain.shard)
     folder = plain.data.dir
     require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
     require(plain.out != "", "out", plain.out, "a folder, or null")

@@ -10,7 +10,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from eval.run.case import Case
-from eval.run.evidence import in_sets
 from lazyllm import Generation, start
 from lazyllm.engine.generation import Forced, Prefilled
 from lazyllm.engine.method import Method
@@ -36,7 +35,7 @@ def answer_hidden(
 def _joined(context: Generation, question: Generation, cut: int) -> Generation:
     """Both as one answer. The question's first token counts as one of the prompt, no longer as an answer to it."""
     layers = question.computed.shape[1]
-    ran = [in_sets(step, np.array([cut]), layers)[:, 0] for step in question.selected]
+    ran = [_mark_layers(cut, step, layers) for step in question.selected]
     return Generation(
         token_ids=question.token_ids,
         first_logits=question.first_logits,
@@ -53,3 +52,12 @@ def _joined(context: Generation, question: Generation, cut: int) -> Generation:
         scoring_tokens=context.scoring_tokens + question.scoring_tokens,
         attended=context.attended,
     )
+
+
+def _mark_layers(position: int, selected: dict[int, list[int]], layers: int) -> list[bool]:
+    """Tell for each layer whether it computes the token at `position` in a step with these selections."""
+    enters, found = True, []
+    for layer in range(layers):
+        enters = position in selected[layer] if layer in selected else enters
+        found.append(enters)
+    return found

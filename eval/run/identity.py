@@ -48,7 +48,6 @@ ENGINE = (
     "eval/run/memory.py",
     "eval/run/answers.py",
     "eval/run/fidelity.py",
-    "eval/run/evidence.py",
 )
 _PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites
 _PENALTIES = ("lazyllm/integrations/transformers_generate.py",)
@@ -119,10 +118,8 @@ def identity_of(
 ) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. limit: tokens of a prompt."""
     config, own = asked.config, _of_model(asked.subject, arms)
-    # splits share no table; rounding differs by the number of answers that decode together
-    optional = {"turns": config.turns, "split": config.split, "fidelity": config.fidelity}
-    optional["question"] = config.question
-    optional["batch_size"] = batch_size if batch_size > 1 else None
+    optional = {"turns": config.turns, "fidelity": config.fidelity, "question": config.question}
+    optional["batch_size"] = batch_size if batch_size > 1 else None  # rounding differs by it
     of_arms = own.pop("arms")
     identity = {
         **own,

@@ -229,7 +229,7 @@ class LocalModel:
         with held_and_released(self.devices), cpu_time(self.counts_cpu_time):
             model, keeps = (load or self.load)(), self.config.fidelity is not None
             bench = Bench(model, Memory(devices_of(model)), batch_size, keeps)
-            yield Visits(bench, self.tokenizer, self.chat, arms, baseline, self.config.evidence)
+            yield Visits(bench, self.tokenizer, self.chat, arms, baseline)
 
 
 def model_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalModel:

@@ -40,28 +40,22 @@ def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 
 def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
-    """Measure what the run's folder does not hold yet, then make the table, unless other shards are `unvisited`.
+    """Measure what the run's folder does not hold yet, then make the table.
 
     show: print the table. load: gives the model, if several runs share it. Raises UserError, before the model loads if
     possible; FailedExamplesError if no arm has answered.
     """
-    with open_store(run.folder, run.identity, run.about, run.part) as store:
+    with open_store(run.folder, run.identity, run.about) as store:
         _check_prompts(run.cases, store)
         store.plan(case.key for case in run.cases)
-        with open_trackers(run.asked.config.tracker, _stored(run, store), run.part) as trackers:
+        with open_trackers(run.asked.config.tracker, _stored(run, store)) as trackers:
             _measure_missing(run, store, trackers, load)
-            if run.part:
-                store.reload()  # with the other shards' visits so far
             stored = _stored(run, store)
-            if stored.unvisited:
-                left = counted(len(stored.unvisited), "example")
-                log.info("%s: %s left for other shards; the last makes the table", run.folder, left)
-            elif not stored.answered:
+            if not stored.answered:
                 raise FailedExamplesError(f"no answer: {stored.failures}")
-            else:
-                from eval.run.summary import summarise  # not at the top: it imports pandas
+            from eval.run.summary import summarise  # not at the top: it imports pandas
 
-                summarise(run, stored, trackers, show)
+            summarise(run, stored, trackers, show)
     if run.skipped:
         where, reason = run.skipped[0]
         count = counted(len(run.skipped), "row")
@@ -107,18 +101,18 @@ def _noted(store: RunStore, examples: int) -> Iterator[None]:
 
 
 def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: Load | None) -> None:
-    """Measure and trace what the store lacks of this job's examples; the model is loaded only if that is anything.
+    """Measure and trace what the store lacks of the run's examples; the model is loaded only if that is anything.
 
     An example that some arms have answered is visited again with the baseline and the other arms.
     """
     todo = list[Case]()
-    for number, case in enumerate(run.ours):
+    for number, case in enumerate(run.cases):
         answered = store.answered(case.key)
         if lacking := [arm for arm in run.arms if arm.label not in answered]:
             again = [arm for arm in run.arms if arm in lacking or arm.label == run.asked.baseline]
             todo.append(replace(case, arms=in_turn(again, number)))
-    untraced, ours = _untraced(run, store), len(run.ours)
-    log.info("%s: %s, %d of them already measured", run.folder, counted(ours, "example"), ours - len(todo))
+    untraced, planned = _untraced(run, store), len(run.cases)
+    log.info("%s: %s, %d of them already measured", run.folder, counted(planned, "example"), planned - len(todo))
     if not todo and not untraced:
         return
     ready = run.asked.subject.ready(run.arms, run.asked.baseline, run.batch_size, load)
@@ -141,7 +135,7 @@ def _untraced(run: Run, store: RunStore) -> dict[Case, set[str]]:
     for _, cases in groupby(run.cases, key=lambda case: case.dataset.name):
         for case in islice(cases, run.asked.config.trace):
             lacking = {label for label in labels if not _trace_file(store, case, label).is_file()}
-            if lacking and case in run.ours:
+            if lacking:
                 untraced[case] = lacking
     return untraced
 

@@ -91,7 +91,7 @@ def groups_of(asked: Asked) -> list[Group]:
     if is_estimated(asked):
         return estimated_groups(asked)
     here = replace(asked.config.model, device="cpu", quantise=None, device_map=None)
-    cases = prompts_of(asked.changed(model=here, shard=None))
+    cases = prompts_of(asked.changed(model=here))
     messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
     return [Group(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
@@ -120,8 +120,7 @@ def estimated_groups(asked: Asked) -> list[Group]:
         size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
         new_tokens = limit_of_answers(asked, dataset, size.max_new_tokens)
-        whole = size.examples if config.split is None else -(-size.examples // 2)
-        groups.append(Group(dataset.name, (tokens,), new_tokens, min(whole, config.limit or whole)))
+        groups.append(Group(dataset.name, (tokens,), new_tokens, min(size.examples, config.limit or size.examples)))
     return groups
 
 
@@ -176,9 +175,8 @@ def device_of(asked: Asked) -> Accelerator:
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[Cost]:
-    """The cost of each arm of each run; shards are one run, arms out of reach are left out. device: None for ours."""
-    whole = [argument for argument in arguments if not argument.startswith("shard=")]
-    runs = [ask(config) for config in jobs_of(whole)]
+    """The cost of each arm of each run; arms out of reach are left out. device: None for ours."""
+    runs = [ask(config) for config in jobs_of(arguments)]
     try:
         for asked in runs:
             spec = asked.subject.spec

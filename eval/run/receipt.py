@@ -34,9 +34,9 @@ _VARIABLES = ("CUDA", "HIP", "HF_", "LAZYLLM", "MKL", "OMP", "PYTORCH", "TORCH")
 
 
 def receipt_of(asked: Asked) -> str | None:
-    """A hash of all that can change the run's identity, or its table; None for a run in W&B, or a shard."""
+    """A hash of all that can change the run's identity, or its table; None for a run in W&B."""
     config = asked.config
-    if config.shard is not None or config.tracker.name != "none":
+    if config.tracker.name != "none":
         return None
     names = sorted(name for name in os.environ if name.startswith(_VARIABLES))
     about: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 Without out=FOLDER it prints the prompts of the first rows (one of each dataset without limit=N) and their gold answers.
 With it, FOLDER/<dataset>.jsonl has the rows of each dataset, in the format of its suite. No weights are loaded. Keys
-are those of lazyllm-bench run; RULER's rows depend on ruler.length, ruler.seed, model.tokenizer and model.chat.
+are those of lazyllm-bench run; a needle's rows depend on needle.*, model.tokenizer and model.chat.
 """
 
 import json

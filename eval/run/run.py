@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eval.benchmarks.subsets import parse_shard, shard_numbers
 from eval.run.arms import Arm
 from eval.run.asked import Asked, read_rows
 from eval.run.case import Case
@@ -50,22 +48,7 @@ class Run:
     @property
     def title(self) -> str:
         """What it compares, and on which data."""
-        return ", ".join(filter(None, [self.asked.name, self.asked.data_name, self.asked.config.split]))
-
-    @property
-    def part(self) -> str:
-        """The end of the names of its shard's files; "" for a whole run."""
-        shard = self.asked.config.shard
-        return "" if shard is None else "-{}-of-{}".format(*parse_shard(shard))
-
-    @cached_property
-    def ours(self) -> tuple[Case, ...]:
-        """The cases that this job measures: all, or its shard's (`eval.benchmarks.subsets`)."""
-        if self.asked.config.shard is None:
-            return self.cases
-        number, count = parse_shard(self.asked.config.shard)
-        numbers = shard_numbers({case.key: len(case.prompt.token_ids) for case in self.cases}, count)
-        return tuple(case for case in self.cases if numbers[case.key] == number)
+        return f"{self.asked.name}, {self.asked.data_name}"
 
 
 def prepare(asked: Asked) -> Run:
@@ -84,7 +67,7 @@ def prepare(asked: Asked) -> Run:
     new_tokens = max(limit_of_answers(asked, data.dataset, data.max_new_tokens) for data in rows)
     batch_size = subject.batch_size(arms, limit, new_tokens)
     about = {
-        "config": asdict(replace(config, shard=None)),
+        "config": asdict(config),
         "provenance": provenance_of(subject.device),
         "examples": {data.dataset.name: data.total for data in rows},  # `limit` chooses from these
     }

@@ -56,9 +56,9 @@ class DataConfig:
     dir: str | None = setting(
         None,
         "folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
-        "`prompts/0shot.txt`, RULER's `constants.py` and `synthetic.yaml`, or SCBench's `<task>.jsonl` and "
-        "`eval_utils.py`; `null` fetches them once",
+        "`prompts/0shot.txt`, or RULER's `LENGTH/TASK.jsonl`; `null` fetches them once",
     )
+    length: int = setting(4096, "of RULER's rows, in tokens: as published, 4096, 8192 or 16384")
     on_error: str = setting("raise", "`skip` leaves out invalid rows, and reports their number")
 
 
@@ -91,20 +91,16 @@ class RunConfig(SuiteSettings):
     )
     dataset: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
-    limit: int | None = setting(None, "N examples of each dataset; `null`: all (embedded: 12; `ruler`: 500)")
+    limit: int | None = setting(None, "N examples of each dataset; `null`: all (embedded: 12)")
     subset: str = setting(
         "first",
         "which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; `mini`: of the 187 "
         "rows of LongBench that MiniLongBench chose",
     )
-    split: str | None = setting(
-        None, "`dev` or `test`: half of each dataset, for searching settings, or the other; `limit` counts in it"
-    )
     turns: int | None = setting(
         None, "questions asked of each row, in turns of one conversation; `null`: all that a row has (`embedded`: 1)"
     )
     max_new_tokens: int | None = setting(None, "shorter answers than the dataset allows, for a quick look")
-    shard: str | None = setting(None, "`i/n`: the i-th (from 1) of n jobs that share the run's examples")
     batch_size: int | None = setting(
         None,
         "answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as many as fit "
@@ -121,7 +117,6 @@ class RunConfig(SuiteSettings):
     fidelity: str | None = setting(
         None, "`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
     )
-    evidence: bool = setting(True, "record which tokens of the evidence each layer computes, for rows that name it")
     speedup: str | None = setting(
         None, "the ideal TTFT speedup at which `experiment=field` and `turns` compare methods, such as `2x`"
     )

@@ -9,7 +9,6 @@ Give a sweep's command again to run what is missing: finished runs end without l
 
 import json
 import os
-import re
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from eval.store.runs import StoredRun, counted, run_folders
 from lazyllm.errors import UserError, parser_of
 
 DONE, RUNNING, UNCLEAR, FAILED, INCOMPLETE = "done", "running", "unclear", "failed", "incomplete"
-_SHARD = re.compile(r"-(\d+)-of-(\d+)\.")  # in the names of a shard's files
 _EXIT = {FAILED: 1, UNCLEAR: 3, RUNNING: 3, INCOMPLETE: 3, DONE: 0}
 
 
@@ -66,15 +64,14 @@ def _status(folder: Path) -> Status:
         missing = len(set(planned or ()) - done)
         failed = Counter((arm, reason) for (_, _, arm), reason in run.failed.items())
         findings = [(FAILED, f"{number} of {arm} failed: {reason}") for (arm, reason), number in failed.most_common(3)]
-        for file, events in read_jobs(folder).items():
-            findings.append(_state_after(events[-1], file.stem.replace("jobs", "job"), last))
+        findings += [_state_after(event, last) for event in read_jobs(folder)[-1:]]
         state = next((state for state in (RUNNING, UNCLEAR, FAILED) if state in dict(findings)), INCOMPLETE)
         if planned is not None and not missing and state != RUNNING:
             made = [*folder.glob("summary.md"), *folder.glob("visits*.gz")]  # a campaign's tables lie elsewhere
             state, findings = DONE, [] if made else [(DONE, "without a table: the same command makes it")]
         elif state == INCOMPLETE:
             lacks = "its number of examples is unknown" if planned is None else f"{counted(missing, 'example')} missing"
-            findings.append((INCOMPLETE, f"{lacks}; the same command goes on{_with_shards(folder)}"))
+            findings.append((INCOMPLETE, f"{lacks}; the same command goes on"))
         number, expected = (len(done), None) if planned is None else (len(planned) - missing, len(planned))
         why = "; ".join(reason for _, reason in findings if reason)
         return Status(folder.name, run.model, [*run.arms], state, number, expected, failed.total(), last, why)
@@ -82,24 +79,13 @@ def _status(folder: Path) -> Status:
         return Status(folder.name, "", [], FAILED, 0, None, 0, None, str(error))
 
 
-def _with_shards(folder: Path) -> str:
-    """What to add to the command of a run in shards: those that have not ended."""
-    ended, count = set[str](), ""
-    for file, events in read_jobs(folder).items():
-        if shard := _SHARD.search(file.name):
-            count = shard[2]
-            ended |= {shard[1]} if events[-1]["event"] == "end" and not events[-1]["error"] else set()
-    left = [f"{number}/{count}" for number in range(1, int(count or 0) + 1) if str(number) not in ended]
-    return f" with shard={','.join(left)}" if left else ""
-
-
-def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[str, str]:
+def _state_after(event: Mapping[str, Any], last: str | None) -> tuple[str, str]:
     """The state after the last event of a job, and the reason. last: time of the last visit."""
     if event["event"] == "end":
         error = event["error"] or ""
         if error.startswith(KeyboardInterrupt.__name__):  # Ctrl-C is not a failure
             return INCOMPLETE, "stopped"
-        return (FAILED, f"{job} ended at {event['time']}: {error}") if error else (INCOMPLETE, "")
+        return (FAILED, f"job ended at {event['time']}: {error}") if error else (INCOMPLETE, "")
     if event["host"] != socket.gethostname():
         return UNCLEAR, f"running or died on {event['host']} since {event['time']}, last visit {last or 'never'}"
     try:
@@ -107,7 +93,7 @@ def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[
     except OSError as error:
         if not isinstance(error, PermissionError):  # another user's process lives
             why = "killed, out of memory, or Ctrl-C in a long operation"
-            return FAILED, f"{job} began at {event['time']} and died ({why})"
+            return FAILED, f"job began at {event['time']} and died ({why})"
     return RUNNING, ""
 
 

@@ -9,9 +9,8 @@ from eval.benchmarks.prompts import BuiltPrompt
 from eval.run.arms import Arm
 from eval.run.case import Case
 from eval.run.decode import converse
-from eval.run.evidence import selections_that_ran
 from eval.store.visit import Trace, compact_counts
-from lazyllm import generate
+from lazyllm import Generation, generate
 from lazyllm.engine.decoder import importance_of_layers
 
 
@@ -34,10 +33,17 @@ def traces(
             tokens=_texts_of_prompt(tokenizer, case.prompt),
             generated=_texts_of_answer(tokenizer, out.token_ids),
             importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
-            selected=selections_that_ran(out),
+            selected=_name_selections(out),
             group_starts=group_starts,
             computed=computed,
         )
+
+
+def _name_selections(out: Generation) -> list[dict[int, list[int]]]:
+    """Return the selections, with key 0 for tokens that were chosen before the prefill: they enter layer 1."""
+    first, *later = out.selected
+    is_selected_before = bool(first) and int(out.computed[0, 0]) < out.prompt_tokens
+    return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
 
 
 def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:

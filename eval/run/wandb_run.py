@@ -70,8 +70,8 @@ class Tracker:
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @_harmless
-    def start(self, config: TrackerConfig, part: str) -> None:
-        """Begin the W&B run. part: the shard's; each job of a shared run has W&B runs of its own."""
+    def start(self, config: TrackerConfig) -> None:
+        """Begin the W&B run."""
         os.environ |= QUIET | os.environ
         import wandb  # not at the top: only if it is used
 
@@ -81,8 +81,8 @@ class Tracker:
         given: Any = {key: getattr(config, key) for key in ("project", "entity", "mode", "tags")}
         self._run = wandb.init(
             dir=str(self.run.folder.absolute()),
-            id=f"{about['fingerprint']}{part}-{self.number}",  # so a resumed run has the same W&B runs
-            name=f"{self.run.model}, {self.arm.name}{part}",
+            id=f"{about['fingerprint']}-{self.number}",  # so a resumed run has the same W&B runs
+            name=f"{self.run.model}, {self.arm.name}",
             group=config.group or about["config"].get("label") or self.run.folder.name,
             job_type="run",
             config=json.loads(json.dumps(values, default=str)),
@@ -160,13 +160,13 @@ def _mean(name: str, turns: Sequence[Answer]) -> float:
 
 
 @contextmanager
-def open_trackers(config: TrackerConfig, run: StoredRun, part: str = "") -> Iterator[list[Tracker]]:
-    """Trackers of the arms until the block ends; none without W&B. Files: `<run folder>/wandb`. part: the shard's."""
+def open_trackers(config: TrackerConfig, run: StoredRun) -> Iterator[list[Tracker]]:
+    """Trackers of the arms until the block ends; none without W&B. Files: `<run folder>/wandb`."""
     arms = run.arms.values() if config.name == "wandb" else ()
     trackers, exit_code = [Tracker(run, arm, number) for number, arm in enumerate(arms)], 1
     with ExitStack() as closed:
         for tracker in trackers:
-            tracker.start(config, part)
+            tracker.start(config)
             closed.callback(lambda tracker=tracker: tracker.close(exit_code))
         yield trackers
         exit_code = 0

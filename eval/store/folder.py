@@ -7,10 +7,9 @@ jobs.jsonl      when each job began and ended, how it ended, and the machine's l
 traces          one `Trace` per file, of an example under an arm
 summary.*       made from the visits at the end (`eval.analysis.run_table`)
 
-A shard of a run (`eval.benchmarks.subsets`) writes visits-2-of-4.jsonl and so on; the run's visits are those of all
-these files. A committed campaign holds visits.jsonl.gz, which readers take as it is. A job that resumes the run removes
-a last line that a kill left incomplete, and sets damaged lines aside in a file beside, such as
-visits.jsonl.damaged-1. Readers change nothing and refuse damage.
+A committed campaign holds visits.jsonl.gz, which readers take as it is. A job that resumes the run removes what a kill
+left incomplete, and sets damaged lines aside in a file beside, such as visits.jsonl.damaged-1. Readers change nothing
+and refuse damage.
 """
 
 import gzip
@@ -19,7 +18,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -43,10 +42,6 @@ PLANNED = "examples.json"
 NO_LINE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 
-class InUseError(UserError):
-    """Another process works in the run folder."""
-
-
 def job_event(line: bytes) -> dict[str, Any]:
     """A line of jobs.jsonl: "event", which is begin or end, its "time", and more. Raises one of `NO_LINE`."""
     values = json.loads(line)
@@ -67,24 +62,18 @@ def fingerprint(identity: dict[str, Any]) -> str:
 class RunStore:
     """The visits of one run. Open it with `open_store`.
 
-    part: suffix of the names of the files written here: "" or a shard's, such as `-2-of-4`. about: run.json's content.
-    visits: {example: its visits, in order} of all jobs of the run.
+    about: run.json's content. visits: {example: its visits, in order} of all jobs of the run.
     """
 
-    def __init__(self, folder: Path, part: str, about: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self.folder = folder
         self.about = about
-        self._files = {name: folder / f"{name}{part}.jsonl" for name in _PARSE}
-        for name, own in self._files.items():
-            for file in files_of(folder, name):
-                if file.suffix != ".gz" and (not part or file == own):
-                    _mend(file, name)
-        self.reload()
-
-    def reload(self) -> None:
-        """Read the visits of all jobs of the run again, other shards included. Raises UserError."""
+        self._files = {name: folder / f"{name}.jsonl" for name in _PARSE}
+        for name, file in self._files.items():
+            if file.exists():
+                _mend(file, name)
         self.visits: dict[tuple[str, str], list[Visit]] = {}
-        for visit in read_visits(self.folder):
+        for visit in read_visits(folder):
             self.visits.setdefault(visit.key, []).append(visit)
 
     def answered(self, key: tuple[str, str]) -> set[str]:
@@ -120,42 +109,31 @@ class RunStore:
 
 
 @contextmanager
-def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any], part: str = "") -> Iterator[RunStore]:
+def open_store(folder: Path, identity: dict[str, Any], about: dict[str, Any]) -> Iterator[RunStore]:
     """Open the store in `folder` (created if missing) and lock it against other processes until the block ends.
 
-    identity: as in JSON; decides whether visits belong together. about: config and provenance, for people. part: as in
-    `RunStore`. Jobs of different shards may work in the folder at the same time; a job of the whole run works alone.
+    identity: as in JSON; decides whether visits belong together. about: config and provenance, for people.
     Raises UserError if another process works in the folder, if it holds a run with another identity, or visits without
     run.json.
     """
-    with ExitStack() as held:
-        with _locked(folder / ".lock-run.json", timeout=-1):  # no other job starts meanwhile
-            held.enter_context(_locked(folder / f".lock{part}"))
-            shards = [lock for lock in folder.glob(".lock-*-of-*") if lock.name != f".lock{part}"]
-            for other in [folder / ".lock"] if part else shards:
-                with _locked(other):  # raises if it is held
-                    pass
-            with suppress(InUseError, OSError), ExitStack() as none_works:
-                if all(none_works.enter_context(_locked(shard)) for shard in shards):
-                    for partial in folder.glob(".*.partial"):  # what a killed process was writing
-                        partial.unlink(missing_ok=True)
-            if not (folder / "run.json").exists():
-                if files_of(folder, "visits"):
-                    raise UserError(f"{folder}: holds visits but no run.json; give another folder with out=FOLDER")
-                content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
-                write_whole(folder / "run.json", json.dumps(content, indent=2, default=str) + "\n")
-            content = read_about(folder / "run.json")
-            check_same(folder, "run", content["identity"], identity)
-        yield RunStore(folder, part, content)
+    with _locked(folder / ".lock"):
+        with suppress(OSError):
+            for partial in folder.glob(".*.partial"):  # what a killed process was writing
+                partial.unlink(missing_ok=True)
+        if not (folder / "run.json").exists():
+            if files_of(folder, "visits"):
+                raise UserError(f"{folder}: holds visits but no run.json; give another folder with out=FOLDER")
+            content = {"schema": VERSION, "fingerprint": fingerprint(identity), "identity": identity, **about}
+            write_whole(folder / "run.json", json.dumps(content, indent=2, default=str) + "\n")
+        content = read_about(folder / "run.json")
+        check_same(folder, "run", content["identity"], identity)
+        yield RunStore(folder, content)
 
 
 @contextmanager
-def _locked(file: Path, timeout: float = 0) -> Iterator[bool]:
-    """Hold a lock file in a run folder, created if missing: whether the file system can lock it. Raises UserError.
-
-    timeout: seconds, -1 for no limit.
-    """
-    lock = FileLock(file, timeout=timeout)
+def _locked(file: Path) -> Iterator[None]:
+    """Hold a lock file in a run folder, created if missing. Raises UserError."""
+    lock = FileLock(file, timeout=0)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
@@ -164,15 +142,14 @@ def _locked(file: Path, timeout: float = 0) -> Iterator[bool]:
     try:
         lock.acquire()
     except Timeout as error:
-        last = [events[-1] for events in read_jobs(file.parent).values()]
+        last = read_jobs(file.parent)[-1:]
         jobs = [event for event in last if event["event"] == "begin"]
         others = [f"process {job['process']} on {job['host']} since {job['time']}" for job in jobs] or ["preparing"]
-        message = f"{file.parent}: another process is working in this run folder ({', '.join(others)})"
-        raise InUseError(message) from error
+        raise UserError(f"{file.parent}: another process is working in this run folder ({others[0]})") from error
     except OSError as error:  # some cluster file systems do not support locks
         log.warning("%s: cannot be locked (%s); make sure that only one process works in it", file.parent, error)
     try:
-        yield lock.is_locked
+        yield
     finally:
         lock.release()
 
@@ -221,12 +198,9 @@ def read_visits(folder: Path) -> list[Visit]:
     return [line.value for line in first.values()]
 
 
-def read_jobs(folder: Path) -> dict[Path, list[dict[str, Any]]]:
-    """{jobs file: the begins and ends of its jobs}. Raises UserError."""
-    jobs: dict[Path, list[dict[str, Any]]] = {}
-    for line in _sound_lines(folder, "jobs"):
-        jobs.setdefault(line.file, []).append(line.value)
-    return jobs
+def read_jobs(folder: Path) -> list[dict[str, Any]]:
+    """The begins and ends of the run's jobs, in order. Raises UserError."""
+    return [line.value for line in _sound_lines(folder, "jobs")]
 
 
 def read_planned(folder: Path) -> list[tuple[str, str]] | None:
@@ -242,10 +216,8 @@ def read_planned(folder: Path) -> list[tuple[str, str]] | None:
 
 
 def files_of(folder: Path, name: str) -> list[Path]:
-    """The files of a run's "visits" or "jobs": the whole run's, then each shard's; gzipped ones in a campaign."""
-    whole = [folder / f"{name}.jsonl.gz", folder / f"{name}.jsonl"]
-    shards = [*folder.glob(f"{name}-*-of-*.jsonl.gz"), *folder.glob(f"{name}-*-of-*.jsonl")]
-    return [*(file for file in whole if file.exists()), *sorted(shards)]
+    """The files of a run's "visits" or "jobs" that are there, the gzipped one of a campaign first."""
+    return [file for end in (".jsonl.gz", ".jsonl") if (file := folder / f"{name}{end}").exists()]
 
 
 @dataclass(frozen=True)
@@ -283,8 +255,8 @@ def _sound_lines(folder: Path, name: str) -> list[_Line]:
     for line in lines:
         if line.fault is not None:
             raise UserError(
-                f"{line.file}:{line.number}: {line.fault}. Nothing was changed: run the run's command again, without "
-                "shard=, which sets such lines aside and measures their examples. Or start a new run with out=FOLDER"
+                f"{line.file}:{line.number}: {line.fault}. Nothing was changed: run the run's command again, which "
+                "sets such lines aside and measures their examples. Or start a new run with out=FOLDER"
             )
     return lines
 

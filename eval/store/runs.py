@@ -162,11 +162,6 @@ class StoredRun:
         return read_planned(self.folder)
 
     @property
-    def unvisited(self) -> set[tuple[str, str]]:
-        """(dataset, id) of each planned example without a visit."""
-        return {*(self.planned or ())} - {visit.key for visit in self.visits}
-
-    @property
     def unfinished(self) -> str:
         """`lacking` of all arms and datasets."""
         return self.lacking(self.arms)

@@ -116,24 +116,6 @@ class Fidelity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """The prompt's tokens that hold the answer.
-
-    evidence_tokens: their number.
-    evidence_prefill, evidence_revived: [layers] 0 to 1, the shares of them that are computed in prefill, and later.
-    evidence_recall: the last layer's share in prefill. In a later turn, tokens computed by earlier turns count as
-        prefill if the method continues from them.
-    """
-
-    __pydantic_config__ = _STRICT
-
-    evidence_tokens: int
-    evidence_recall: float = field(metadata=_PERCENT)
-    evidence_prefill: list[float]
-    evidence_revived: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Answer:
     """An arm's answer in one turn, scored, with what is known of it.
 
@@ -142,7 +124,6 @@ class Answer:
     score: the dataset's metric, 0 to 1; None without one.
     rouge_l: rouge-score's ROUGE-L if the metric is ROUGE, else None.
     fidelity: None of the baseline's own answer, and without a baseline.
-    evidence: None if it is unknown which tokens hold the answer.
     """
 
     __pydantic_config__ = _STRICT
@@ -154,7 +135,6 @@ class Answer:
     times: Times
     cost: Cost
     fidelity: Fidelity | None = None
-    evidence: Evidence | None = None
 
 
 def _scales(kind: type) -> dict[str, float]:
@@ -164,7 +144,7 @@ def _scales(kind: type) -> dict[str, float]:
 
 
 # {part of an answer, "" for itself: {its number, a column of the frames of the same name: the column's factor}}
-_PARTS = {"": Answer, "times": Times, "cost": Cost, "fidelity": Fidelity, "evidence": Evidence}
+_PARTS = {"": Answer, "times": Times, "cost": Cost, "fidelity": Fidelity}
 _NUMBERS = {part: _scales(kind) for part, kind in _PARTS.items()}
 SCALES: dict[str, float] = {name: scale for scales in _NUMBERS.values() for name, scale in scales.items()}
 # The frames' columns of an answer: its numbers, the mean decoding step, the number of generated tokens, and 100 for an

@@ -28,7 +28,7 @@ SHAPE = SimpleNamespace(
 )  # fmt: skip
 QUICK = (
     "dataset=[lookup,shots]",
-    "limit=2",
+    "limit=4",
     "max_new_tokens=2",
     "warmup=0",
     "threads=1",
@@ -199,7 +199,7 @@ def test_study_of_real_runs(
     assert len(list(Path("study/trials").iterdir())) == 2  # a run for each schedule
     both = {case.key for case in prepare(run_of("dataset=[lookup,shots]", "limit=4")).cases}
     assert len(keys["study/trials"]) == len(keys["runs"]) == 4
-    assert keys["study/trials"] | keys["runs"] == both  # the search touches nothing of the other split
+    assert keys["study/trials"] | keys["runs"] == both  # the search touches nothing of the other half
     table = pd.read_csv("study/schedules.csv")
     assert len(table) == 2
     content = yaml.safe_load(Path("study/tuned.yaml").read_text())
@@ -216,7 +216,7 @@ def test_study_of_real_runs(
     assert prepare(run).identity["arms"]["lazy"]["method"]["schedule"] == schedule
     monkeypatch.setattr(eval.run.decode, "generate", None)  # nothing is measured again
     tune(config_of(*QUICK))
-    for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "tuned_on: "), ("method.revive=false", "arms.")):
+    for changed, named in (("seed=1", "seed: 0 there"), ("limit=2", "tuned_on: "), ("method.revive=false", "arms.")):
         with pytest.raises(UserError, match=named):
             tune(config_of(*QUICK, changed))
 

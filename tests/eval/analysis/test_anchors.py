@@ -42,16 +42,6 @@ def test_whole_parts_stand_beside_what_is_published() -> None:
     assert anchors(Results([stored(over(code), "baseline", model="llama2")])).frame.empty  # sizes are unknown
 
 
-def test_mean_of_ruler_is_of_its_length() -> None:
-    names = tuple(data.name for data in SUITES["ruler"].datasets)
-    found = {
-        length: anchors(Results([run_of("llama3.1-8b", names, ruler={"length": length})])).frame["published"].tolist()
-        for length in (4096, 8192, 16384)
-    }
-    assert found == {4096: [95.5], 8192: [93.8], 16384: []}
-    assert anchors(Results([run_of("llama3.1-8b", names[1:], ruler={"length": 4096})])).frame.empty
-
-
 def test_published_scores_name_parts_that_exist_and_their_source() -> None:
     rows: Any = pd.read_csv(PUBLISHED / "anchors.csv", keep_default_na=False)
     for row in rows.to_dict("records"):

@@ -49,8 +49,7 @@ def test_tables_do_not_depend_on_the_order_of_runs() -> None:
 
 def test_tables_name_random_weights() -> None:
     flops = {"prefill_flops": 50, "baseline": {"prefill_flops": 100}}
-    shares = {"evidence_prefill": [1.0], "evidence_revived": [0.0], "evidence_recall": 1.0}
-    measured = {"kl": 0.1} | shares | flops
+    measured = {"kl": 0.1} | flops
     runs = [preset("lazy", over(("hops",), **measured)), swept("lazy", "1.5x", [0.1], [1])]
     for run in runs:
         run.identity["load_format"] = "dummy"

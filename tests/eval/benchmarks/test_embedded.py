@@ -82,16 +82,15 @@ def test_turns_ask_for_eight_needles_as_training_does(name):
         spans = [needles(name, eight.context, one["input"], one["answers"][0]) for one in asked]
         assert all(spans)
         assert len(set(spans)) == 8
-        assert spans == [eight.evidence, *(turn.evidence for turn in eight.turns)]
 
 
 @pytest.mark.parametrize("name", embedded.TEMPLATES)
-def test_rows_have_the_stated_tokens_evidence_and_answers_that_fit(name):
+def test_rows_have_the_stated_tokens_needles_and_answers_that_fit(name):
     for example in examples_of(name):
         row, tokenizer = example.official, tiny()[1]
         assert len(tokenizer(embedded.TEMPLATES[name].format(**row)).input_ids) == int(row["_id"].split("-")[2])
         said = row["answers"][0].strip().removeprefix("Paragraph ")
         ids = tokenizer(f" {said}", add_special_tokens=False).input_ids
         assert len(ids) + 2 <= embedded.MAX_NEW_TOKENS[name]  # full stop and end token
-        assert example.evidence == needles(name, row["context"], row["input"], example.answers[0])
-        assert len(example.evidence) == {"hops": 2, "digest": 6, "shots": 3}.get(name, 1)
+        found = needles(name, row["context"], row["input"], example.answers[0])
+        assert len(found) == {"hops": 2, "digest": 6, "shots": 3}.get(name, 1)

@@ -8,7 +8,6 @@ from eval.benchmarks import SUITES
 from eval.store.folder import read_visits
 from lazyllm.methods import METHODS
 from tests.eval import official
-from tests.eval.benchmarks.test_ruler import OFFICIAL_ROWS, SHARED
 from tests.eval.store.visits import flattened
 from tests.runs import measure, run_of
 
@@ -23,22 +22,25 @@ ARMS = {name: f"{{name:{name}}}" for name in METHODS if name != "baseline"} | {
     "lazy without revival": "{name:lazy,revive:false}",
 }
 LONGBENCH = [dataset.name for dataset in SUITES["longbench"].datasets]
-RULER = sorted({file.stem for file in OFFICIAL_ROWS} - {"vt"})  # for tiny's tokenizer, vt's example is too long
+RULER = ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe"]  # those of the shared rows
 
 
 @pytest.mark.slow
 @official.needs(official.LONGBENCH)
-@official.needs(SHARED / "ruler")
+@official.needs(official.RULER)
 @pytest.mark.parametrize(
-    ("names", "folder", "length"),
-    [(LONGBENCH, "longbench", "model.max_prompt_tokens=1000"), (RULER, "ruler/official", "ruler.length=2048")],
+    ("names", "folder", "settings"),
+    [
+        (LONGBENCH, "longbench", []),
+        (RULER, "ruler/rows", ["data.length=2048", *(f"dataset.{name}.truncate=true" for name in RULER)]),
+    ],
     ids=["longbench", "ruler"],
 )
-def test_every_method_measures_every_row(tmp_path: Path, names: list[str], folder: str, length: str) -> None:
-    pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
+def test_every_method_measures_every_row(tmp_path: Path, names: list[str], folder: str, settings: list[str]) -> None:
     arms = ",".join(f"{label}:{settings}" for label, settings in ARMS.items())
-    data = [f"dataset=[{','.join(names)}]", f"data.dir={SHARED / folder}", "limit=1", "max_new_tokens=3", "warmup=0"]
-    measure(run_of("model=tiny", *data, length, f"compare={{{arms}}}", f"out={tmp_path / 'run'}"), show=False)
+    data = [f"dataset=[{','.join(names)}]", f"data.dir={official.SHARED / folder}", *settings, "limit=1"]
+    run = ["model=tiny", "model.max_prompt_tokens=1000", "max_new_tokens=3", "warmup=0", f"compare={{{arms}}}"]
+    measure(run_of(*run, *data, f"out={tmp_path / 'run'}"), show=False)
     visits = [*map(flattened, read_visits(tmp_path / "run"))]
     assert [visit.dataset for visit in visits] == names
     for visit in visits:

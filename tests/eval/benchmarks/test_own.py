@@ -30,12 +30,12 @@ from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 
 ROWS = [
-    {"n": "a", "report": "aq copper. bq river.", "question": "Entry bq?", "answer": "river", "where": "bq river"},
-    {"n": "b", "report": "cq stone. dq maple.", "question": "Entry cq?", "answer": "stone", "where": "cq stone"},
+    {"n": "a", "report": "aq copper. bq river.", "question": "Entry bq?", "answer": "river"},
+    {"n": "b", "report": "cq stone. dq maple.", "question": "Entry cq?", "answer": "stone"},
 ]  # fmt: skip
 ABOUT: dict[str, Any] = {
     "template": "Notes: {report}\nQuestion: {question}", "context": "report", "answers": "answer", "metric": "f1",
-    "max_new_tokens": 4, "id": "n", "evidence": "where",
+    "max_new_tokens": 4, "id": "n",
 }  # fmt: skip
 LEFT_OUT = object()
 
@@ -75,8 +75,6 @@ def test_rows_of_any_file_are_the_same_examples_with_texts_as_they_stand_there(t
         assert (example.dataset, example.id, example.answers) == ("mine", row["n"], (row["answer"],))
         text = f"Notes: {row['report']}\nQuestion: {row['question']}"
         assert example.instruction + example.context + example.input == text
-        ((start, end),) = example.evidence
-        assert example.context[start:end] == row["where"]
     prompt = build_prompt(data.examples[0], data.dataset, tiny()[1])
     assert prompt.text.endswith("Notes: aq copper. bq river.\nQuestion: Entry bq?")
     assert [prompt.text[start:end] for start, end in prompt.context] == [ROWS[0]["report"]]
@@ -152,16 +150,13 @@ def test_a_bad_description_is_refused_by_its_key(changes: dict[str, Any], key: s
     [
         ({"question": None}, "f1", "question"),
         ({"question": "cq \ud800"}, "f1", "question. has half"),
-        ({"where": "nowhere"}, "f1", "where"),
-        ({"where": ""}, "f1", "where"),
-        ({"where": "q "}, "f1", "'q ' occurs 2 times in 'report': expected once"),
         ({"answer": [""]}, "f1", "answer"),
         *(
             ({"answer": bad}, "f1", "answer. must be a text or a number")
             for bad in ([None], [["x"]], {"text": "x"}, math.nan)
         ),
         ({"question": ["x"]}, "f1", "question. must be a text or a number"),
-        ({}, "number", "field 'answer': the metric number cannot score it"),
+        ({}, "retrieval", "answers must read 'Paragraph <number>', got 'stone'"),
     ],
 )
 def test_a_bad_row_is_named_by_file_number_and_field(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.prompts import build_prompt, end_token_ids, wrap_tokens
+from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.suite import Dataset, Example, Turn
 from lazyllm.errors import UserError
 from tests.eval import official
@@ -97,6 +97,22 @@ def test_llama2_prompts_equal_the_sentencepiece_pipelines(name):
         assert prompt.truncated == (before > 3500)
 
 
+@pytest.mark.parametrize(
+    ("chat", "around"), [("none", ("", "")), ("llama2", ("[INST]", "[/INST]")), ("auto", ("\x01<user>", "<model>"))]
+)
+def test_answer_prefix_follows_the_chat_template(chat, around):
+    tokenizer = Characters()
+    tokenizer.chat_template = "given"
+    row = Example("qasper", "one", " Who?", "0123456789", ("1",), instruction="In: ", answer_prefix=" Answer: it is")
+    prompt = prompt_of(row, tokenizer, chat=CHAT_FORMATS[chat])
+    assert prompt.text == f"{around[0]}In: 0123456789 Who?{around[1]} Answer: it is"
+    characters = list(prompt.token_ids[chat != "auto" :])  # the template has written BOS out
+    assert characters == [ord(letter) for letter in prompt.text]
+    assert [prompt.text[start:end] for start, end in prompt.context] == ["0123456789"]
+    assert prompt.spans is not None
+    assert len(prompt.spans) == len(prompt.token_ids)
+
+
 def test_the_template_is_what_the_chat_format_wrote():
     def written(prompt):
         return [prompt.text[slice(*place)] for place in prompt.template]
@@ -116,7 +132,7 @@ def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
     datasets = QASPER, DATASETS["trec"]
     wrapped, bare = (build_prompt(row, dataset, llama2(), chat=CHAT_FORMATS["llama2"]) for dataset in datasets)
     encode = sentencepiece().encode
-    assert wrap_tokens(llama2(), CHAT_FORMATS["llama2"]) == len(wrapped.token_ids) - len(encode("Who?")) == 8
+    assert len(wrapped.token_ids) - len(encode("Who?")) == 8
     assert list(wrapped.turns[0].token_ids) == [2, 1, *encode("[INST]Why, you?[/INST]")]
     assert list(wrapped.turns[1].token_ids) == [2, 1, *encode("[INST]\nAsk: why[/INST] Because")]
     assert list(bare.turns[0].token_ids) == encode("Why, you?")  # a word that is not in the answer's last line

@@ -12,20 +12,13 @@ from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
-from tests.eval.benchmarks import test_longbench, test_longbench_v2, test_scbench
+from tests.eval.benchmarks import test_longbench, test_longbench_v2
 from tests.eval.benchmarks.test_longbench import ROW, TURN
 
 V2 = test_longbench_v2.row(1)
 
 
-def scbench_row(dataset: str, turn: dict[str, Any]) -> dict[str, Any]:
-    """A row with changes in its second turn."""
-    values = test_scbench.row(dataset, 1)
-    values["multi_turns"][1] |= turn
-    return values
-
-
-# {suite: (how rows are written, a good row, the file in the folder)}; SCBench has a file for each dataset
+# {suite: (how rows are written, a good row, the file in the folder)}
 WRITTEN: dict[str, tuple[Any, Any, str]] = {
     "longbench": (test_longbench.write_rows, ROW, "qasper.jsonl"),
     "longbench_v2": (test_longbench_v2.write, test_longbench_v2.row(0), "data.json"),
@@ -68,37 +61,16 @@ BAD_ROWS = [
     ("longbench_v2", {name: value for name, value in V2.items() if name != "question"}, "field 'question'"),
     ("longbench_v2", V2 | {"_id": "id-0"}, "the same _id as in"),
     ("longbench_v2", "text", "expected a JSON object, got str"),
-    ("scbench_kv", test_scbench.row("scbench_kv", context=" "), "field 'context'"),
-    ("scbench_kv", test_scbench.row("scbench_kv", context=[]), "field 'context'"),
-    ("scbench_kv", test_scbench.row("scbench_kv", multi_turns=[]), "field 'multi_turns'"),
-    ("scbench_kv", "{'a': 1}", "not valid JSON"),
-    *(
-        (f"scbench_{name}", scbench_row(f"scbench_{name}", turn), f"turn 2 of field 'multi_turns': field '{field}'")
-        for name, turn, field in (
-            ("kv", {"answer": 3}, "answer"),
-            ("kv", {"input": None}, "input"),
-            ("vt", {"answer": "AAA"}, "answer"),
-            ("mf", {"answer": "7"}, "answer"),
-            ("mf", {"input": "What?"}, "input"),
-            ("choice_eng", {"answer": "x"}, "answer"),
-            ("summary_with_needles", {"task": "kv"}, "task"),
-            ("summary_with_needles", {"answer": "x"}, "answer"),
-        )
-    ),
 ]
 
 
 @pytest.mark.parametrize(("dataset", "bad", "named"), BAD_ROWS)
 def test_bad_row_is_named_or_skipped(dataset: str, bad: Any, named: str, tmp_path: Path) -> None:
     suite = SUITES[DATASETS[dataset].suite]
-    if suite.name == "scbench":
-        test_scbench.write(tmp_path, dataset, test_scbench.row(dataset), bad)
-        file = f"{dataset}.jsonl"
-    else:
-        write, good, file = WRITTEN[suite.name]
-        write(tmp_path, good, bad)
+    write, good, file = WRITTEN[suite.name]
+    write(tmp_path, good, bad)
     place = f"{tmp_path / file}{':' if file.endswith('.jsonl') else ', row '}2"
-    settings = DataSettings(tmp_path, options=suite.options and suite.options())
+    settings = DataSettings(tmp_path)
     with pytest.raises(UserError, match=rf"{re.escape(place)}: .*{named}.*data\.on_error=skip"):
         suite.load(DATASETS[dataset], settings)
     loaded = suite.load(DATASETS[dataset], replace(settings, on_error="skip"))

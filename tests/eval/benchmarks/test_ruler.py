@@ -1,273 +1,246 @@
-"""RULER's rows against official ones, and properties of every row at any length and for any tokenizer."""
+"""RULER as own rows: official rows, settings and scorers, rows in the hub's columns, and a run."""
 
-import hashlib
+import ast
 import json
-import re
+import runpy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from eval.benchmarks.ruler import RulerConfig, generator, sources
-from eval.benchmarks.ruler.sources import TASKS, read_tasks
-from eval.benchmarks.suite import DataSettings
+from eval.benchmarks import SUITES, own
+from eval.benchmarks.datasets import DATASETS, add_own
+from eval.benchmarks.metrics import dataset_score, score_example
+from eval.benchmarks.own import OwnDataset
+from eval.benchmarks.prompts import build_prompt
+from eval.benchmarks.suite import DataSettings, LoadedDataset
+from eval.cli import main
+from eval.run.arms import MethodAsked
+from eval.run.cases import prompts_of
+from eval.run.config import run_config
+from eval.store.results import Results
+from eval.store.runs import stored_runs
 from lazyllm.errors import UserError
-from tests.eval.official import SHARED
+from lazyllm.models.load import shape_of
+from lazyllm.spec import ModelSpec
+from tests.eval import official
+from tests.helpers import tiny
+from tests.runs import run_of
 
-OFFICIAL_ROWS = sorted((SHARED / "ruler" / "rows").glob("*/*.jsonl"))
-NEEDS_SHARED = pytest.mark.skipif(not OFFICIAL_ROWS, reason="../shared/ruler is absent")
-
-PROMPTS = {  # our own words, with the official placeholders
-    "niah": (
-        128,
-        "Some {type_needle_v} are hidden here.\n{context}\nWhat are all the {type_needle_v} for {query}?",
-        " The {type_needle_v} for {query} are",
-    ),
-    "variable_tracking": (30, "Track the names.\n\n{context}\nWhich names mean {query}?", " Answer: the {num_v} are: "),
-    "common_words_extraction": (120, "A list.\n{context}\nWhich 10 words are common?", " Answer: they are:"),
-    "freq_words_extraction": (50, "A code. {context}\nWhich three words are frequent?", " Answer: they are:"),
-    "qa": (32, "Documents follow.\n\n{context}\n\nQuestion: {query}", " Answer:"),
-}
-NEEDLES = {  # haystack, keys, values, keys in the text, values of each, keys asked for
-    "niah_single_1": ("noise", "words", "numbers", 1, 1, 1),
-    "niah_single_2": ("essay", "words", "numbers", 1, 1, 1),
-    "niah_single_3": ("essay", "words", "uuids", 1, 1, 1),
-    "niah_multikey_1": ("essay", "words", "numbers", 4, 1, 1),
-    "niah_multikey_2": ("needle", "words", "numbers", 1, 1, 1),
-    "niah_multikey_3": ("needle", "uuids", "uuids", 1, 1, 1),
-    "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
-    "niah_multiquery": ("essay", "words", "numbers", 1, 1, 4),
-}
-NEEDLE_FIELDS = ("type_haystack", "type_needle_k", "type_needle_v", "num_needle_k", "num_needle_v", "num_needle_q")
-OTHER_TASKS = {
-    "vt": ("variable_tracking", {"type_haystack": "noise", "num_chains": 1, "num_hops": 4}),
-    "cwe": ("common_words_extraction", {"freq_cw": 30, "freq_ucw": 3, "num_cw": 10}),
-    "fwe": ("freq_words_extraction", {"alpha": 2.0}),
-    "qa_1": ("qa", {"dataset": "squad"}),
-    "qa_2": ("qa", {"dataset": "hotpotqa"}),
-}
-SETTINGS = {
-    name: {"task": "niah", "args": dict(zip(NEEDLE_FIELDS, values, strict=True))} for name, values in NEEDLES.items()
-} | {name: {"task": kind, "args": args} for name, (kind, args) in OTHER_TASKS.items()}
-
-SENTENCES = [f"The {number} wolves of {place} ran." for number in range(40) for place in ("Oslo", "Rome", "Lima")]
+ROWS = official.RULER / "rows"
+FILES = sorted(ROWS.glob("*/*.jsonl"))
 
 
-def paragraph(article: int, number: int) -> dict[str, Any]:
-    golds = [{"text": f"{number} wolves"}, {"text": "wolves"}]
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    before = dict(DATASETS), dict(SUITES)
+    yield
+    for registered, old in zip((DATASETS, SUITES), before, strict=True):
+        for name in registered.keys() - old.keys():
+            del registered[name]
+
+
+def tasks(*overrides: str) -> dict[str, OwnDataset]:
     return {
-        "context": f"Paragraph {number} of {article}: {' '.join(SENTENCES[number : number + 4])}",
-        "qas": [
-            {"question": f"Why {number}?", "answers": [], "is_impossible": True},
-            {"question": f"Who is in {number} of {article}?", "answers": golds, "is_impossible": False},
-        ],
+        dataset.name: dataset for dataset in add_own(run_config(["model=tiny", "dataset=ruler", *overrides]).dataset)
     }
 
 
-SQUAD = {
-    "data": [
-        {"title": f"Article {article}", "paragraphs": [paragraph(article, number) for number in range(15)]}
-        for article in range(8)
-    ]
-}
-HOTPOTQA = [
-    {
-        "question": f"Which is {number}?",
-        "answer": f"answer {number}",
-        "context": [
-            [f"Title {number}-{place}", [SENTENCES[place], f" Here is answer {number}."]] for place in range(10)
-        ],
-        "supporting_facts": [[f"Title {number}-3", 1], [f"Title {number}-8", 0]],
-    }
-    for number in range(30)
-]
+def official_module(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(official.RULER / "official" / name))
 
 
-class WordTokenizer:
-    """Each word, mark and white space is a token: nothing is merged across white space."""
-
-    pattern = re.compile(r"[A-Za-z]{1,5}|\d|[^\w\s]|_|\n")
-
-    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[str]:
-        assert not add_special_tokens
-        return self.pattern.findall(text)
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def write_templates(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    tasks = {
-        kind: {"tokens_to_generate": tokens, "template": template, "answer_prefix": prefix}
-        for kind, (tokens, template, prefix) in PROMPTS.items()
-    }
-    (folder / "constants.py").write_text(f"import nothing_that_is_here\n\nTASKS = {tasks!r}")
-    (folder / "synthetic.yaml").write_text(json.dumps(SETTINGS))  # JSON is YAML
+def loaded(file: Path) -> LoadedDataset:
+    """An official file as the run loads it."""
+    return own.load(tasks(f"data.length={file.parent.name}")[file.stem], DataSettings(dir=file.parents[1]))
+
+
+@official.needs(official.RULER)
+def test_tasks_have_rulers_own_scorer_and_answer_length() -> None:
+    chosen = yaml.safe_load((official.RULER / "official" / "synthetic.yaml").read_text())
+    text = (official.RULER / "official" / "constants.py").read_text()
+    kinds = next(ast.literal_eval(part.value) for part in ast.parse(text).body if isinstance(part, ast.Assign))
+    scored = official_module("eval_constants.py")["TASKS"]
+    scorers = {kind: about["metric_fn"].__name__ for kind, about in scored.items()}
+    found = tasks()
+    assert found.keys() == chosen.keys()
+    for name, dataset in found.items():
+        kind = chosen[name]["task"]
+        assert (dataset.metric, dataset.max_new_tokens) == (scorers[kind], kinds[kind]["tokens_to_generate"])
+        assert (dataset.suite, dataset.where, dataset.truncate) == ("ruler", {"task": name}, False)
+
+
+@official.needs(ROWS)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.stem}-{file.parent.name}")
+def test_a_prompt_is_the_official_rows_text(file: Path) -> None:
+    data, rows = loaded(file), rows_of(file)
+    for example, row in zip(data.examples, rows, strict=True):
+        prompt = build_prompt(example, data.dataset, official.llama2())
+        assert prompt.text == row["input"] + row["answer_prefix"]
+        assert len(prompt.token_ids) - 1 + data.max_new_tokens == row["length"]  # RULER counts no BOS
+        assert example.answers == tuple(row["outputs"])
+        assert [prompt.text[start:end] for start, end in prompt.context] == [example.context]
+        assert all(output in example.context for output in row["outputs"])
+        assert example.input == row["input"].rpartition("\n")[2]  # the question is the last line
+
+
+@official.needs(ROWS)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.stem}-{file.parent.name}")
+def test_scores_equal_the_official_scorers(file: Path) -> None:
+    data = loaded(file)
+    score = official_module("eval_constants.py")[data.dataset.metric]
+    for answer_of in (
+        ", ".join,
+        lambda golds: golds[0],
+        lambda golds: " and ".join(golds[1:]).upper(),
+        lambda golds: f"1. {golds[-1]}\n2. none",
+        lambda golds: "none",
+    ):
+        answers = [answer_of(example.answers) for example in data.examples]
+        golds = [[*example.answers] for example in data.examples]
+        ours = [score_example(data.dataset, *pair) for pair in zip(answers, golds, strict=True)]
+        assert dataset_score(ours) == score(answers, golds)
+
+
+# Rows in RULER's forms, in words of our own. `question` begins where the hub's rows have it
+MADE: dict[str, tuple[str, str, str, list[str]]] = {  # {task: context, question, answer prefix, gold answers}
+    "niah_multiquery": (
+        "Numbers are hidden here.\nGo on. ak is: 12. What is it? bm is: 34.\n",
+        "What are all the special magic numbers for ak, and bm mentioned in the provided text?",
+        " The special magic numbers for ak, and bm mentioned in the provided text are",
+        ["12", "34"],
+    ),
+    "vt": (
+        "Learn this.\nVAR A = 1\nQuestion: Find all that are 1. Answer: A\nNow this.\nVAR B = 2\n",
+        "Question: Find all variables that are assigned the value 2 in the text above.",
+        " Answer: they are: ",
+        ["B"],
+    ),
+    "qa_1": (
+        "Answer the question based on the documents. Be brief.\n\nDocument 1: Ann sat.\n\nQuestion: no?\n\n",
+        "Answer the question based on the documents. Be brief.\n\nQuestion: Who sat?",
+        " Answer:",
+        ["Ann", "Ann B"],
+    ),
+}  # fmt: skip
+
+
+def written(folder: Path, length: int = 300, words: int = 0, more: Sequence[str] = ()) -> Path:
+    """The rows above as RULER's scripts write them, each after that many words and with more gold answers."""
+    (folder / str(length)).mkdir(parents=True)
+    for task, (context, question, prefix, golds) in MADE.items():
+        row = {
+            "index": 7,
+            "input": "word " * words + context + question,
+            "outputs": [*golds, *more],
+            "answer_prefix": prefix,
+        }
+        (folder / str(length) / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_templates(tmp_path_factory.mktemp("ruler"))
-    for name, corpus in (("squad.json", SQUAD), ("hotpotqa.json", HOTPOTQA)):
-        (folder / name).write_text(json.dumps(corpus))
-    (folder / "essay.txt").write_text("\n".join(SENTENCES))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tasks(folder):
-    return sources.parse_tasks(*((folder / name).read_bytes() for name in sources.OFFICIAL))
-
-
-@pytest.fixture
-def make(folder, tasks):
-    """Rows from the made templates, and from the made corpora unless another `data.dir` or none is given."""
-    pytest.importorskip("wonderwords", reason="the package wonderwords ([ruler]) is not installed")
-
-    def made(task, length, count=2, reserved=0, data_dir=folder, **options):
-        given: Any = {"haystack": str(folder / "essay.txt"), **options}
-        settings = DataSettings(data_dir, options=RulerConfig(length, **given))
-        return generator.rows(tasks[task], WordTokenizer(), settings, count, reserved)
-
-    return made
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_row_fits_and_holds_its_answers(task, make, tasks):
-    tokenizer, length, reserved = WordTokenizer(), 2500, 17
-    for row in make(task, length, seed=7, reserved=reserved):
-        prompt = row.official["input"] + row.official["answer_prefix"]
-        counted = len(tokenizer.encode(prompt, add_special_tokens=False, verbose=False))
-        assert row.official["length"] == counted + tasks[task].max_new_tokens
-        assert length * 0.5 < row.official["length_w_model_temp"] == row.official["length"] + reserved <= length
-        evidence = [row.context[start:end] for start, end in row.evidence]
-        assert evidence
-        assert all(any(output in text for text in evidence) for output in row.official["outputs"])
-        assert all(any(output in text for output in row.official["outputs"]) for text in evidence)
-        assert "{" not in prompt
-
-
-def test_needles_stand_between_sentences(make, folder):
-    row = make("niah_multiquery", 3000, count=1)[0]
-    assert len(row.official["outputs"]) == len(set(row.official["outputs"])) == len(row.evidence) == 4
-    text = row.official["input"].split("\n")[1]
-    for needle in [row.context[start:end] for start, end in row.evidence]:
-        assert re.search(rf"(^|ran\. |\d\. ){re.escape(needle)}( The| One|$)", text)
-        text = text.replace(needle, "")
-    words = text.split()
-    assert words == (" ".join(SENTENCES).split() * 9)[: len(words)]  # the text is repeated
-
-
-def test_folder_of_texts_is_one_text(make, folder, tmp_path):
-    half = len(SENTENCES) // 2
-    (tmp_path / "in").mkdir()
-    (tmp_path / "a.txt").write_text("\n".join(SENTENCES[:half]))
-    (tmp_path / "in" / "b.md").write_text("\n".join(SENTENCES[half:]))
-    (tmp_path / "picture.png").write_bytes(b"\xff")
-    assert make("niah_single_2", 3000, haystack=str(tmp_path)) == make("niah_single_2", 3000)
-
-
-def test_qa_question_has_its_own_documents_first(make):
-    row = make("qa_1", 2500, count=3)[2]
-    assert row.official["input"].endswith("Question: Who is in 2 of 0?")
-    assert row.official["outputs"] == ["2 wolves", "wolves"]
-    documents = re.findall(r"Document (\d+):\n(.*)", row.official["input"])
-    assert [int(number) for number, _ in documents] == list(range(1, len(documents) + 1))
-    texts = [text for _, text in documents]
-    assert sum(" of 0:" in text for text in texts) == 15  # all of its article, before any other
-    assert len(set(texts)) == len(texts) > 15
-    assert [row.context[start:end] for start, end in row.evidence] == [
-        text for text in texts if text.startswith("Paragraph 2 of 0")
+def on_hub(length: int = 4096) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    """The same as simonjegou/ruler has them: the space before the answer prefix ends the question."""
+    names = ("context", "question", "answer_prefix", "answer")
+    rows = [
+        dict(zip(names, (context, f"{question} ", prefix[1:], golds), strict=True))
+        | {"task": task, "max_new_tokens": 5}
+        for task, (context, question, prefix, golds) in MADE.items()
     ]
+    return {("simonjegou/ruler", str(length), "test"): rows}
 
 
-def test_qa_documents_repeat_if_they_are_too_few(make):
-    row = make("qa_2", 30_000, count=1)[0]
-    assert row.official["input"].count("Title 7-4\n") >= 2
+def test_rows_of_the_hub_and_of_a_folder_make_the_same_prompts(tmp_path: Path, hub_rows: Any) -> None:
+    written(tmp_path, 8192)
+    hub_rows.update(on_hub(8192))
+    found = tasks("data.length=8192")
+    for task, (context, question, prefix, golds) in MADE.items():
+        for settings in (DataSettings(), DataSettings(dir=tmp_path)):
+            (example,) = own.load(found[task], settings).examples
+            assert build_prompt(example, found[task], tiny()[1]).text == context + question + prefix
+            assert (example.context, example.input.strip(), example.answers) == (context, question, tuple(golds))
+    with pytest.raises(UserError, match="simonjegou/ruler, 8192: no usable row"):
+        own.load(found["cwe"], DataSettings())
 
 
-def test_hub_rows_give_the_same_rows_as_the_official_files(make, hub_rows):
-    squad = hub_rows["rajpurkar/squad_v2", None, "validation"] = []
-    for article in SQUAD["data"]:
-        for paragraph in article["paragraphs"]:
-            shared = {"title": article["title"], "context": paragraph["context"]}
-            for asked in paragraph["qas"]:
-                answers = {"text": [answer["text"] for answer in asked["answers"]]}
-                squad.append(shared | {"question": asked["question"], "answers": answers})
-    hotpotqa = hub_rows["hotpotqa/hotpot_qa", "distractor", "validation"] = []
-    for row in HOTPOTQA:
-        titles, texts = zip(*row["context"], strict=True)
-        facts = {"title": [title for title, _ in row["supporting_facts"]], "sent_id": [1, 0]}
-        hotpotqa.append(row | {"context": {"title": titles, "sentences": texts}, "supporting_facts": facts})
-    for task in ("qa_1", "qa_2"):
-        assert make(task, 2500, data_dir=None) == make(task, 2500)
+def test_rows_without_the_column_or_the_question_are_refused(tmp_path: Path, hub_rows: Any) -> None:
+    written(tmp_path, 4096)
+    file, vt = tmp_path / "4096" / "vt.jsonl", tasks()["vt"]
+    file.write_text(file.read_text().replace("Question: ", ""))
+    with pytest.raises(UserError, match=r"vt\.jsonl:1: field 'input': no question is in it: expected 'What "):
+        own.load(vt, DataSettings(dir=tmp_path))
+    hub_rows["simonjegou/ruler", "4096", "test"] = [{"kind": "vt", "answer": ["B"]}]
+    with pytest.raises(UserError, match="where: no column 'task': the rows have kind, answer"):
+        own.load(vt, DataSettings())
 
 
-def test_cwe_needs_a_second_list_for_more_words_than_wonderwords(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        generator, "words", lambda *kinds: [[f"{kind}{number}" for number in range(99)] for kind in kinds]
-    )
-    with pytest.raises(UserError, match=r"data\.dir=FOLDER with english_words\.json"):
-        make("cwe", 40_000)
-    (tmp_path / "english_words.json").write_text(json.dumps({str(number): f"w{number}x" for number in range(20_000)}))
-    row = make("cwe", 40_000, data_dir=tmp_path)[0]
-    assert all(re.fullmatch(r"w\d+x", output) for output in row.official["outputs"])
-    (tmp_path / "english_words.json").write_text("{}")
-    with pytest.raises(UserError, match=r"cwe needs 4096 different words .*, but english_words\.json has 0"):
-        make("cwe", 40_000, data_dir=tmp_path)
+def test_tasks_are_chosen_by_name_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = f"data.dir={written(tmp_path)}"
+
+    def names(*overrides: str) -> list[str]:
+        return [dataset.name for dataset in run_of("model=tiny", "data.length=300", folder, *overrides).datasets]
+
+    assert names("dataset=ruler") == ["niah_multiquery", "vt", "qa_1"]
+    left_out = "niah_single_1, niah_single_2, niah_single_3, niah_multikey_1, niah_multikey_2, niah_multikey_3, "
+    left_out += "niah_multivalue, cwe, fwe, qa_2"
+    assert caplog.messages == [f"left out: {left_out}: its file is not in {tmp_path / '300'}"]
+    assert names("dataset=[vt,qa_1]") == ["vt", "qa_1"]
+    assert names("dataset=ruler", "dataset.vt=false") == ["niah_multiquery", "qa_1"]
+    for dataset in ("cwe", "[cwe,fwe]"):
+        with pytest.raises(UserError, match="cwe: its file is not in"):
+            names(f"dataset={dataset}")
+    with pytest.raises(UserError, match=r"dataset=vt, lookup: expected own datasets alone"):
+        names("dataset=[vt,lookup]")
 
 
-def test_pairs_are_all_pairs_sorted():
-    adjectives = ["well", "well-made", "a", "ab", "a-b", "well-", "zoo", "a"]
-    nouns = ["made-cup", "cup", "ant", "b-cup", "zebra", "made", "cup"]
-    pairs = sources.Pairs(adjectives, nouns)
-    assert list(pairs) == sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})
-    with pytest.raises(IndexError):
-        pairs[len(pairs)]
+def test_without_a_network_or_a_folder_a_line_says_what_to_give(tmp_path: Path, no_hub: None) -> None:
+    out = "give data.dir=FOLDER with 8192/vt.jsonl, or run once with a network"
+    with pytest.raises(UserError, match=rf"^vt: simonjegou/ruler is not cached and cannot be downloaded: {out}"):
+        run_of("model=tiny", "dataset=vt", "data.length=8192")
 
 
-def test_templates_other_than_the_pinned_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"constants\.py is missing"):
-        read_tasks(tmp_path)
-    write_templates(tmp_path)
-    with pytest.raises(UserError, match=r"constants\.py: differs from RULER's own .*/c3f5e3b"):
-        read_tasks(tmp_path)
+@pytest.mark.parametrize(("words", "is_refused"), [(400, False), (5000, True)])
+def test_a_prompt_is_whole_or_refused(tmp_path: Path, words: int, is_refused: bool) -> None:
+    folder = written(tmp_path, words=words)
+    run = ["dataset=vt", f"data.dir={folder}", "data.length=300", "model.max_prompt_tokens=100"]
+    if is_refused:
+        with pytest.raises(UserError, match=r"exceed the model's 4096 positions: choose shorter rows"):
+            prompts_of(run_of("model=tiny", *run))
+    else:
+        (case,) = prompts_of(run_of("model=tiny", *run))
+        assert not case.prompt.truncated
+        assert case.prompt.text.count("word ") == words
 
 
-@NEEDS_SHARED
-def test_hash_in_the_rows_is_of_the_official_files():
-    content = b"".join((SHARED / "ruler" / "official" / name).read_bytes() for name in sources.OFFICIAL)
-    assert hashlib.sha256(content).hexdigest() == sources.OFFICIAL_SHA256
+def test_a_target_speedup_is_solved_for_the_rows_length() -> None:
+    def keep(length: int) -> float:
+        vt, shape = tasks(f"data.length={length}")["vt"], shape_of(ModelSpec("llama2", "dummy"))
+        arm = MethodAsked.of({"name": "random_drop", "keep": "2x"}).arm("random_drop", [vt], shape)
+        return arm.solved["vt"]["keep"]
+
+    # attention's share of the arithmetic grows with the length, and dropping a token saves more of it
+    assert keep(16384) > keep(4096)
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "message"),
-    [
-        *(
-            (task, {"length": 140}, rf"ruler\.length=140 is too short for {task}: .* give a larger")
-            for task in ("niah_single_1", "vt", "cwe", "fwe", "qa_1")
-        ),
-        ("vt", {"reserved": 450}, "vt cannot be made with this tokenizer: its worked example .* 500 tokens"),
-        ("niah_single_3", {"haystack": None}, r"niah_single_3 hides its needles in a text: give ruler\.haystack="),
-        ("niah_single_3", {"haystack": "nowhere"}, "nowhere: cannot be read"),
-        ("qa_2", {"count": 31}, "qa_2 has 30 questions, but 31 rows were requested"),
-    ],
-)
-def test_rows_that_cannot_be_made_are_refused(task, options, message, make):
-    with pytest.raises(UserError, match=message):
-        make(task, **{"length": 4096} | options)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("squad.json", "{", "not valid JSON"),
-        ("squad.json", '{"data": [{"paragraphs": [{}]}]}', "not in the official format of squad"),
-        ("squad.json", '{"data": []}', "holds no question"),
-        ("hotpotqa.json", '[{"question": "Why?"}]', "not in the official format of hotpotqa"),
-    ],
-)
-def test_malformed_corpora_are_refused(name, content, message, tmp_path, make, monkeypatch):
-    (tmp_path / name).write_text(content)
-    monkeypatch.setenv("HOME", str(tmp_path.parent))
-    with pytest.raises(UserError, match=rf"{name}: {message}"):
-        make("qa_1" if name == "squad.json" else "qa_2", 4096, data_dir=Path("~") / tmp_path.name)
+def test_a_run_comes_to_a_score_for_each_task_and_their_mean(tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows", more=[""])  # which every answer contains
+    run = ["dataset=ruler", f"data.dir={rows}", "data.length=300", "method=lazy", "warmup=0"]
+    assert main(["run", "model=tiny", *run, "max_new_tokens=4", "threads=1", f"out={tmp_path / 'run'}"]) == 0
+    for name in tasks():  # as in another process, which knows no such dataset before it reads the run
+        del DATASETS[name]
+    results = Results(stored_runs([tmp_path / "run"]))
+    table = results.by_task[results.by_task["method"] == "lazy"]
+    assert [(row["suite"], row["level"], row["name"]) for row in table.to_dict("records")] == [
+        *(("ruler", "dataset", name) for name in MADE),
+        ("ruler", "task", "own"),
+        ("ruler", "all", "all"),
+    ]
+    # one of three answers, one of two, any of three; then their mean
+    assert table["score"].tolist() == pytest.approx([33.33, 50, 100, 61.11, 61.11], abs=0.005)

@@ -1,7 +1,7 @@
 """Kills a run on `tiny` by SIGKILL many times, and compares the result with the same run without kills.
 
 python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together; 0: conversations of two
-                                                             turns, one by one, in two shards
+                                                             turns, one by one
 
 Three arms answer each example; one of them fails at some. This process imports everything once and forks. Each fork is
 a job that calls `eval.run.loop.measure` and dies by SIGKILL: half of them after a random time, the others after writing
@@ -87,8 +87,7 @@ def job(folder: Path, rows: int, before: Callable[[], None] = lambda: None) -> i
     try:
         os.chdir(folder)
         before()
-        for shard in ("1/2", "2/2") if rows == 0 else (None,):
-            eval.run.loop.measure(prepare(quick_run(rows).changed(shard=shard)), show=False)
+        eval.run.loop.measure(prepare(quick_run(rows)), show=False)
         status = 0
     finally:
         os._exit(status)
@@ -123,12 +122,12 @@ def die_at_size(size: int) -> None:
 
 def ends_in_half(folder: Path) -> bool:
     """Whether a file of visits ends in an incomplete line."""
-    return any(not file.read_bytes().endswith(b"\n") for file in folder.glob("visits*.jsonl") if file.stat().st_size)
+    return any(not file.read_bytes().endswith(b"\n") for file in folder.glob("visits.jsonl") if file.stat().st_size)
 
 
 def whole_lines(folder: Path) -> dict[str, list[bytes]]:
     """{file: its whole lines}"""
-    return {file.name: file.read_bytes().split(b"\n")[:-1] for file in sorted(folder.glob("visits*.jsonl"))}
+    return {file.name: file.read_bytes().split(b"\n")[:-1] for file in folder.glob("visits.jsonl")}
 
 
 def without_times(folder: Path) -> str:

@@ -175,7 +175,7 @@ def test_doctor_takes_a_runs_arguments_and_checks_what_the_run_reads(examined, t
     ("suite", "state", "says"),
     [
         ("longbench_e", "missing", "longbench_e is not in the cache: lazyllm-bench fetch dataset=longbench_e"),
-        ("ruler", "missing", "RULER's constants.py is not cached yet"),
+        ("ruler", "missing", "simonjegou/ruler is not cached"),
         ("longbench_v2", "missing", "THUDM/LongBench-v2 is not cached"),
         ("needle", "ok", "needle can be loaded"),
     ],

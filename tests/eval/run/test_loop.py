@@ -18,16 +18,14 @@ from eval.analysis.run_table import comparisons
 from eval.cli import main
 from eval.run.memory import free
 from eval.run.run import prepare
-from eval.store.folder import RunStore, read_about, read_visits
+from eval.store.folder import RunStore, read_visits
 from eval.store.results import Results
 from eval.store.runs import stored_runs
-from eval.store.visit import Visit
 from lazyllm import Generation
 from lazyllm.engine.flops import attention_ceiling
-from lazyllm.errors import FailedExamplesError, UserError
+from lazyllm.errors import UserError
 from lazyllm.methods import TriangleMix, XAttention
 from lazyllm.models.load import load_weights
-from tests.eval.run.kill_run import outcomes
 from tests.eval.store.test_folder import full_disk
 from tests.runs import measure, small_run
 
@@ -116,20 +114,6 @@ def test_later_visit_holds_the_missing_arms_and_the_baseline_for_the_clock(tmp_p
     assert frame.query("counts")["arm"].tolist() == ["baseline", "one", "two"]  # the first baseline counts
 
 
-@pytest.mark.slow
-def test_shard_in_which_all_fails_leaves_the_others_alone(tmp_path: Path, monkeypatch) -> None:
-    first, second = (small_run(tmp_path / "run", shard=f"{number}/2") for number in (1, 2))
-    failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("no kernel image")))
-    result = measure(first, show=False)
-    assert result.unvisited
-    failed = sum(len(visit.failures) for visit in read_visits(tmp_path / "run"))
-    assert 0 < failed < 12
-    assert f"{failed} answers failed and are not in the table" in result.failures
-    with pytest.raises(FailedExamplesError, match=r"no answer: 12 answers failed"):
-        measure(second, show=False)
-    assert not (tmp_path / "run" / "summary.json").exists()
-
-
 @pytest.mark.parametrize(("sweep", "calls"), [([], [0]), (["-m"], [4, 5])])
 def test_run_ends_with_3_if_answers_failed(tmp_path: Path, monkeypatch, capsys, sweep: list[str], calls) -> None:
     """Of a sweep's three jobs, all answers of the last one fail."""
@@ -197,27 +181,6 @@ def test_arm_out_of_reach_is_left_out_with_a_line(tmp_path: Path, caplog) -> Non
         _ = prepare(run.changed(compare={"fastkv": asked["fastkv"]})).arms
     with pytest.raises(UserError, match="takes no preset as layer=2x"):  # a mistake is one still
         _ = prepare(run.changed(compare=asked | {"mine": {"name": "static_pruning", "layer": "2x", "keep": 0.5}})).arms
-
-
-def test_shards_visit_each_example_once_and_the_last_makes_the_table(tmp_path: Path, monkeypatch) -> None:
-    whole = measure(small_run(tmp_path / "whole"), show=False)
-    shards = [small_run(tmp_path / "run").changed(shard=f"{number}/3") for number in (1, 2, 3)]
-    results = [measure(shard, show=False) for shard in shards]
-    assert [len(result.unvisited) for result in results] == [4, 2, 0]
-    about, visits = read_about(tmp_path / "run/run.json"), read_visits(tmp_path / "run")
-    assert about["identity"] == read_about(tmp_path / "whole/run.json")["identity"]
-    assert about["config"]["shard"] is None
-    files = [(tmp_path / "run" / f"visits-{number}-of-3.jsonl").read_text().splitlines() for number in (1, 2, 3)]
-    assert [len(file) for file in files] == [2, 2, 2]
-    assert [Visit.from_json(line) for file in files for line in file] == visits
-    assert outcomes(tmp_path / "run") == outcomes(tmp_path / "whole")
-    assert len(outcomes(tmp_path / "run")) == 12
-    assert results[2].rows["score"].tolist() == whole.rows["score"].tolist()
-    failing(monkeypatch, dict.fromkeys(range(99), RuntimeError("measured again")))
-    for shard in (None, "1/2"):
-        assert not measure(shards[0].changed(shard=shard), show=False).unvisited
-    # more shards than examples: some have nothing to do
-    assert measure(small_run(tmp_path / "new").changed(shard="7/7"), show=False).unvisited
 
 
 def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -85,13 +85,11 @@ def test_first_tokens_of_a_visit_come_in_its_order_with_nothing_between_them(
 
 
 @pytest.mark.slow
-def test_batched_shards_with_forced_answers_traces_and_evidence_are_a_single_run(tmp_path: Path) -> None:
-    model = ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=520)  # the evidence is not cut
+def test_batched_run_with_forced_answers_and_traces_are_a_single_run(tmp_path: Path) -> None:
+    model = ModelConfig(name="tiny", dtype="float32", device="cpu", max_prompt_tokens=520)
     settings: dict[str, Any] = dict(model=model, max_new_tokens=6, trace=1, fidelity="answer")
     measure_run(small_run(tmp_path / "single", **settings), show=False)
-    batched = small_run(tmp_path / "batched", batch_size=4, **settings)
-    for shard in ("1/2", "2/2"):
-        measure_run(batched.changed(shard=shard), show=False)
+    measure_run(small_run(tmp_path / "batched", batch_size=4, **settings), show=False)
     single, found = ({v.key: untimed(v) for v in read_visits(tmp_path / name)} for name in ("single", "batched"))
     assert len(found) == 6
     for key, visit in found.items():
@@ -99,7 +97,6 @@ def test_batched_shards_with_forced_answers_traces_and_evidence_are_a_single_run
             (ours,), (theirs,) = (one["answers"]["lazy"] for one in (visit, single[key]))
             assert ours["fidelity"].pop(forced) == pytest.approx(theirs["fidelity"].pop(forced), abs=1e-5)
         assert visit == single[key]
-    assert any(visit["answers"]["lazy"][0]["evidence"] is not None for visit in found.values())
     traces = {name: {file.name for file in (tmp_path / name / "traces").iterdir()} for name in ("single", "batched")}
     assert traces["batched"] == traces["single"]
     assert len(traces["single"]) == 2

@@ -250,10 +250,10 @@ def test_plan_counts_each_arm_once_and_the_warm_ups() -> None:
     assert again[0].work == again[2].work
 
 
-def test_sweep_lists_each_arm_without_shards_and_logs_those_out_of_reach(caplog: pytest.LogCaptureFixture) -> None:
+def test_sweep_lists_each_arm_and_logs_those_out_of_reach(caplog: pytest.LogCaptureFixture) -> None:
     two = "compare={lazy: {name: lazy, schedule: 2x}, fastkv: {name: fastkv, keep: 2x}}"
     sweep = ["model=tiny", "dataset=lookup", "limit=1", two, "seed=0,1"]
-    planned = costs([*sweep, "shard=1/2,2/2"], ACCELERATORS["h100"])
+    planned = costs(sweep, ACCELERATORS["h100"])
     assert [one.arm for one in planned] == ["baseline", "lazy"] * 2
     assert "left out: fastkv: method 'fastkv' cannot reach an ideal TTFT speedup of 2.0" in caplog.text
     assert min(one.seconds for one in planned) > 0

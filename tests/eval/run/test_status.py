@@ -29,11 +29,11 @@ def make(folder: Path, done: int, planned: int | None = None, **identity: Any) -
     return folder
 
 
-def job(folder: Path, part: str = "", host: str = "", process: int = 1, ended: bool = True, error: str | None = None):
+def job(folder: Path, host: str = "", process: int = 1, ended: bool = True, error: str | None = None):
     """Lines as a job leaves them."""
     begin = {"event": "begin", "time": BEGAN, "host": host or socket.gethostname(), "process": process, "examples": 4}
     events = [begin, *([{"event": "end", "time": ENDED, "error": error}] if ended else [])]
-    with (folder / f"jobs{part}.jsonl").open("a") as opened:
+    with (folder / "jobs.jsonl").open("a") as opened:
         opened.writelines(json.dumps(event) + "\n" for event in events)
 
 
@@ -98,20 +98,10 @@ def test_last_job_decides_until_the_run_is_done(settings: dict[str, Any], state:
     assert one(tmp_path).state == "done"
 
 
-def test_shards_that_have_not_ended_are_named(tmp_path: Path) -> None:
-    folder = make(tmp_path / "a", 2, 4)
-    job(folder, "-1-of-4")
-    job(folder, "-2-of-4", error="UserError: No space left")
-    job(folder, "-4-of-4", error="KeyboardInterrupt: ")
-    assert one(tmp_path).state == "failed"
-    (folder / "jobs-2-of-4.jsonl").unlink()
-    assert one(tmp_path).why.endswith("2 examples missing; the same command goes on with shard=2/4,3/4,4/4")
-
-
 def test_living_process_is_running(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", 2, 4)
     with subprocess.Popen(["sleep", "1000"]) as process:
-        job(folder, "-2-of-3", process=process.pid, ended=False)
+        job(folder, process=process.pid, ended=False)
         assert (one(tmp_path).state, one(tmp_path).why) == ("running", "")
         process.kill()
     assert one(tmp_path).why.startswith("job-2-of-3 began at")

@@ -171,19 +171,6 @@ def test_revived_tokens_are_counted_turn_by_turn() -> None:
     assert sum(one.revived_tokens for one in measured[1:]) > 0
 
 
-def test_evidence_of_a_turn_counts_tokens_computed_by_its_first_one() -> None:
-    spans, turns = case().prompt.spans, case().prompt.turns
-    out = lazyllm.generate(model(), case().prompt.as_input(), METHOD, 8, END_IDS)
-    kept = set(out.selected[0][2])
-    for turn, measured in zip(turns, turns_of().answers["method"][1:], strict=True):
-        [(start, stop)] = turn.evidence
-        assert case().prompt.text[start:stop].split()[1] == turn.text.split()[-1]
-        tokens = [number for number, (low, high) in enumerate(spans.tolist()) if low < stop and high > start]
-        share = sum(token in kept for token in tokens) / len(tokens)
-        assert measured.evidence_prefill == [1, 1, *[share] * 6]
-        assert measured.evidence_revived == [0] * 8
-
-
 def test_more_turns_than_a_row_has_are_refused(caplog) -> None:
     with pytest.raises(UserError, match="turns=9: a row of the embedded suite has up to 8 questions"):
         run_of(turns=9)

@@ -21,7 +21,7 @@ from tests.eval.store.visits import flat
 NAN = float("nan")
 RESAMPLES = 2000
 PERCENT = {
-    "score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer", "evidence_recall",
+    "score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer",
 }  # fmt: skip
 SPEEDUPS = {
     "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "equal_length_speedup": "equal_length_s",
@@ -37,7 +37,7 @@ PLAIN = (
     "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s", "generated_tokens",
     "pct_answered", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
     "prefill_mfu", "attention_ceiling", "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer",
-    "answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood", "evidence_tokens", "evidence_recall",
+    "answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood",
     "tokens_computed", "revived_tokens", "tokens_computed_so_far", "total_s_so_far",
 )  # fmt: skip
 VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE, "answered_score")

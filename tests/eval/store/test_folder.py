@@ -26,8 +26,8 @@ ABOUT = {"config": {"model": {"name": "tiny", "paper": None}}}
 BEGIN = {"event": "begin", "time": "2026-11-21T10:00:00Z"}
 
 
-def opened(folder: Path, identity: dict[str, Any] = IDENTITY, part: str = "") -> None:
-    with open_store(folder, identity, {}, part):
+def opened(folder: Path, identity: dict[str, Any] = IDENTITY) -> None:
+    with open_store(folder, identity, {}):
         pass
 
 
@@ -50,22 +50,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "part", "parts_of_message"),
+    ("file", "content", "parts_of_message"),
     [  # content: None deletes the file, and a folder takes the place of "folder"
-        ("run.json", None, "", ["run.json", "out="]),
-        ("visits-2-of-2.jsonl", '{"dataset": "hotpotqa"}\n', "-1-of-2", ["visits-2-of-2.jsonl:1", "without shard="]),
-        ("run.json", '{"schema": 2, "identity": {"paired": true}}', "", ["run.json", "schema 2", "reads 4", "out="]),
-        ("run.json", '{"schema": 99, "identity": {}}', "", ["run.json", "schema 99", "out="]),
-        ("visits.jsonl", "folder", "", ["visits.jsonl", "out="]),
-        ("run.json", "folder", "", ["run.json", "out="]),
+        ("run.json", None, ["run.json", "out="]),
+        ("run.json", '{"schema": 2, "identity": {"paired": true}}', ["run.json", "schema 2", "reads 4", "out="]),
+        ("run.json", '{"schema": 99, "identity": {}}', ["run.json", "schema 99", "out="]),
+        ("visits.jsonl", "folder", ["visits.jsonl", "out="]),
+        ("run.json", "folder", ["run.json", "out="]),
         *(
-            ("run.json", text, "", ["run.json", "Nothing was changed", "out="])
+            ("run.json", text, ["run.json", "Nothing was changed", "out="])
             for text in ("{", "null", '{"schema": 4, "identity": []}', '{"identity": {}}')
         ),
     ],
 )
 def test_store_refuses_other_folders_without_a_change(
-    folder: Path, file: str, content: str | None, part: str, parts_of_message: list[str]
+    folder: Path, file: str, content: str | None, parts_of_message: list[str]
 ) -> None:
     (folder / file).unlink(missing_ok=True)
     if content == "folder":
@@ -75,35 +74,32 @@ def test_store_refuses_other_folders_without_a_change(
     files = {path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".lock")}
     before = {path: path.read_bytes() for path in files}
     with pytest.raises(UserError) as error:
-        opened(folder, part=part)
+        opened(folder)
     assert [text for text in parts_of_message if text not in str(error.value)] == []
     assert {path: path.read_bytes() for path in files} == before
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "named"),
+    ("change", "named"),
     [
-        ("", {"arms": ARMS | {"lazy": {"method": {"name": "lazy", "schedule": {"2": 0.5}}}}}, r"arms\.lazy\.method"),
-        ("", {"arms": ARMS | {"more": {}}}, r"arms\.more: null there, {} now\)"),
-        ("-2-of-2", {"device": "another"}, "device: "),
+        ({"arms": ARMS | {"lazy": {"method": {"name": "lazy", "schedule": {"2": 0.5}}}}}, r"arms\.lazy\.method"),
+        ({"arms": ARMS | {"more": {}}}, r"arms\.more: null there, {} now\)"),
+        ({"device": "another"}, "device: "),
     ],
 )
-def test_store_refuses_another_identity_and_names_the_difference(
-    folder: Path, part: str, change: dict, named: str
-) -> None:
+def test_store_refuses_another_identity_and_names_the_difference(folder: Path, change: dict, named: str) -> None:
     with pytest.raises(UserError, match=f"differs \\({named}.*out=FOLDER"):
-        opened(folder, IDENTITY | change, part)
+        opened(folder, IDENTITY | change)
     assert fingerprint(IDENTITY | change) != fingerprint(IDENTITY)
 
 
-@pytest.mark.parametrize(("first", "second"), [("", ""), ("-1-of-2", "-1-of-2"), ("-1-of-2", ""), ("", "-1-of-2")])
-def test_store_refuses_a_second_job_of_the_same_examples(tmp_path: Path, first: str, second: str) -> None:
-    with open_store(tmp_path, IDENTITY, {}, first) as store:
+def test_store_refuses_a_second_job(tmp_path: Path) -> None:
+    with open_store(tmp_path, IDENTITY, {}) as store:
         with pytest.raises(UserError, match=r"another process is working in this run folder \(preparing\)"):
-            opened(tmp_path, part=second)
+            opened(tmp_path)
         store.note({"event": "begin", "time": "2026-01-02T03:04:05Z", "host": "node7", "process": 42, "load": {}})
         with pytest.raises(UserError, match=r"\(process 42 on node7 since 2026-01-02T03:04:05Z\)"):
-            opened(tmp_path, part=second)
+            opened(tmp_path)
     opened(tmp_path)  # released
 
 
@@ -183,22 +179,6 @@ def test_gzipped_visits_are_read_as_they_are_and_no_job_appends_to_them(folder: 
         assert packed.read_bytes() == damage
 
 
-def test_shard_leaves_files_of_other_shards_alone(tmp_path: Path) -> None:
-    with open_store(tmp_path, IDENTITY, {}, "-1-of-2") as store:
-        store.append(visit(0))
-    file = tmp_path / "visits-1-of-2.jsonl"
-    half = file.read_bytes() + b'{"dataset": "hot'
-    file.write_bytes(half)
-    with open_store(tmp_path, IDENTITY, {}, "-2-of-2") as other:
-        assert in_memory(other) == [visit(0)]
-    assert file.read_bytes() == half
-    opened(tmp_path, part="-1-of-2")
-    assert file.read_bytes() == visit(0).to_json().encode() + b"\n"
-    file.write_bytes(b"x\n" + half)
-    with pytest.raises(UserError, match=r"visits-1-of-2\.jsonl:1: not a line of visits"):
-        opened(tmp_path, part="-2-of-2")
-
-
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
     """Within the block, no file of this process may be larger than `size` bytes: the kernel cuts the write there."""
@@ -242,15 +222,10 @@ def test_full_disk_leaves_no_half_file(folder: Path, tmp_path_factory) -> None:
     assert (content_of(empty), content_of(folder)) == ({}, before)
 
 
-def test_job_that_works_alone_removes_what_a_killed_process_was_writing(tmp_path: Path) -> None:
-    for part in ("", "-1-of-2"):
-        (tmp_path / ".summary.json.0123abcd.partial").write_text("half")
-        opened(tmp_path, part=part)
-        assert not list(tmp_path.glob(".*.partial"))
-    with open_store(tmp_path, IDENTITY, {}, "-2-of-2"):
-        (tmp_path / ".summary.json.0123abcd.partial").write_text("half")  # the other shard is writing it
-        opened(tmp_path, part="-1-of-2")
-        assert list(tmp_path.glob(".*.partial"))
+def test_job_removes_what_a_killed_process_was_writing(tmp_path: Path) -> None:
+    (tmp_path / ".summary.json.0123abcd.partial").write_text("half")
+    opened(tmp_path)
+    assert not list(tmp_path.glob(".*.partial"))
 
 
 def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -280,81 +255,77 @@ def run_folder() -> Iterator[Path]:
 
 
 @st.composite
-def damaged_files(draw: st.DrawFn) -> tuple[dict[str, bytes], set[bytes]]:
-    """Files of visits with all kinds of damage, and the lines that can be saved."""
+def damaged_files(draw: st.DrawFn) -> tuple[bytes, set[bytes]]:
+    """A file of visits with all kinds of damage, and the lines that can be saved."""
     good = [visit(number % 4, text=str(number)).to_json().encode() for number in range(draw(st.integers(0, 6)))]
     lines = [line for line in good for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3])))]
     lines += draw(st.lists(GARBAGE, max_size=3))
-    names = ["visits.jsonl", "visits-1-of-2.jsonl", "visits-2-of-2.jsonl"]
-    files = dict.fromkeys(names, b"")
-    for line in draw(st.permutations(lines)):
-        files[draw(st.sampled_from(names))] += line + b"\n"
-    return {name: content for name, content in files.items() if content}, {*good}
+    content = b"".join(line + b"\n" for line in draw(st.permutations(lines)))
+    return content, {*good}
 
 
 @FEW
 @given(damaged_files())
-def test_resuming_keeps_all_good_visits_and_every_line(case: tuple[dict[str, bytes], set[bytes]]) -> None:
-    files, good = case
+def test_resuming_keeps_all_good_visits_and_every_line(case: tuple[bytes, set[bytes]]) -> None:
+    content, good = case
     with run_folder() as folder:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+        file, aside = folder / "visits.jsonl", folder / "visits.jsonl.damaged-1"
+        file.write_bytes(content)
         for _ in range(2):  # a second time, nothing is left to do
             with open_store(folder, IDENTITY, {}) as store:
                 assert sorted(one.to_json().encode() for one in in_memory(store)) == sorted(good)
         assert {one.to_json().encode() for one in read_visits(folder)} == good
-        for name, content in files.items():
-            aside = folder / f"{name}.damaged-1"
-            left = (folder / name).read_bytes() + (aside.read_bytes() if aside.exists() else b"")
-            assert sorted(filter(bytes.strip, left.split(b"\n"))) == sorted(filter(bytes.strip, content.split(b"\n")))
-            assert not (folder / f"{name}.damaged-2").exists()
+        left = file.read_bytes() + (aside.read_bytes() if aside.exists() else b"")
+        assert sorted(filter(bytes.strip, left.split(b"\n"))) == sorted(filter(bytes.strip, content.split(b"\n")))
+        assert not (folder / "visits.jsonl.damaged-2").exists()
 
 
 class Jobs(RuleBasedStateMachine):
-    """Concurrent jobs of several shards in one folder, killed and restarted, compared with a plain list."""
-
-    PARTS = ("-1-of-3", "-2-of-3", "-3-of-3")
+    """Jobs of a run one after another, killed and restarted, compared with a plain list."""
 
     @initialize()
     def begin(self) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.folder = Path(self.directory.name)
-        self.open: dict[str, tuple[Any, Any]] = {}
+        self.open: tuple[Any, Any] | None = None
         self.visits: list[Visit] = []
         with open_store(self.folder, IDENTITY, {}):
             pass
 
     def teardown(self) -> None:
-        if hasattr(self, "open"):
-            for context, _ in self.open.values():
-                context.__exit__(None, None, None)
+        if hasattr(self, "folder"):
+            self.close()
             self.directory.cleanup()
 
-    def store(self, part: str) -> Any:
-        if part not in self.open:
-            context = open_store(self.folder, IDENTITY, {}, part)
-            self.open[part] = context, context.__enter__()
-        return self.open[part][1]
+    def store(self) -> Any:
+        if self.open is None:
+            context = open_store(self.folder, IDENTITY, {})
+            self.open = context, context.__enter__()
+        return self.open[1]
+
+    def close(self) -> None:
+        if self.open is not None:
+            self.open[0].__exit__(None, None, None)
+            self.open = None
 
     def new(self, row: int) -> Visit:
         """A visit that no other equals, of one of few rows: an example may have several."""
         return visit(row, text=f"visit {len(self.visits)}")
 
-    @rule(part=st.sampled_from(PARTS), row=st.integers(0, 5))
-    def measure(self, part: str, row: int) -> None:
+    @rule(row=st.integers(0, 5))
+    def measure(self, row: int) -> None:
         one = self.new(row)
-        self.store(part).append(one)
+        self.store().append(one)
         self.visits.append(one)
 
-    @rule(part=st.sampled_from(PARTS), row=st.integers(0, 5), share=st.floats(0, 1))
-    def kill(self, part: str, row: int, share: float) -> None:
+    @rule(row=st.integers(0, 5), share=st.floats(0, 1))
+    def kill(self, row: int, share: float) -> None:
         """A kill in the middle of a write: the lock is released, and a share of the line remains (1: all of it)."""
-        self.store(part)
-        context, _ = self.open.pop(part)
-        context.__exit__(None, None, None)
+        self.store()
+        self.close()
         one = self.new(row)
         line = one.to_json().encode()
-        with (self.folder / f"visits{part}.jsonl").open("ab") as file:
+        with (self.folder / "visits.jsonl").open("ab") as file:
             file.write(line[: int(share * len(line))])
         if share == 1:
             self.visits.append(one)
@@ -365,11 +336,9 @@ class Jobs(RuleBasedStateMachine):
             found = [one.to_json() for one in read_visits(self.folder)]
             assert sorted(found) == sorted(one.to_json() for one in self.visits)
 
-    @rule(part=st.sampled_from(PARTS))
-    def jobs_see_each_others_work_when_they_look_again(self, part: str) -> None:
-        store = self.store(part)
-        store.reload()
-        assert sorted(one.to_json() for one in in_memory(store)) == sorted(one.to_json() for one in self.visits)
+    @rule()
+    def a_job_sees_the_work_of_those_before_it(self) -> None:
+        assert sorted(one.to_json() for one in in_memory(self.store())) == sorted(one.to_json() for one in self.visits)
 
 
 TestJobs = Jobs.TestCase

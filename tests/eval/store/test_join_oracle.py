@@ -203,8 +203,7 @@ def drawn_measurement(rng: random.Random, is_bare: bool) -> Answer:
     """Every number at random. is_bare: without what some answers lack."""
     percent = {name for name, scale in SCALES.items() if scale == 100}
     values: dict[str, Any] = {name: rng.random() if name in percent else rng.uniform(0.1, 9) for name in SCALES}
-    whole = ("kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops", "scoring_tokens", "leading_tokens",
-             "evidence_tokens")  # fmt: skip
+    whole = ("kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops", "scoring_tokens", "leading_tokens")
     values |= {name: rng.randrange(1, 1000) for name in whole}
     values |= {"score": rng.choice([0.0, rng.random()]), "text": rng.choice(["", "word", "word", "word"])}
     values |= {"same_answer": rng.randrange(2), "top1_agrees": rng.randrange(2)}
@@ -245,7 +244,7 @@ def drawn_run(
                 missing = [arm for arm in missing if arm not in answers]
                 if rng.random() < 0.3:
                     break  # the run ends with failures
-    if rng.random() < 0.5:  # shards finish in any order
+    if rng.random() < 0.5:  # visits come in any order
         rng.shuffle(visits)
     return run_of(visits, arms, folder, started=folder)
 

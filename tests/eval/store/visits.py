@@ -4,9 +4,9 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
-from eval.store.visit import Answer, Cost, Evidence, Fidelity, Times, Turn, Visit
+from eval.store.visit import Answer, Cost, Fidelity, Times, Turn, Visit
 
-_PARTS: dict[str, Any] = {"times": Times, "cost": Cost, "fidelity": Fidelity, "evidence": Evidence}
+_PARTS: dict[str, Any] = {"times": Times, "cost": Cost, "fidelity": Fidelity}
 _PART_OF = {item.name: part for part, kind in _PARTS.items() for item in fields(kind)}
 
 
@@ -19,10 +19,8 @@ def changed(made: Answer, **changes: Any) -> Answer:
         elif (own := getattr(made, part)) is not None:
             made = replace(made, **{part: replace(own, **{name: value})})
         elif value is not None:
-            needed = {"kl": 0.0, "top1_agrees": 1, "leading_tokens": 0, "edit_similarity": 0.0, "same_answer": 0}
-            needed |= {"evidence_tokens": 1, "evidence_recall": 1.0, "evidence_prefill": [], "evidence_revived": []}
             own_names = {item.name for item in fields(_PARTS[part])}
-            given = {key: one for key, one in (needed | changes).items() if key in own_names}
+            given = {key: one for key, one in ({"same_answer": 0} | changes).items() if key in own_names}
             made = replace(made, **{part: _PARTS[part](**given)})
     return made
 
