@@ -341,7 +341,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
     require(
         is_traced, "trace", plain.trace, "0, as traces show whole prompts and question=hidden runs them in two parts"
     )
-    require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")
     if plain.shard is not None:
         parse_shard(plain.shard)
     folder = plain.data.dir

@@ -122,9 +122,6 @@ class RunConfig(SuiteSettings):
         "paper}, ...}`; a list of values, or `seeds: 5`, makes an arm of each",
     )
     baseline: bool = setting(True, "also measure the standard model on every example, among the arms")
-    aa_test: bool = setting(
-        False, "also measure the baseline once more, as an arm: how much answers and times vary by chance"
-    )
     dataset: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     limit: int | None = setting(None, "N examples of each dataset; `null`: all (embedded: 12; `ruler`: 500)")

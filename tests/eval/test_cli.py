@@ -61,8 +61,6 @@ REFUSED = {
     "run server.url=http://[::1]:9/v1": "a value with special signs takes quotes, for the shell too",
     "serve port=99999": "error: host=127.0.0.1 port=99999: no server can listen there",
     "run data.dir=nowhere": "error: data.dir=nowhere: expected an existing folder",
-    "run dataset=lookup baseline=false --gate score>=1": "--gate score>=1: expected the baseline and another arm",
-    "run dataset=lookup method=baseline --gate ttft>=1": "--gate ttft>=1: expected the baseline and another arm",
     "fetch --cfg job": "error: --cfg: expected KEY=VALUE",
     "run model=custom model.name=./nowhere": "error: './nowhere' is not a model: no such folder",
     "run model.tokenizer=/nowhere dataset=lookup": "error: /nowhere: no such file or folder",
@@ -131,7 +129,6 @@ REFUSED = {
         "error: no server answers at http://127.0.0.1:9/v1"
     ),
     "run out=MADE/file/run": "error: MADE/file/run: cannot be written (MADE/file)",
-    "run -m method=lazy,baseline hydra/launcher=joblib --gate ttft>=1": "error: --gate: expected no launcher",
     "run data.dir=MADE/rows": "error: data.dir=MADE/rows: expected dataset=NAME with it, as embedded has",
 }
 # Refused with heavy modules, before a model loads

@@ -271,21 +271,6 @@ def test_one_traced_prompt_decides_what_is_counted_on_it(tmp_path: Path) -> None
     assert (found["parts"], found["value"], found["verdict"]) == (1, pytest.approx(100 / 3), "does not hold")
 
 
-def test_published_numbers_of_other_methods_stand_beside_runs_of_the_same_settings() -> None:
-    settings, model = {"keep": 1024, "sound": False}, {"model": "Meta-Llama-3.1-8B-Instruct"}
-    runs = [
-        stored([example("trec", row, score=0.4) for row in "ab"], "gemfilter", settings, **model),
-        stored([example("qasper", row, score=0.1) for row in "ab"], "gemfilter", settings | {"sound": True}, **model),
-        stored([example("trec", row, score=0.3) for row in "ab"], "gemfilter", settings | {"keep": 512}, **model),
-    ]
-    frame = verdicts(Results(runs)).frame
-    found = frame[(frame["model"] == "Llama-3.1-8B-Instruct") & (frame["section"] == "GemFilter")]
-    score, full, *others = found.to_dict("records")
-    assert score["claim"].startswith("score, keep=1024 (LongBench, 14 sets; no chat template")
-    assert (score["paper"], score["value"], full["paper"], full["value"]) == ("34.5", 40, "36.72", 100)
-    assert {(one["verdict"], one["parts"]) for one in others} == {("not run", 0)}
-
-
 def test_answers_kl_has_claims_of_its_own() -> None:
     sweep = {"lazy": {"schedule": "2.0x"}, "static_pruning": {"layer": 2, "keep": "2.0x"}}
     kls = {"lazy": {"kl": 0.3, "answer_kl": 0.1}, "static_pruning": {"kl": 0.1, "answer_kl": 0.2}}

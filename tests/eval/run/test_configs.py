@@ -142,7 +142,6 @@ def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
             {"random_drop": RandomDrop(0.8), "static_pruning": StaticPruning(2, 0.3)},
         ),
         (["method=baseline"], {}),
-        (["method=baseline", "aa_test=true"], {"baseline again": Baseline()}),
         (
             ["experiment=claim", "~compare.random_drop", "~compare.lazy_without_revival", "+compare.mine={name: lazy}"],
             {"lazy": Lazy({2: 0.3}), "static_pruning": StaticPruning(2, 0.3), "mine": Lazy("paper")},
@@ -221,7 +220,6 @@ def test_published_experiments_have_their_arms() -> None:
         (["needle.lengths=300"], "needle.lengths=300: Invalid value assigned: int is not a ListConfig"),
         (["model.paper=llama3"], "model.paper=llama3: expected null or llama2 or xgen"),
         (["baseline=false", "fidelity=answer"], "fidelity=answer: expected baseline=true with it"),
-        (["baseline=false", "aa_test=true"], "aa_test=true: expected baseline=true with it"),
         (["subset=some"], "subset=some: expected first or random or by_length or mini"),
         (["split=held-out"], "split=held-out: expected null or dev or test"),
         (["model=llama2", "dataset=trec", "subset=random"], "subset=random: expected limit=50 or so with it"),

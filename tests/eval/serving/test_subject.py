@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.run_table import comparisons
 from eval.run.asked import Asked
-from eval.run.job import main
 from eval.run.run import prepare
 from eval.serving import client
 from eval.store.folder import read_visits
@@ -283,20 +281,3 @@ def test_method_behind_a_server_answers_as_in_this_process(endpoint: str, tmp_pa
     answers.sort(key=lambda one: one.request.sent_at)
     assert all(one.ttft_s >= own for one, own in zip(answers, engine, strict=True))
     assert len(Results.read([tmp_path]).runs) == 2
-
-
-def test_baseline_agrees_with_itself_and_a_gate_decides_the_exit_code(endpoint: str, tmp_path: Path, capsys) -> None:
-    out = f"out={tmp_path / 'run'}"
-    fixed = ["model=server", f"server.url={endpoint}", "model.name=tiny/baseline", "model.tokenizer=tiny", out]
-    fixed += ["dataset=lookup", "limit=5", "max_new_tokens=2", "method=server", "method.model=tiny", "aa_test=true"]
-    fixed += ["warmup=1"]
-    codes = [main([*fixed, "--gate", gate]) for gate in ("score>=-101 ttft>=0", "ttft>=999")]
-    assert codes == [0, 1]
-    parts = [main([*fixed, f"out={tmp_path / 'parts'}", f"shard={n}/2", "--gate", "ttft>=999"]) for n in (1, 2)]
-    assert parts == [0, 1]  # the last shard decides
-    assert "gate ttft>=999: FAILED" in capsys.readouterr().out
-    again, server = comparisons(Results.read([tmp_path / "run"]))[::-1]
-    assert (again.is_aa_test, again.changed, again.score[0], again.better + again.worse) == (True, 0, 0, 0)
-    assert again.ttft[1] <= again.ttft[0] <= again.ttft[2]
-    assert (server.is_aa_test, server.examples) == (False, 5)
-    assert {len(visit.answers) for visit in read_visits(tmp_path / "run")} == {3}
