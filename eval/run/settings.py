@@ -160,7 +160,7 @@ class RunConfig(SuiteSettings):
     )
     draft: str | None = setting(
         None,
-        "another model, by folder, hub id or preset: SpecPrefill's in `experiment=field`, the scorer in `compression`",
+        "another model, by folder, hub id or preset, for arms with `${draft}`: SpecPrefill's in `experiment=field`",
     )
     label: str | None = setting(None, "the comparison's name, in titles and folders")
     server: ServerConfig = field(default_factory=ServerConfig)
