@@ -90,6 +90,15 @@ def target_of(settings: str) -> float | None:
     return next((float(match[1]) for match in matches if match), None)
 
 
+def single_layer(settings: str) -> tuple[int, float] | None:
+    """(layer, keep ratio) of a schedule with one pruning layer. settings: JSON."""
+    schedule = json.loads(settings).get("schedule")
+    if not isinstance(schedule, dict) or len(schedule) != 1:
+        return None
+    ((layer, keep),) = schedule.items()
+    return int(layer), keep
+
+
 @cache
 def kind_of(name: str) -> type[Method] | None:
     """The method's class; None if its package is not installed."""

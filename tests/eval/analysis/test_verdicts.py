@@ -9,7 +9,6 @@ import pytest
 
 from eval.analysis.claims import CLAIMS, Claim, sections
 from eval.analysis.paper_tables import paper_values, table1, table1_paper
-from eval.analysis.step_cost import step_cost
 from eval.analysis.verdicts import verdicts
 from eval.store.results import Results, with_variants
 from tests.eval.analysis.made import example, small_trace, stored, with_traces
@@ -285,21 +284,3 @@ def test_answers_kl_has_claims_of_its_own() -> None:
         "Better than random token drop at one speedup, task by task, nats of the",
     )
     assert (bare["verdict"], bare["lacking"]) == ("not run", "needs fidelity=answer")
-
-
-def test_step_cost_is_recovered_from_the_other_tasks() -> None:
-    visits = []
-    for number, (dataset, revived, tokens) in enumerate(
-        [("trec", 0, 2), ("trec", 8, 4), ("qasper", 2, 3), ("qasper", 6, 6), ("hotpotqa", 4, 5), ("hotpotqa", 1, 9)]
-    ):
-        total = 0.2 + 0.15 * (tokens - 1) + 0.03 * revived  # 1.5 and 0.3 baseline steps
-        own = {"token_ids": [1] * tokens, "total_s": total, "revived_tokens": float(revived)}
-        visits.append(example(dataset, str(number), ttft_s=0.2, **own))
-    table = step_cost(Results([stored(visits, "lazy", TABLE1)]))
-    assert list(table.frame["step_cost"]) == pytest.approx([1.5] * 3)
-    assert list(table.frame["token_cost"]) == pytest.approx([0.3] * 3)
-    assert list(table.frame["predicted"]) == pytest.approx(list(table.frame["generation_speedup"]))
-    (few_shot,) = table.frame[table.frame["task"] == "few_shot"].to_dict("records")
-    assert few_shot["prefill_token_cost"] == pytest.approx(0.4 / 100 / 0.1)
-    assert few_shot["revived_in_prefill"] == pytest.approx(few_shot["token_cost"] / few_shot["prefill_token_cost"])
-    assert (few_shot["prefill_saved"], few_shot["revived_a_step"]) == (pytest.approx(2), 8 / 4)
