@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
 
-.PHONY: run test pytest paper notebooks docs lint format size setup setup-tests lock clean
+.PHONY: run test pytest paper notebooks docs pages lint format size setup setup-tests lock clean
 
 run: setup
 	$(BIN)/python run.py experiment=demo
@@ -46,8 +46,13 @@ notebooks: setup
 docs: setup
 	scripts/dev/install.sh --editable '.[docs]'
 	$(BIN)/python -m scripts.dev.docs
-	$(BIN)/python -m scripts.dev.site
+	$(MAKE) --no-print-directory pages
 	$(BIN)/zensical build --strict --clean --config-file mkdocs.yml
+
+# Zensical reads one folder: the repository without what git does not know
+pages:
+	rm -rf build/pages && mkdir -p build/pages
+	git ls-files -z | tar --create --null --files-from - | tar --extract --directory build/pages
 
 lint: setup-tests
 	$(BIN)/ruff check .

@@ -69,7 +69,7 @@ def to_tune_config(config: DictConfig) -> TuneConfig:
     """The composed config, checked as far as possible without a model. Raises UserError."""
     plain, default = to_run_config(config), TuneConfig()
     assert isinstance(plain, TuneConfig)
-    refused = ("compare", "trace", "aa_test")
+    refused = ("compare", "trace")
     expected = {
         **{key: (getattr(plain, key) == getattr(default, key), "no such key in a search") for key in refused},
         "baseline": (plain.baseline, "true, as the finalists of a search are compared with it"),

@@ -5,7 +5,6 @@ import re
 from math import ceil, exp, log
 
 import pytest
-import yaml
 
 from tests.conftest import ROOT
 
@@ -74,14 +73,3 @@ def test_schedules_of_one_speed_are_beside_equal_ratios(name: str, schedule: str
         logs = [log(float(rows[dataset][column]) / float(equal[dataset][column])) for dataset in equal]
         assert mean == pytest.approx(exp(sum(logs) / len(rows)), abs=0.006)
         assert sorted([mean, *ends]) == [ends[0], mean, ends[1]] if ends else name == "uniform"
-
-
-def test_schedules_of_one_speed_are_those_of_the_experiment() -> None:
-    asked = yaml.safe_load((ROOT / "conf/experiment/percentile.yaml").read_text(encoding="utf-8"))["compare"]
-    assert {name.replace(" ", "_") for name, _, _ in PERCENTILE} == set(asked)
-    for name, shown, _ in PERCENTILE:
-        arm, (layers, _, keep) = asked[name.replace(" ", "_")], shown.partition(": ")
-        schedule = arm.get("schedule") or {arm["layer"]: arm["keep"]}
-        assert layers.split(", ") == [str(layer) for layer in schedule]
-        ratios = [str(ratio) for ratio in schedule.values()]
-        assert keep.split(", ") == ratios or (keep == ratios[0] and len(set(ratios)) == 1)

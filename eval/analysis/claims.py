@@ -1,6 +1,5 @@
 """The paper's claims about LazyLLM, in our words (arXiv 2407.14057v1), and what stored runs say of each."""
 
-import json
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, STUDIED, target_of, with_ends
+from eval.analysis.columns import BASELINE, STUDIED, single_layer, target_of, with_ends
 from eval.analysis.paper_tables import TASK_NAMES, is_table1_preset
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import KEPT_WITHIN, Column, forms
@@ -58,7 +57,7 @@ class Section:
         belongs: dict[str, Callable[[str], bool]] = {
             "table1": is_table1_preset,
             "figure5": lambda settings: target_of(settings) is not None,
-            "figure6": lambda settings: _single_layer(settings) is not None,
+            "figure6": lambda settings: single_layer(settings) is not None,
         }
         chosen = {text: belongs[preset](text) for text in rows["settings"].unique()}
         return self.results.least_different(rows[rows["settings"].map(chosen).astype(bool)])
@@ -179,15 +178,6 @@ class Claim:
         return f"{low} to {high}: {obeys.count(HOLDS)} of {len(parts)} hold, {obeys.count(FAILS)} do not"
 
 
-def _single_layer(settings: str) -> tuple[int, float] | None:
-    """(layer, keep ratio) of a schedule with one pruning layer. settings: JSON."""
-    schedule = json.loads(settings).get("schedule")
-    if not isinstance(schedule, dict) or len(schedule) != 1:
-        return None
-    ((layer, keep),) = schedule.items()
-    return int(layer), keep
-
-
 def _values(rows: Any, column: str) -> list[Value]:
     """The values of these rows of `by_task`."""
     return [tuple(row) for row in rows[forms(column)].to_numpy(dtype=float).tolist()]
@@ -253,7 +243,7 @@ def _leads(section: Section, rows: Any, column: str, other: str) -> list[Value]:
 def _gains_along(section: Section, rows: Any, column: str, along: str) -> list[Value]:
     """How much better each next layer, or keep ratio, of a single pruning layer is, at each value of the other."""
     rows = rows.dropna(subset=column)
-    rows = rows.assign(label=rows["settings"].map(_single_layer))
+    rows = rows.assign(label=rows["settings"].map(single_layer))
     values = on_common_examples(rows, column) if len(rows) else rows
     if not len(values):
         return []
@@ -316,12 +306,12 @@ def _by_score_and_kl(
 CLAIMS = (
     Claim(
         "1", "TTFT, in decoding steps of the baseline",
-        partial(_ttft_in, unit="step_s"), "all", "ttft_share", 1, method=BASELINE,
+        partial(_ttft_in, unit="step_s"), "all", "steps", 1, method=BASELINE,
         needs=("tasks", "prompts", "steps"), paper={"llama2": 21}, tolerance="10 %",
     ),
     Claim(
         "1", "TTFT, % of the baseline's generation time",
-        partial(_ttft_in, unit="total_s", scale=100), "all", "ttft_share", 1, method=BASELINE,
+        partial(_ttft_in, unit="total_s", scale=100), "all", "steps", 1, method=BASELINE,
         needs=("tasks", "prompts", "answers"), paper={"llama2": 23}, tolerance="5 points",
     ),
     Claim(
@@ -331,7 +321,7 @@ CLAIMS = (
     ),
     Claim(
         "1", "Generated tokens, mean over the examples",
-        partial(_mean_of, column="generated_tokens"), "all", "ttft_share", 0, method=BASELINE,
+        partial(_mean_of, column="generated_tokens"), "all", "steps", 0, method=BASELINE,
         needs=("tasks", "prompts", "answers"), paper={"llama2": 68}, tolerance="10 %",
     ),
     Claim(
@@ -340,7 +330,7 @@ CLAIMS = (
     ),
     Claim(
         "3.2", "Never slower: generation speedup, task by task",
-        partial(_by_task, column="equal_length_speedup"), "table1", "step_cost", 2,
+        partial(_by_task, column="equal_length_speedup"), "table1", "steps", 2,
         needs=("tasks", "answers", "steps"), paper={"llama2": 1.01, "xgen": 1.09}, holds=">= 1",
     ),
     Claim(

@@ -85,6 +85,15 @@ def target_of(settings: str) -> float | None:
     return next((float(match[1]) for match in matches if match), None)
 
 
+def single_layer(settings: str) -> tuple[int, float] | None:
+    """(layer, keep ratio) of a schedule with one pruning layer. settings: JSON."""
+    schedule = json.loads(settings).get("schedule")
+    if not isinstance(schedule, dict) or len(schedule) != 1:
+        return None
+    ((layer, keep),) = schedule.items()
+    return int(layer), keep
+
+
 def is_diagnostic(name: str) -> bool:
     """Whether it is a diagnostic: a reference whose TTFT leaves out the cost of its selection, not a method."""
     kind = kind_of(name)

@@ -1,4 +1,4 @@
-"""All methods: score against TTFT speedup, measured against ideal speedup, TTFT's share, and memory."""
+"""All methods: score against TTFT speedup, and measured against ideal speedup."""
 
 from typing import Any
 
@@ -7,12 +7,11 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
 from eval.analysis import columns, style
-from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall, range_of, ranges_in
+from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall
 from eval.analysis.table import (
     EXAMPLES,
     FIDELITY,
     KEPT,
-    LABEL,
     MB,
     MODEL,
     Cell,
@@ -24,7 +23,7 @@ from eval.analysis.table import (
     forms,
     measured,
 )
-from eval.store.results import Results, first_turns
+from eval.store.results import Results
 
 _VALUES = (
     Column("score", "score", 2),
@@ -40,17 +39,8 @@ _VALUES = (
     Column("attention_ceiling", "ideal without attention", 2, missing="not known", interval=False),
 )
 _FIELD = (MODEL, Column("name", "method"), Column("setting", "setting"), EXAMPLES, *_VALUES)
-_ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
 # Values of a diagnostic that leave out its selection
 _WITHOUT_SELECTION = ("TTFT speedup", "ideal", "generation speedup", "whole-answer speedup", "% computed")
-_MEMORY = (
-    Column("kv_bytes", "KV cache, MB", 3, scale=MB),
-    Column("aux_bytes", "Aux Cache, MB", 3, scale=MB),
-    Column("cache_bytes", "both, MB", 3, scale=MB),
-    Column("cache_ratio", "both / baseline", 3, missing="unpaired", interval=False),
-    Column("peak_memory_bytes", "peak, MB", 1, missing="not known", scale=MB),
-    Column("peak_ratio", "peak / baseline", 3, missing="unpaired", interval=False),
-)
 
 
 @as_table(
@@ -84,67 +74,6 @@ def field(results: Results) -> Rows:
         in_brackets = table[heading].map(lambda cell: Cell(f"({cell})", cell.value))
         table[heading] = table[heading].mask(frame["diagnostic"], in_brackets)
     return Rows(frame, table, keys=3, values={"unsolved": f" {columns.unsolved(frame)}".rstrip()})
-
-
-@as_table(
-    160,
-    title="Memory: KV cache, Aux Cache and peak by method",
-    caption=(
-        "KV cache and Aux Cache at the end of a generation, and the peak during it, mean over tasks. Ratios are to the "
-        "baseline on the same examples."
-    ),
-    notes=(
-        "MB = 10^6 bytes. KV cache: of stored tokens. Aux Cache: of tokens that may be revived. Room for more tokens "
-        "is in the peak alone. Peak: weights included; on a GPU the allocated memory, on a CPU the process's resident "
-        "memory, with Python and its libraries."
-    ),
-    command="python run.py model=tiny method=lazy",
-)
-def memory(results: Results) -> Rows:
-    """KV cache, Aux Cache and peak memory of every setting, and their ratios to the baseline's on the same examples."""
-    frame = overall(results)
-    frame = frame[[*SETTING, "examples", "seeds", *forms(*(column.name for column in _MEMORY))]]
-    shown = cells(frame, (MODEL, LABEL, EXAMPLES, *_MEMORY), results)
-    return Rows(frame, shown, keys=2)
-
-
-@as_table(
-    170,
-    title="TTFT's share of the generation time",
-    caption=(
-        "Per cent of the generation time before the first token, by tokens of prompt or answer. TTFT, steps: TTFT "
-        "divided by a decoding step's time; 21 for the paper's baseline."
-    ),
-    notes=(
-        "A share is summed TTFT divided by summed generation time; steps are a mean over generations of several "
-        "tokens. The end token counts. The CSV has each combination of prompt and answer length, and the number of "
-        "generations."
-    ),
-    command="python run.py model=tiny method=lazy",
-)
-def ttft_share(results: Results) -> Rows:
-    """TTFT's share of the generation time for every setting, by length of prompt and of answer."""
-    frame: Any = first_turns(results.counting)
-    frame = frame.dropna(subset="total_s")  # answers that decoded together have no total time
-    frame = frame.assign(
-        prompt_tokens=range_of(frame["prompt_tokens"]),
-        answer_tokens=range_of(frame["generated_tokens"], _ANSWER_ENDS),
-        ttft_steps=frame["ttft_s"] / frame["step_s"],
-    )
-    lengths = ["prompt_tokens", "answer_tokens"]
-    grouped = columns.with_sums(frame, *lengths).groupby([*SETTING, *lengths], sort=False)
-    counted = {"generations": ("id", "size"), "ttft_s": ("ttft_s", "sum"), "total_s": ("total_s", "sum")}
-    shares: Any = columns.in_order(grouped.agg(**counted, ttft_steps=("ttft_steps", "mean")).reset_index())
-    shares["share"] = 100 * shares["ttft_s"] / shares["total_s"]
-    headings = {("all", "all"): "all"}
-    headings |= {(name, "all"): f"prompt {name}" for name in ranges_in(shares["prompt_tokens"])}
-    headings |= {("all", name): f"answer {name}" for name in ranges_in(shares["answer_tokens"], _ANSWER_ENDS)}
-    whole = shares[shares[lengths].eq("all").all(axis=1)]
-    by_part = shares.pivot(index=SETTING, columns=lengths, values="share").reindex(columns=[*headings])
-    whole = whole.join(by_part.set_axis([*headings.values()], axis=1), on=SETTING)
-    shown = [MODEL, LABEL, Column("ttft_steps", "TTFT, steps", 1)]
-    shown += [Column(heading, heading, 1) for heading in headings.values()]
-    return Rows(shares, cells(whole, shown, results), keys=2)
 
 
 def data(results: Results) -> pd.DataFrame:

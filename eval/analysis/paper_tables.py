@@ -1,4 +1,4 @@
-"""Measured values with published ones: the paper's Tables 1 and 2, and what the authors of other methods report."""
+"""Measured values beside the paper's: its Tables 1 and 2."""
 
 import json
 from collections.abc import Mapping, Sequence

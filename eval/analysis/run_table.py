@@ -3,16 +3,16 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import kind_of, marked, prompt_lengths, range_of, ranges_in, unsolved, with_ends
+from eval.analysis.columns import kind_of, marked, prompt_lengths, range_of, ranges_in, unsolved
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS, format_value
-from eval.store.aggregate import NO_INTERVAL, VALUES, beside, drawn_means, on_common_examples, rows_of
+from eval.store.aggregate import NO_INTERVAL, VALUES, rows_of
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun, counted
 from eval.store.visit import Visit
@@ -207,9 +207,6 @@ def _caption(results: Results, frame: Any) -> str:
         *([f"{UNFORCED}."] if is_unforced(frame) else []),
         *filter(None, [unsolved(results.frame)]),
     ]
-    beside_baseline = comparisons(results)
-    if len(beside_baseline) <= MANY:
-        lines += [f"{one.name} beside the baseline: {one.text}." for one in beside_baseline]
     lines += list(_hardware_notes(results.runs))
     prompts = {(run.folder, *visit.key): visit.turns[0] for run in results.runs for visit in run.visits}
     cut = sum(turn.tokens < turn.tokens_before_truncation for turn in prompts.values())
@@ -329,95 +326,3 @@ def _hardware_notes(runs: Sequence[StoredRun]) -> Iterator[str]:
         yield f"MFU: model FLOPs utilisation of the prefill, FLOPs / TTFT over {peak} ({device})."
     for sentence in dict.fromkeys(sentence for run in runs for sentence in run.warnings):
         yield f"Caution: {sentence}."
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """An arm beside the baseline of the same visits, as a mean over tasks.
-
-    name: the arm's, after its run's if there are several. is_aa_test: whether it is the baseline once more.
-    score: the arm's minus the baseline's, 0 to 100. ttft: the speedup. Both with the ends of their 95 % bootstrap
-    intervals, which are NaN with too few examples (`eval.store.aggregate`).
-    examples, better, worse: all with both answers, and those that score higher or lower.
-    p: of the exact two-sided binomial test of these two, which for right and wrong answers is McNemar's.
-    answers, changed: of all turns, and those that differ in text or tokens; None if unknown.
-    """
-
-    name: str
-    is_aa_test: bool
-    score: tuple[float, float, float]
-    ttft: tuple[float, float, float]
-    examples: int
-    better: int
-    worse: int
-    p: float
-    answers: int
-    changed: int | None
-
-    @property
-    def text(self) -> str:
-        """All of it in one line."""
-        score, ttft = f"score {self.score[0]:+.2f}", f"TTFT speedup {self.ttft[0]:.2f}"
-        if np.isnan(self.score[1]):
-            score += f" (no interval: {NO_INTERVAL})"
-        else:
-            score += " (95 % interval {1:+.2f} to {2:+.2f})".format(*self.score)
-            ttft += " ({1:.2f} to {2:.2f})".format(*self.ttft)
-        ttft = "no TTFT" if np.isnan(self.ttft[0]) else ttft  # of a method without a kernel (`Method.timed`)
-        split = f"{counted(self.better, 'example')} better and {self.worse} worse (p = {self.p:.2g})"
-        parts = [f"{score}, {split}", ttft]
-        if self.changed is not None:
-            parts.append(f"{self.changed} of {counted(self.answers, 'answer')} differ{'s' * (self.changed == 1)}")
-        return "; ".join(parts)
-
-
-def comparisons(results: Results) -> list[Comparison]:
-    """Each arm that has answers in the visits of its run's baseline. Seeds of one setting are one."""
-    found = []
-    for run in results.runs:
-        frame, baseline = Results([run]).frame, run.identity["baseline"]
-        for name, labels in arm_groups(run).items():
-            if baseline is None or baseline in labels:
-                continue
-            rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
-            gains = rows.assign(label=name, gain=rows["score"] - beside(rows, frame)["score"])
-            by_example = on_common_examples(gains, "gain")
-            if not len(by_example):
-                continue
-            whole, same = rows_of(rows, frame)[-1], rows["same_answer"].dropna()
-            score = with_ends(drawn_means(by_example)[:, 0])
-            ttft = float(whole["ttft_speedup"]), float(whole["ttft_speedup_low"]), float(whole["ttft_speedup_high"])
-            better, worse = (int((side * by_example > 0).to_numpy().sum()) for side in (1, -1))
-            changed = None if same.empty else int((same < 100).sum())
-            numbers = len(by_example), better, worse, binomial(better, worse), len(same), changed
-            named = _where(results, run.folder.name) + name
-            found.append(Comparison(named, rows["method"].iloc[0] == "baseline", score, ttft, *numbers))
-    return found
-
-
-def binomial(better: int, worse: int) -> float:
-    """The probability of a split at least this uneven, if both sides are equally likely."""
-    from scipy.stats import binomtest  # not at the top: it takes half a second
-
-    return float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
-
-
-def gate_failures(beside_baseline: Sequence[Comparison], bounds: Mapping[str, float]) -> list[str]:
-    """Why a gate fails, a sentence for each arm and bound; none if every interval lies above its bound.
-
-    bounds: {"score" or "ttft": the least value}. The baseline once more (`aa_test`) is not asked. If no example scores
-    worse, the bootstrap cannot show a loss: the score's interval begins at the greatest loss that n such examples leave
-    possible, the share of wrong answers with which n right ones have a chance of 2.5 % (Clopper and Pearson 1934).
-    """
-    asked = [one for one in beside_baseline if not one.is_aa_test]
-    failures = [] if asked else ["no arm has answers beside the baseline"]
-    for one in asked:
-        for name, bound in bounds.items():
-            value, low, _ = getattr(one, name)
-            if name == "score" and one.worse == 0:
-                low -= 100 * (1 - 0.025 ** (1 / one.examples))
-            if np.isnan(low):
-                failures.append(f"{one.name}: {name} is {value:.2f}, without an interval: {NO_INTERVAL}")
-            elif low < bound:
-                failures.append(f"{one.name}: the interval of {name} begins at {low:.2f}, below {bound:g}")
-    return failures

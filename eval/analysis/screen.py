@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.anchors import anchors
 from eval.analysis.columns import SECTION, SETTING, in_order, prompt_lengths, range_names, range_of, rows_by
 from eval.analysis.run_table import counts, is_unforced, shown_in
 from eval.analysis.table import LABEL, UNFORCED, Column, Table, cells, console, forms
@@ -51,8 +50,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     screen = console()
     screen.print(table_of(frame).to_rich(screen.width))
-    if not (published := anchors(results)).frame.empty:
-        screen.print(published.to_rich(screen.width))
     return 0
 
 

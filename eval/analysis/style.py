@@ -22,7 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from eval.analysis.columns import BASELINE, SECTION, STUDIED, is_diagnostic, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
-from eval.store.runs import StoredArm, is_ablation, label_of
+from eval.store.runs import is_ablation, label_of
 from eval.store.visit import Trace, read_trace
 
 # Figure 4's schedule with all other settings at their defaults
@@ -96,16 +96,15 @@ def studied(results: Results) -> Any:
 
 
 def of_trace(
-    results: Results,
-    frame_of: Callable[[Trace], Any],
-    about: Sequence[str],
-    keep: Callable[[StoredArm], bool] = lambda arm: True,
+    results: Results, frame_of: Callable[[Trace], Any], about: Sequence[str], method: str | None = None
 ) -> Any:
     """The frame of the runs' first trace (of the paper's models, Figure 4's schedule and the variant that differs
-    least, if there are such), after `about`: model, or model and label; empty without a trace. keep: which arms count.
+    least, if there are such), after `about`: model, or model and label; empty without a trace. method: whose arms
+    count, without ablations.
     """
     traced = [(run, run.arms[trace.arm], trace) for run in results.runs for trace in map(read_trace, run.traces)]
-    traced = [(run, arm, trace) for run, arm, trace in traced if keep(arm)]
+    if method is not None:
+        traced = [one for one in traced if one[1].method == method and not is_ablation(one[1].settings)]
     if not traced:
         return pd.DataFrame()
     run, arm, trace = min(

@@ -182,12 +182,6 @@ class Cell(str):
         cell.value = value
         return cell
 
-    @property
-    def parts(self) -> tuple[str, str]:
-        """(number, the rest: a space, then an interval or unit); (text, "") without a number."""
-        end = -1 if self.value is None else self.find(" ", 1)
-        return (str(self), "") if end < 0 else (self[:end], self[end:])
-
 
 def console() -> Console:
     """A console for tables, as wide as the terminal or COLUMNS says; a file or a pipe without it gets a fixed width."""

@@ -1,17 +1,14 @@
-"""Published numbers and claims, each with what stored runs say: the paper's, and those of other methods' authors."""
+"""The paper's claims about LazyLLM, each with what stored runs say of it."""
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.analysis.claims import CLAIMS, NO_NUMBER, NOT_RUN, PAPER_SUITE, Claim, Value, sections
-from eval.analysis.columns import SECTION, overall, place_of
-from eval.analysis.paper_tables import PAPER_MODELS, PUBLISHED
+from eval.analysis.claims import CLAIMS, PAPER_SUITE, Claim, Value, sections
+from eval.analysis.columns import SECTION
+from eval.analysis.paper_tables import PAPER_MODELS
 from eval.analysis.table import MODEL, Column, Rows, as_table, cells, forms
-from eval.benchmarks import SUITES
 from eval.store.results import Results
 
 _COLUMNS = (
@@ -32,16 +29,14 @@ _FRAME = [
         "whole."
     ),
     notes=(
-        "Undecided: the interval allows both. -: the paper has no number for this model; or the number is another "
-        "method's (section: which one), measured by its authors in another way. ?: not known to within ±10 points. Not "
-        "run: the experiments of the paper, or what the verdict names, are missing; `lazyllm-bench plan` estimates "
-        "their hours."
+        "Undecided: the interval allows both. -: the paper has no number for this model. ?: not known to within ±10 "
+        "points. Not run: the experiments of the paper, or what the verdict names, are missing; `lazyllm-bench plan` "
+        "estimates their hours."
     ),
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
 def verdicts(results: Results) -> Rows:
-    """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict; then the numbers
-    of other methods' authors for the models that were run on LongBench.
+    """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict.
 
     frame: model, suite, section, claim, paper (the published number for the model), expected, parts (the number of
     values behind ours), value, value_low, value_high (of a single part), verdict, lacking (what a run must have for a
@@ -52,7 +47,7 @@ def verdicts(results: Results) -> Rows:
     there = {one.paper_model for one in found}
     absent = [name for name in PAPER_MODELS if name not in there]
     rows += [_row(claim, PAPER_SUITE, name, name) for name in absent for claim in CLAIMS if name in claim.paper]
-    frame: Any = pd.DataFrame([*rows, *_of_other_methods(results)], columns=[*_FRAME, "ours"])
+    frame: Any = pd.DataFrame(rows, columns=[*_FRAME, "ours"])
     shown = [
         f"{verdict}: {text}" if text else verdict
         for verdict, text in zip(frame["verdict"], frame["lacking"], strict=True)
@@ -73,43 +68,3 @@ def _row(
         "ours": claim.ours(parts), "verdict": claim.verdict(parts, paper_model, lacking), "lacking": lacking,
         "shown": claim.shown,
     }  # fmt: skip
-
-
-_NUMBERS = {"score": "score", "full_score": "score without pruning", "ttft_speedup": "TTFT speedup"}
-
-
-def _of_other_methods(results: Results) -> list[dict[str, Any]]:
-    """A row for each published number (published/field.csv) of the models that were run on LongBench."""
-    measured = [row for row in overall(results).to_dict("records") if SUITES[row["suite"]].in_paper]
-    for row in measured:
-        row |= {form.replace("reference_", "full_"): row[form] for form in forms("reference_score")}
-    models, rows = {_name_of(row) for row in measured}, []
-    published: Any = pd.read_csv(PUBLISHED / "field.csv")
-    for claim in published[published["model"].isin(models)].to_dict("records"):
-        ours: Any = max((row for row in measured if _is_of(claim, row)), key=lambda row: row["examples"], default={})
-        settings = ", ".join(f"{key}={value}" for key, value in json.loads(claim["settings"]).items())
-        for name, heading in _NUMBERS.items():
-            if pd.notna(claim[name]):
-                value = {form: ours.get(form.replace("value", name), np.nan) for form in forms("value")}
-                rows.append({
-                    "model": claim["model"], "suite": PAPER_SUITE, "section": place_of(claim["method"])[1],
-                    "claim": f"{heading}, {settings} ({claim['scale']}; {claim['differs']})",
-                    "paper": f"{claim[name]:g}", "expected": "-", "parts": int(pd.notna(value["value"])),
-                    **value, "ours": Column("value", "", 2).cell(value), "lacking": "", "shown": "field",
-                    "verdict": NO_NUMBER if ours else NOT_RUN,
-                })  # fmt: skip
-    return rows
-
-
-def _name_of(row: Mapping[str, Any]) -> str:
-    """The model's name as papers write it, without the publisher's prefix."""
-    return row["model"].removeprefix("Meta-")
-
-
-def _is_of(claim: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether a measured row has the claim's model and settings."""
-    settings = json.loads(row["settings"])
-    if settings.get("sound"):  # our own variant
-        return False
-    same = all(settings.get(key) == value for key, value in json.loads(claim["settings"]).items())
-    return same and claim["method"] == row["method"] and _name_of(row) == claim["model"]

@@ -1,99 +1,151 @@
-"""The page: one HTML text without references to other files.
+"""The page of `paper`: one HTML text that refers to nothing outside itself and needs no script but to sort.
 
-It holds the runs and their provenance (`overview`), tables and figures, and every example's answers
-(`answers`). Its scripts are `*.js`, its style `report.css`, its frame `page.html.jinja`.
+Its frame and style are `page.html.jinja`, its script is `sort.js`.
 """
 
 import base64
 import hashlib
 import io
-import re
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from eval.analysis.table import Cell, Table, legend
-from eval.report import overview
-from eval.report.answers import embed_answers
+from eval.analysis.table import Column, Table, cells, legend
 from eval.report.content import Content
 from eval.store.results import Results
+from eval.store.runs import StoredRun
+from eval.store.visit import Answer
 
 _HERE = Path(__file__).parent
-_SCRIPTS = ("tables.js", "answers.js")
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_IDS = re.compile(r'(\bid="|url\(#|href="#)')
-# What a reader compares: these columns are shown before a reader asks for more, or the first `MOST` of a table without
-COMPARED = ("score", "TTFT speedup", "% computed", "% tokens computed", "KL, nats", "answer's KL")
-MOST = 4
 
 
 def render(results: Results, content: Content, most: int | None = None) -> str:
-    """The page of some runs. content: of these. most: examples shown of each run and dataset, None for all."""
+    """Render the page of some runs. content: of these. most: examples of each run and dataset, None for all."""
     runs = results.runs
-    common, differing = overview.provenance(runs)
-    tables = content.tables
-    pictures = [
-        {**vars(one.figure), "name": f"figure-{one.name}", "svg": inline_svg(one.drawn, f"figure-{one.name}")}
-        for one in content.pictures
-    ]
-    first = next(iter(pictures), None)
-    script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    script = (_HERE / "sort.js").read_text(encoding="utf-8")
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.get_template("page.html.jinja").render(
-        title=", ".join(dict.fromkeys(run.model.removesuffix(run.variant) for run in runs)),
-        summary=overview.summary(runs),
-        warnings=overview.warnings(runs, most),
-        runs=grid(overview.runs_table(runs), whole=True),
-        settings=grid(settings, whole=True) if (settings := overview.settings_table(runs)) else None,
-        results=grid(overview.results_table(results), filtered=0),
-        common=common,
-        differing=grid(differing, whole=True) if differing else None,
-        findings=overview.findings(results),
-        legend=legend(tables),
-        tables=[grid(replace(table, name=f"table-{table.name}")) for table in tables],
+        title=", ".join(dict.fromkeys(run.family for run in runs)),
+        warnings=warnings(runs, most),
+        runs=runs_table(runs),
+        tables=content.tables,
+        legend=legend(content.tables),
+        pictures=[(one.name, one.figure, _data_uri(one.name, one.drawn)) for one in content.pictures],
         missing=content.missing,
-        first=first,
-        pictures=pictures[1:],
-        records=embed_answers(runs, most),
-        style=Markup((_HERE / "report.css").read_text(encoding="utf-8")),
+        answers=[(run, answers_of(run, most)) for run in runs],
         script=Markup(script),
         # for the content security policy: no other script may run
         script_hash="sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
-def grid(table: Table, filtered: int | None = None, whole: bool = False) -> dict[str, Any]:
-    """What the template shows of a table: its texts, columns, rows, and the choices of a column to filter by.
-
-    A column with a number in any cell is numeric: it is sorted by these. A reader has to ask for more than the columns
-    that name the row (if they differ in any row) and those that are compared, unless the table is shown as a whole.
-    """
-    rows = [[text if isinstance(text, Cell) else Cell(text) for text in row] for row in table.cells.to_numpy().tolist()]
-    keys, values = list(table.cells)[: table.keys], list(table.cells)[table.keys :]
-    first = {*([heading for heading in values if heading in COMPARED] or values[:MOST]), *keys[-1:]}
-    columns = []
-    for number, heading in enumerate(table.cells):
-        texts = [row[number] for row in rows]
-        at_once = whole or number == filtered or heading in first or (heading in keys and len(set(texts)) > 1)
-        numeric = any(text.value is not None for text in texts)
-        columns.append({"text": heading, "numeric": numeric, "more": not at_once})
-    choices = [] if filtered is None else list(dict.fromkeys(row[filtered] for row in rows))
-    return {**vars(table), "columns": columns, "rows": rows, "filtered": filtered, "choices": choices}
-
-
-def inline_svg(figure: Any, name: str) -> Markup:
-    """The figure as an `<svg>` element. Its ids begin with `name`: figures share none. Its letters are paths."""
-    written = io.StringIO()
+def _data_uri(name: str, drawn: Any) -> str:
+    """The picture as an SVG within an address. Its letters are paths."""
+    written = io.BytesIO()
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": name}):
-        figure.savefig(written, format="svg", bbox_inches="tight", metadata=_NO_METADATA)
-    text = written.getvalue()
-    element = text[text.index("<svg") :]
-    attributes = f'<svg role="img" aria-labelledby="{name}-title" '
-    return Markup(attributes + _IDS.sub(rf"\g<1>{name}-", element).removeprefix("<svg "))
+        drawn.savefig(written, format="svg", bbox_inches="tight", metadata=_NO_METADATA)
+    return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+def runs_table(runs: Sequence[StoredRun]) -> Table:
+    """List the runs with what tells them apart and where they were measured."""
+    rows = [
+        {
+            "model": run.model,
+            "arms": ", ".join(run.arms),
+            "examples": len(run.answered),
+            "datasets": len(run.datasets),
+            "differs from most runs in": ", ".join(f"{key}={value}" for key, value in run.differences.items()) or "-",
+            "device": run.device or "unknown",
+            "started": run.started,
+            "commit": run.about["provenance"]["git_commit"] or "unknown",
+            "fingerprint": run.about["fingerprint"],
+            "folder": run.folder.name,
+        }
+        for run in runs
+    ]
+    values = pd.DataFrame(rows)
+    caption = "A fingerprint is a hash of everything that can change a number. Versions and settings: provenance.json."
+    return Table("runs", "Runs", caption, values, cells(values, [Column(name, name) for name in values]), len(rows[0]))
+
+
+def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
+    """Say in sentences what to know before comparing numbers. most: as of `render`."""
+    concerned = {
+        "Measured without a baseline: no speedup, and no answer to compare with": [
+            run for run in runs if run.identity["baseline"] is None
+        ],
+        "Timed without warm-up: the first examples' times include one-off costs": [
+            run for run in runs if run.identity["warmup"] == 0
+        ],
+        "Measured with uncommitted code: it cannot be checked out again": [
+            run for run in runs if (run.about["provenance"]["git_commit"] or "+changes").endswith("+changes")
+        ],
+    }
+    concerned |= {sign: [run for run in runs if sign in run.warnings] for run in runs for sign in run.warnings}
+    sentences = Results(runs).unfinished + [
+        f"{text} ({', '.join(run.folder.name for run in named)})." for text, named in concerned.items() if named
+    ]
+    if most is not None and any(max(Counter(dataset for dataset, _ in run.answered).values()) > most for run in runs):
+        sentences.append(f"Answers are shown of the first {most} of each dataset's examples; tables count all.")
+    return sentences
+
+
+def answers_of(run: StoredRun, most: int | None = None) -> dict[str, list[dict[str, Any]]]:
+    """Gather the answers of a run: {dataset: an entry for each turn of each example, with the answers of all arms}.
+
+    most: as of `render`. An arm's answer is compared with the baseline's of the same visit.
+    """
+    found = dict[str, dict[tuple[str, int], dict[str, Any]]]()
+    for visit in run.visits:
+        of_dataset = found.setdefault(visit.dataset, {})
+        if most is not None and visit.id not in (ids := {name for name, _ in of_dataset}) and len(ids) >= most:
+            continue
+        for place, turn in enumerate(visit.turns):
+            entry = of_dataset.setdefault((visit.id, place), {"asked": turn, "answers": {}})
+            entry["name"] = f"{visit.id}, turn {place + 1}" if len(visit.turns) > 1 else visit.id
+            for name, answers in visit.answers.items():
+                baseline = visit.answers.get(run.identity["baseline"]) if not run.arms[name].is_baseline else None
+                shown = _shown(answers[place], baseline[place] if baseline else None)
+                entry["answers"].setdefault(name, shown)
+    return {
+        dataset: [
+            {**entry, "answers": {name: entry["answers"][name] for name in run.arms if name in entry["answers"]}}
+            for entry in entries.values()
+            if entry["answers"]
+        ]
+        for dataset, entries in found.items()
+    }
+
+
+def _shown(answer: Answer, baseline: Answer | None) -> dict[str, Any]:
+    """An answer's text (None if it is not stored), its numbers, and whether its text is the baseline's."""
+    is_same = baseline is not None and answer.text is not None and answer.text == baseline.text
+    return {"text": answer.text, "numbers": ", ".join(_numbers(answer, baseline)), "is_same": is_same}
+
+
+def _numbers(answer: Answer, baseline: Answer | None) -> Iterator[str]:
+    """The numbers of an answer that were measured, each beside the baseline's."""
+    if answer.score is not None:
+        gain = None if baseline is None or baseline.score is None else 100 * (answer.score - baseline.score)
+        yield f"score {100 * answer.score:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
+    if (ttft := answer.times.ttft_s) is not None:
+        theirs = None if baseline is None else baseline.times.ttft_s
+        yield f"TTFT {1000 * ttft:,.1f} ms" + ("" if theirs is None else f" ({theirs / ttft:.2f}x)")
+    if answer.cost is not None:
+        yield f"{answer.cost.pct_prompt_tokens_computed:.1f} % of the prompt computed"
+    if answer.fidelity is not None and answer.fidelity.kl is not None:
+        yield f"KL {answer.fidelity.kl:.3g}"
+    if answer.fidelity is not None and answer.fidelity.answer_kl is not None:
+        yield f"answer's KL {answer.fidelity.answer_kl:.3g}"
+    if answer.token_ids is not None:
+        yield f"{len(answer.token_ids)} tokens"

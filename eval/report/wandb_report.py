@@ -6,64 +6,49 @@
 Tables and figures are those of `lazyllm-bench paper`; the panels show the given runs, which W&B finds by fingerprint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from eval.analysis.table import figures, legend, tables
 from eval.benchmarks.datasets import DATASETS, TASKS
+from eval.report.content import Content, content_of
 from eval.store.folder import fingerprint
 from eval.store.results import Results, add_choice
 from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 
-if TYPE_CHECKING:
-    from eval.report.content import Content
-
 _TABLES = ("table1_paper", "table2_paper", "verdicts", "field")
-_COLUMNS = (
-    "score",
-    "ttft_speedup",
-    "equal_length_speedup",
-    "generation_speedup",
-    "pct_prompt_tokens_computed",
-    "kv_bytes",
+_BARS = (
+    "score", "ttft_speedup", "equal_length_speedup", "generation_speedup", "pct_prompt_tokens_computed", "kv_bytes",
     "aux_bytes",
-)
+)  # fmt: skip
 Block = dict[str, Any]  # "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
 
 
 def specification(results: Results, content: Content, title: str, project: str, entity: str = "") -> Block:
-    """The report. The same runs give the same one. content: the tables and pictures to show."""
-    from eval.analysis.table import legend  # not at the top: matplotlib is slow to import
-
+    """Describe the report. The same runs give the same one. content: the tables and pictures to show."""
     wide = dict(kind="Layout", w=24, h=16)  # a line of W&B's grid; other panels take the next free place
-    own = {"entity": entity, "project": project} if entity else {}
-    runs = results.runs
-    prints = [run.about["fingerprint"] for run in runs]
+    place = {"entity": entity, "project": project} if entity else {}
+    prints = [run.about["fingerprint"] for run in results.runs]
 
     def panels(shown: list[Block], only: str = f"Config('fingerprint') in {prints}") -> Block:
-        return dict(kind="PanelGrid", runsets=[dict(kind="Runset", name="runs", filters=only, **own)], panels=shown)
+        return dict(kind="PanelGrid", runsets=[dict(kind="Runset", name="runs", filters=only, **place)], panels=shown)
 
-    examples = len({key for run in runs for key in run.answered})
-    values = {"model": [run.model for run in runs], "device": [run.device for run in runs]}
-    values["commit"] = [run.about.get("provenance", {}).get("git_commit") or "unknown" for run in runs]
-    about = "; ".join(f"{name}: {', '.join(sorted(set(own)))}" for name, own in values.items())
-    text = f"Runs: {len(prints)}; examples: {examples}; {about}. Speedups are over the baseline of the same visits."
-    blocks = [dict(kind="P", text=text), dict(kind="TableOfContents")]
-    blocks.append(dict(kind="P", text=legend(content.tables)))
+    examples = len({key for run in results.runs for key in run.answered})
+    devices = ", ".join(sorted({run.device for run in results.runs}))
+    text = f"Runs: {len(prints)}; examples: {examples}; device: {devices}. Speedups are over the same visits' baseline."
+    blocks = [dict(kind="P", text=text), dict(kind="TableOfContents"), dict(kind="P", text=legend(content.tables))]
     blocks += [dict(kind="MarkdownBlock", text=table.to_markdown("#")) for table in content.tables]
     blocks.append(dict(kind="H1", text="Figures"))
     for one in content.pictures:
         picture = dict(kind="MediaBrowser", title=one.figure.title, media_keys=[f"figures/{one.name}"], layout=wide)
         blocks.append(panels([picture], only=f"Config('report') = '{report_id(results)}'"))
-    there = {DATASETS[name].task for run in runs for name in run.datasets}
-    for task in [*(task for task in TASKS if task in there), "all"]:
-        bars = [dict(kind="BarPlot", metrics=[f"{task}/{column}"]) for column in _COLUMNS]
+    measured = {DATASETS[name].task for run in results.runs for name in run.datasets}
+    for task in [*(task for task in TASKS if task in measured), "all"]:
+        bars = [dict(kind="BarPlot", metrics=[f"{task}/{column}"]) for column in _BARS]
         blocks += [dict(kind="H1", text=task), panels(bars)]
     curves = [dict(kind="LinePlot", x="examples", y=[f"running/{name}"]) for name in ("score", "ttft_speedup")]
     rows = dict(kind="WeavePanelSummaryTable", table_name="per_example", layout=wide)
@@ -71,44 +56,33 @@ def specification(results: Results, content: Content, title: str, project: str, 
     return dict(kind="Report", project=project, entity=entity, title=title, width="fluid", blocks=blocks)
 
 
-def title_of(results: Results) -> str:
-    """The models and the suites that were run."""
-    models = dict.fromkeys(run.model for run in results.runs)
-    suites = sorted({DATASETS[name].suite for run in results.runs for name in run.datasets})
-    return f"{', '.join(models)} on {', '.join(suites)}"
-
-
 def report_id(results: Results) -> str:
-    """In the config of the W&B run that holds the report's images."""
+    """Name the report in the config of the W&B run that holds its images."""
     return fingerprint({"report of": [run.about["fingerprint"] for run in results.runs]})[:16]
 
 
 def made(value: Any) -> Any:
-    """The objects of a specification. Raises UserError without the extra."""
+    """Make the objects of a specification. Raises UserError without the extra."""
     try:
         import wandb_workspaces.reports.v2 as library
     except ImportError as error:
         raise UserError(f"{error}: install the extra, pip install 'lazyllm-bench[wandb-report]'") from error
     if isinstance(value, list):
         return [made(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return getattr(library, value["kind"])(**{name: made(item) for name, item in value.items() if name != "kind"})
+    if isinstance(value, dict):
+        return getattr(library, value["kind"])(**{name: made(item) for name, item in value.items() if name != "kind"})
+    return value
 
 
 def publish(results: Results, content: Content, report: Block) -> str:
     """Save the images as a W&B run, then the report; returns its address. Raises UserError if W&B refuses it."""
     import wandb  # not at the top: slow to import
 
-    from eval.analysis.style import save
-
     report_made = made(report)
+    place = {"project": report["project"], "entity": report["entity"], "config": {"report": report_id(results)}}
     try:
-        place = {"project": report["project"], "entity": report["entity"], "config": {"report": report_id(results)}}
-        with TemporaryDirectory() as folder, wandb.init(**place, name=report["title"], job_type="report") as run:
-            for one in content.pictures:
-                (file,) = save(one.drawn, Path(folder, one.name), ["png"])
-                run.log({f"figures/{file.stem}": wandb.Image(str(file))})
+        with wandb.init(**place, name=report["title"], job_type="report") as run:
+            run.log({f"figures/{one.name}": wandb.Image(one.drawn) for one in content.pictures})
         report_made.save()
     except Exception as error:  # no network, no such project, no permission: many types
         raise UserError(f"W&B refused the report ({type(error).__name__}: {error})") from error
@@ -123,23 +97,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--publish", action="store_true", help="save the report in W&B")
     parser.add_argument("--project", default=os.environ.get("WANDB_PROJECT", "lazyllm-bench"))
     parser.add_argument("--entity", default=os.environ.get("WANDB_ENTITY", ""), help="the user or team of the project")
-    parser.add_argument("--title", help="default: the models and suites of the runs")
+    parser.add_argument("--title", help="default: the models of the runs")
     options = parser.parse_args(arguments)
     if not options.out and not options.publish:
         raise UserError("give --out FILE for the specification, or --publish")
-    if options.publish and not options.entity:
-        raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
     if options.publish:
         import wandb  # not at the top: slow to import
 
+        if not options.entity:
+            raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
         if not wandb.login(prompt=False):
             raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
     results = Results.read(options.runs, options.where, options.newest)
-    from eval.analysis.table import figures, tables  # not at the top: matplotlib is slow to import
-    from eval.report.content import content_of
-
     content = content_of(results, {name: tables()[name] for name in _TABLES}, figures())
-    title = options.title or title_of(results)
+    title = options.title or ", ".join(dict.fromkeys(run.model for run in results.runs))
     report = specification(results, content, title, options.project, options.entity)
     if options.out:
         write_whole(options.out, json.dumps(report, indent=1, ensure_ascii=False) + "\n")

@@ -19,7 +19,6 @@ from lazyllm.errors import UserError, require
 from lazyllm.methods import Method, by_name, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
-AA_TEST = "baseline again"  # the label of the arm of `aa_test`
 _NOT_THE_METHODS = ("name", "turns", "seeds")  # settings of an arm that are no hyperparameters
 
 
@@ -167,8 +166,7 @@ def arms_asked(config: RunConfig) -> dict[str, dict[str, Any]]:
     baseline = next((label for label, settings in arms.items() if settings["name"] == BASELINE), BASELINE)
     first = arms.pop(baseline, {"name": BASELINE})
     require(first["name"] == BASELINE, "compare", baseline, "another label for it")
-    last = {AA_TEST: first} if config.aa_test else {}
-    return {baseline: first, **arms, **last}
+    return {baseline: first, **arms}
 
 
 def check_distinct(arms: Mapping[str, Mapping[str, Any]]) -> None:
@@ -178,8 +176,6 @@ def check_distinct(arms: Mapping[str, Mapping[str, Any]]) -> None:
     """
     labels: dict[str, str] = {}
     for label, settings in arms.items():
-        if label == AA_TEST:
-            continue
         own = label.removesuffix(f" seed {settings.get('seed')}")
         first = labels.setdefault(sha256_of({key: value for key, value in settings.items() if key != "seed"}), own)
         require(

@@ -340,7 +340,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
     require(
         is_traced, "trace", plain.trace, "0, as traces show whole prompts and question=hidden runs them in two parts"
     )
-    require(not plain.aa_test or plain.baseline, "aa_test", "true", "baseline=true with it")
     folder = plain.data.dir
     require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
     require(plain.out != "", "out", plain.out, "a folder, or null")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -41,39 +40,30 @@ from eval.run.config import (
 )
 from eval.run.receipt import complete_run, leave, receipt_of, show
 from eval.run.settings import RunConfig
-from eval.store.results import Results
 from eval.store.runs import StoredRun
 from lazyllm.errors import FailedExamplesError, UserError
 
 GRACE_S = 0.5  # time for the regular end, which frees the device and records when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
-_BOUND = re.compile(r"(score|ttft)>=([+-]?\d+(?:\.\d+)?)")  # of a gate
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command `run`: one run, or a sweep (-m). Returns the exit code.
 
-    --gate 'score>=-1 ttft>=1.2' makes it 1 unless the intervals of every arm's score difference and TTFT speedup lie
-    above these bounds. --list prints the names of models, datasets, methods and experiments instead.
+    --list prints the names of models, datasets, methods and experiments instead.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--gate")
     parser.add_argument("--list", action="store_true")
     options, arguments = parser.parse_known_args(arguments)
     if options.list:
         print(names())
         return 0
-    bounds = None if options.gate is None else parse_gate(options.gate)
-    if bounds and any(argument.startswith("hydra/launcher=") for argument in arguments):
-        raise UserError("--gate: expected no launcher, whose jobs end in other processes")
     finished: list[StoredRun] = []  # of the jobs in this process
 
     def work(config: DictConfig) -> None:
         with job():
             asked = ask(to_run_config(config), _sweep_folder())
-            if bounds and (asked.baseline is None or len(asked.arms) == 1):
-                raise UserError(f"--gate {options.gate}: expected the baseline and another arm, to compare with it")
             receipt = receipt_of(asked)
             if (complete := complete_run(asked, receipt)) is not None:
                 show(complete)
@@ -92,27 +82,11 @@ def main(arguments: Sequence[str]) -> int:
     try:
         start(work, arguments)
     finally:  # a job that failed does not hide the others
-        is_joined = len(finished) > 1 or bounds is not None
-        whole = finished if is_joined else []
-        if len(whole) > 1:
+        if len(finished) > 1:
             from eval.run.summary import show_together  # the jobs have imported it
 
-            show_together(whole)
-    if bounds is None:
-        return 0
-    from eval.analysis.run_table import comparisons, gate_failures  # the jobs have imported it
-
-    failures = [why for run in whole for why in gate_failures(comparisons(Results([run])), bounds)]
-    print("\n".join([f"gate {options.gate}: {'FAILED' if failures else 'passed'}", *failures]))
-    return 1 if failures else 0
-
-
-def parse_gate(text: str) -> dict[str, float]:
-    """{"score": -1.0, "ttft": 1.2} of `score>=-1 ttft>=1.2`. Raises UserError for any other text."""
-    bounds = [_BOUND.fullmatch(word) for word in text.split()]
-    if not bounds or None in bounds:
-        raise UserError(f"--gate {text!r}: expected bounds such as 'score>=-1 ttft>=1.2'")
-    return {bound[1]: float(bound[2]) for bound in bounds if bound is not None}
+            show_together(finished)
+    return 0
 
 
 def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:

@@ -86,9 +86,6 @@ class RunConfig(SuiteSettings):
         "paper}, ...}`; a list of values, or `seeds: 5`, makes an arm of each",
     )
     baseline: bool = setting(True, "also measure the standard model on every example, among the arms")
-    aa_test: bool = setting(
-        False, "also measure the baseline once more, as an arm: how much answers and times vary by chance"
-    )
     dataset: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     limit: int | None = setting(None, "N examples of each dataset; `null`: all (embedded: 12)")
@@ -122,7 +119,7 @@ class RunConfig(SuiteSettings):
     )
     draft: str | None = setting(
         None,
-        "another model, by folder, hub id or preset: SpecPrefill's in `experiment=field`, the scorer in `compression`",
+        "another model, by folder, hub id or preset, for arms with `${draft}`: SpecPrefill's in `experiment=field`",
     )
     label: str | None = setting(None, "the comparison's name, in titles and folders")
     tracker: TrackerConfig = field(default_factory=TrackerConfig)

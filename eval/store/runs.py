@@ -71,12 +71,10 @@ class StoredRun:
     @cached_property
     def arms(self) -> dict[str, StoredArm]:
         """{label: arm}, in the order of tables."""
-        arms, usual_seed, baseline = {}, self.identity["seed"], self.identity["baseline"]
+        arms, usual_seed = {}, self.identity["seed"]
         for name, arm in self.identity["arms"].items():
-            method, is_baseline = arm["method"], name == baseline
+            method, is_baseline = arm["method"], name == self.identity["baseline"]
             settings = _settings_shown(arm)
-            if baseline is not None and not is_baseline and arm == self.identity["arms"][baseline]:
-                settings["label"] = name  # the A/A test's arm: a row of its own
             arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
         return arms
 

@@ -4,7 +4,7 @@ A page names its source in a pair of comments, and what stands between them is r
 
     <!-- insert: results/demo/demo.md -->           the table of a Markdown file
     <!-- insert: results/demo/demo.md mean over tasks -->   its rows whose beginning matches this regular expression
-    <!-- insert: results/demo/demo.md needle columns 2-9 -->   these columns of them, from 1
+    <!-- insert: results/demo/demo.md needle columns 2-4,9 -->   these columns of them, from 1
     <!-- insert: settings model -->                 the settings `model.*` of `python run.py --help`
     <!-- insert: methods -->                        the hyperparameters of `lazyllm-bench methods`
     <!-- end -->
@@ -48,10 +48,12 @@ def _source(name: str) -> str:
     head, rows = lines[:2], [line for line in lines[2:] if re.match(row, line.strip("|* "))]
     if not rows:
         raise ValueError(f"{file}: no row of a table matches {row!r}")
-    if columns:
-        first, last = map(int, columns.split("-"))
-        return "\n".join(f"|{'|'.join(line.strip('|').split('|')[first - 1 : last])}|" for line in [*head, *rows])
-    return "\n".join([*head, *rows])
+    if not columns:
+        return "\n".join([*head, *rows])
+    ranges = [[int(end) for end in part.split("-")] for part in columns.split(",")]
+    places = [place - 1 for ends in ranges for place in range(ends[0], ends[-1] + 1)]
+    cells = [line.strip("|").split("|") for line in [*head, *rows]]
+    return "\n".join(f"|{'|'.join(row[place] for place in places)}|" for row in cells)
 
 
 def _settings(groups: list[str]) -> str:

@@ -61,8 +61,6 @@ REFUSED = {
     "run dataset=needle needle.haystack=nowhere": "error: needle.haystack=nowhere: expected a text file or a folder",
     "run out=http://[::1]:9/v1": "a value with special signs takes quotes, for the shell too",
     "run data.dir=nowhere": "error: data.dir=nowhere: expected an existing folder",
-    "run dataset=lookup baseline=false --gate score>=1": "--gate score>=1: expected the baseline and another arm",
-    "run dataset=lookup method=baseline --gate ttft>=1": "--gate ttft>=1: expected the baseline and another arm",
     "fetch --cfg job": "error: --cfg: expected KEY=VALUE",
     "run model=custom model.name=./nowhere": "error: './nowhere' is not a model: no such folder",
     "run model.tokenizer=/nowhere dataset=lookup": "error: /nowhere: no such file or folder",
@@ -107,7 +105,6 @@ REFUSED = {
     "run dataset=trec data.dir=MADE/rows": "rows/trec.jsonl:10: not valid JSON in UTF-8",
     "run dataset=trec data.dir=MADE/no_config": "error: data.dir=MADE/no_config: config/dataset2prompt.json is",
     "run out=MADE/file/run": "error: MADE/file/run: cannot be written (MADE/file)",
-    "run -m method=lazy,baseline hydra/launcher=joblib --gate ttft>=1": "error: --gate: expected no launcher",
     "run data.dir=MADE/rows": "error: data.dir=MADE/rows: expected dataset=NAME with it, as embedded has",
 }
 # Refused with heavy modules, before a model loads

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eval.analysis.run_table import run_table
-from eval.report.overview import warnings
+from eval.report.page import warnings
 from eval.run import doctor
 from eval.store.results import Results
 from eval.store.runs import StoredRun, stored_runs

@@ -2,11 +2,10 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.field import data, field, memory, plot, ttft_share
+from eval.analysis.field import data, field, plot
 from eval.analysis.run_table import run_table
 from eval.store.results import Results
 from tests.eval.analysis.made import drawn, example, line, over, stored, texts
-from tests.eval.store.made import alone
 
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
@@ -63,57 +62,6 @@ def test_a_speedup_asked_of_a_method_that_has_none_is_shown_as_its_numbers() -> 
     assert setting("uniprefill", trec=0.44, hotpotqa=0.4) == "p=[0.44, 0.4]"
     lazy = stored(over(("trec",)), "lazy", {"schedule": "1.5x"}, solved={"trec": {"schedule": {"2": 0.3}}})
     assert line(field(Results([lazy])).cells, method="LazyLLM")["setting"] == "schedule=1.5x"  # it reaches that
-
-
-def test_memory_by_hand() -> None:
-    baseline = {"kv_bytes": 2_000_000, "aux_bytes": 0, "peak_memory_bytes": 10_000_000}
-    measured = {"kv_bytes": 1_000_000, "aux_bytes": 500_000, "peak_memory_bytes": 9_000_000}
-    records = [
-        *(example("hops", row, baseline=baseline, **measured) for row in "ab"),
-        *(example("lookup", row, baseline=baseline | {"kv_bytes": 4_000_000}, **measured) for row in "ab"),
-    ]
-    table = memory(Results([stored(records)]))
-    found = line(table.frame, method="lazy")
-    assert (found["kv_bytes"], found["aux_bytes"], found["cache_bytes"]) == (1e6, 5e5, 1.5e6)
-    assert line(table.frame, method="baseline")["cache_bytes"] == 3e6  # the mean of two tasks
-    assert (found["cache_ratio"], found["peak_ratio"]) == (0.5, 0.9)
-    assert line(table.frame, method="baseline")["cache_ratio"] == 1
-    assert table.cells["method"].tolist() == ["baseline", "lazy, schedule=paper"]
-    cells = line(table.cells, method="lazy, schedule=paper")
-    assert list(cells.values())[2:] == [
-        "4", "1.000 ±0.000", "0.500 ±0.000", "1.500 ±0.000", "0.500", "9.0 ±0.0", "0.900",
-    ]  # fmt: skip
-    visits = [alone(visit) for visit in over(("hops",))]
-    cells = line(memory(Results([stored(visits)])).cells, method="lazy, schedule=paper")
-    assert (cells["both / baseline"], cells["peak / baseline"], cells["peak, MB"]) == ("unpaired",) * 2 + ("not known",)
-
-
-def test_ttft_share_by_hand() -> None:
-    records = [
-        example("hops", "a", prompt_tokens=512, ttft_s=0.1, total_s=0.4, token_ids=[1] * 4),
-        example("hops", "b", prompt_tokens=513, ttft_s=0.3, total_s=0.4, token_ids=[1] * 4),
-        example("hops", "c", prompt_tokens=1000, ttft_s=0.1, total_s=0.8, token_ids=[1] * 5),
-    ]
-    table = ttft_share(Results([stored(records)]))
-    frame = table.frame[table.frame["method"] == "lazy"]
-    found = {
-        (row["prompt_tokens"], row["answer_tokens"]): (row["generations"], row["share"])
-        for row in frame.to_dict("records")
-    }
-    expected = {
-        ("1-512", "1-4"): (1, 25), ("513-1024", "1-4"): (1, 75), ("513-1024", "5-16"): (1, 12.5),
-        ("1-512", "all"): (1, 25), ("513-1024", "all"): (2, 100 * 0.4 / 1.2), ("all", "1-4"): (2, 50),
-        ("all", "5-16"): (1, 12.5), ("all", "all"): (3, 100 * 0.5 / 1.6),
-    }  # fmt: skip
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert found[key] == pytest.approx(value)
-    assert line(table.cells, method="baseline")["all"] == "50.0"  # 0.4 s of 0.8 s
-    assert line(table.cells, method="baseline")["TTFT, steps"] == "4.0"  # of 0.1 s
-    assert line(table.cells, method="lazy, schedule=paper") == {
-        "model": "tiny (embedded)", "method": "lazy, schedule=paper", "TTFT, steps": "1.7", "all": "31.2",
-        "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0", "answer 5-16": "12.5",
-    }  # fmt: skip
 
 
 def runs() -> list:

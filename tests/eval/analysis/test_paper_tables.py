@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from eval.analysis import printed
 from eval.analysis.paper_tables import paper_values, table1, table1_paper, table2, table2_paper
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -148,12 +147,3 @@ def test_printed_tables_show_other_models_beside_the_papers() -> None:
         "tiny (embedded): n": "2", "tiny (embedded): score": "50.00*",
     }  # fmt: skip
     assert list(line(cells, Tasks="Synthetic", Method="Baseline").values())[-3:] == ["-"] * 3
-
-
-def test_picture_of_table_1_writes_every_cell_and_needs_a_method() -> None:
-    runs = [llama2("lazy", over(MULTI_DOC_QA, score=0.25, ttft_s=0.1))]
-    frame = printed.data(Results(runs))
-    texts = [text.get_text() for text in printed.plot(frame).axes[0].texts]
-    assert {"25.00 (22.31)", "- (20.68)", "XGen 7B", "Multi-Document QA"} <= set(texts)
-    assert sum("(" in text for text in texts) == 30 * 4
-    assert printed.data(Results([stored(over(MULTI_DOC_QA), "lazy", OTHER, model="llama2", paper="llama2")])).empty

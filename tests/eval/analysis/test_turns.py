@@ -3,12 +3,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from eval.analysis.groups import groups
 from eval.analysis.turns import by_turn, data, plot, turns
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from eval.store.visit import Visit
-from tests.eval.analysis.made import conversation, drawn, example, stored, texts
+from tests.eval.analysis.made import conversation, drawn, stored, texts
 
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
@@ -89,10 +88,3 @@ def test_turns_figure_has_a_column_for_continuing_and_for_starting_again() -> No
     assert "baseline" in texts(picture)
     assert len(drawn(plot, data(Results(runs()[:1]))).axes) == len(picture.axes) / 2  # no empty column
     assert data(Results(runs()[2:])).empty
-
-
-def test_later_turn_is_in_the_group_of_its_first_prompts_length() -> None:
-    long = row("hotpotqa", "long", (1.0, 0.5, 1.0, 2.0), (0.5, 2.0, 4.0, 1.0), first=9000)
-    frame = groups(Results([stored([long, example("hotpotqa", "short", 100)])])).frame
-    found = frame[(frame["level"] == "all") & (frame["method"] == "lazy")].set_index("group")["score"]
-    assert found.to_dict() == {"all": 62.5, "tokens=1-512": 50, "tokens=8193+": 75}

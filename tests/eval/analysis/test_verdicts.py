@@ -9,7 +9,6 @@ import pytest
 
 from eval.analysis.claims import CLAIMS, Claim, sections
 from eval.analysis.paper_tables import paper_values, table1, table1_paper
-from eval.analysis.step_cost import step_cost
 from eval.analysis.verdicts import verdicts
 from eval.store.results import Results, with_variants
 from tests.eval.analysis.made import example, small_trace, stored, with_traces
@@ -271,21 +270,6 @@ def test_one_traced_prompt_decides_what_is_counted_on_it(tmp_path: Path) -> None
     assert (found["parts"], found["value"], found["verdict"]) == (1, pytest.approx(100 / 3), "does not hold")
 
 
-def test_published_numbers_of_other_methods_stand_beside_runs_of_the_same_settings() -> None:
-    settings, model = {"keep": 1024, "sound": False}, {"model": "Meta-Llama-3.1-8B-Instruct"}
-    runs = [
-        stored([example("trec", row, score=0.4) for row in "ab"], "gemfilter", settings, **model),
-        stored([example("qasper", row, score=0.1) for row in "ab"], "gemfilter", settings | {"sound": True}, **model),
-        stored([example("trec", row, score=0.3) for row in "ab"], "gemfilter", settings | {"keep": 512}, **model),
-    ]
-    frame = verdicts(Results(runs)).frame
-    found = frame[(frame["model"] == "Llama-3.1-8B-Instruct") & (frame["section"] == "GemFilter")]
-    score, full, *others = found.to_dict("records")
-    assert score["claim"].startswith("score, keep=1024 (LongBench, 14 sets; no chat template")
-    assert (score["paper"], score["value"], full["paper"], full["value"]) == ("34.5", 40, "36.72", 100)
-    assert {(one["verdict"], one["parts"]) for one in others} == {("not run", 0)}
-
-
 def test_answers_kl_has_claims_of_its_own() -> None:
     sweep = {"lazy": {"schedule": "2.0x"}, "static_pruning": {"layer": 2, "keep": "2.0x"}}
     kls = {"lazy": {"kl": 0.3, "answer_kl": 0.1}, "static_pruning": {"kl": 0.1, "answer_kl": 0.2}}
@@ -300,21 +284,3 @@ def test_answers_kl_has_claims_of_its_own() -> None:
         "Better than random token drop at one speedup, task by task, nats of the",
     )
     assert (bare["verdict"], bare["lacking"]) == ("not run", "needs fidelity=answer")
-
-
-def test_step_cost_is_recovered_from_the_other_tasks() -> None:
-    visits = []
-    for number, (dataset, revived, tokens) in enumerate(
-        [("trec", 0, 2), ("trec", 8, 4), ("qasper", 2, 3), ("qasper", 6, 6), ("hotpotqa", 4, 5), ("hotpotqa", 1, 9)]
-    ):
-        total = 0.2 + 0.15 * (tokens - 1) + 0.03 * revived  # 1.5 and 0.3 baseline steps
-        own = {"token_ids": [1] * tokens, "total_s": total, "revived_tokens": float(revived)}
-        visits.append(example(dataset, str(number), ttft_s=0.2, **own))
-    table = step_cost(Results([stored(visits, "lazy", TABLE1)]))
-    assert list(table.frame["step_cost"]) == pytest.approx([1.5] * 3)
-    assert list(table.frame["token_cost"]) == pytest.approx([0.3] * 3)
-    assert list(table.frame["predicted"]) == pytest.approx(list(table.frame["generation_speedup"]))
-    (few_shot,) = table.frame[table.frame["task"] == "few_shot"].to_dict("records")
-    assert few_shot["prefill_token_cost"] == pytest.approx(0.4 / 100 / 0.1)
-    assert few_shot["revived_in_prefill"] == pytest.approx(few_shot["token_cost"] / few_shot["prefill_token_cost"])
-    assert (few_shot["prefill_saved"], few_shot["revived_a_step"]) == (pytest.approx(2), 8 / 4)

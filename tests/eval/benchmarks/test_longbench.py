@@ -12,16 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eval import cli
-from eval.analysis.groups import groups
 from eval.benchmarks import SUITES, downloads, longbench
 from eval.benchmarks.datasets import DATASETS, datasets_asked_for, load_rows
-from eval.benchmarks.metrics import dataset_score
 from eval.benchmarks.rows import parse_example, read_lines
 from eval.benchmarks.suite import DataSettings, Example, LoadedDataset, Turn
-from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.eval import official
-from tests.eval.analysis import made
 from tests.eval.store.test_folder import JSON
 from tests.hub_server import Repository
 
@@ -314,20 +310,3 @@ def test_longbench_e_groups_rows_by_length_and_the_rows_command_writes_them_to_b
     assert [json.loads(line) for line in (out / "qasper_e.jsonl").read_text().splitlines()] == [ROW, *rows]
     (out / "config").symlink_to(tmp_path / "config")
     assert load_rows(DATASETS["qasper_e"], out).examples == loaded.examples
-
-
-def test_longbench_e_scores_by_length_are_official():
-    """As `scorer_e` of `eval.py`, but for NumPy's mean: by dataset and length, the mean times 100, in 2 digits."""
-    scores = {"0-4k": [0.5, 0.25, 1 / 3], "4-8k": [1.0], "8k+": [0.0, 0.125]}
-    visits = [
-        replace(made.example("qasper_e", f"{group}-{number}", score=score), groups=[f"length={group}"])
-        for group, of_group in scores.items()
-        for number, score in enumerate(of_group)
-    ]
-    frame = groups(Results([made.stored(visits)])).frame
-    rows = frame[(frame["method"] == "lazy") & (frame["level"] == "dataset")]
-    expected = {f"length={group}": round(100 * sum(of_group) / len(of_group), 2) for group, of_group in scores.items()}
-    everything = [score for of_group in scores.values() for score in of_group]
-    assert dict(zip(rows["group"], rows["score"], strict=True)) == expected | {"all": dataset_score(everything)}
-    assert list(rows["group"]) == ["all", "length=0-4k", "length=4-8k", "length=8k+"]
-    assert list(rows["examples"]) == [6, 3, 1, 2]

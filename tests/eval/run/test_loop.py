@@ -14,7 +14,6 @@ import torch
 
 import eval.run.decode
 from eval.analysis.field import field
-from eval.analysis.run_table import comparisons
 from eval.cli import main
 from eval.run.memory import free
 from eval.run.run import prepare
@@ -63,7 +62,6 @@ def test_method_without_a_kernel_has_no_ttft(tmp_path: Path) -> None:
         assert least <= flops["blocks"] < XAttention(0.9999, 4, 8).first_token_flops(config, n)
         assert {cost.attention_ceiling for cost in costs.values()} == {attention_ceiling(config, n)}
     results = Results(stored_runs([tmp_path / "run"]))
-    assert ["; no TTFT; " in one.text for one in comparisons(results)] == [True, False]
     table = field(results).cells.set_index("method")
     assert (str(table["TTFT speedup"]["XAttention"]), str(table["generation speedup"]["XAttention"])) == ("-", "-")
     assert "-" not in (str(table["TTFT speedup"]["TriangleMix"]), str(table["ideal"]["XAttention"]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eval.analysis.run_table import arm_groups, comparisons, run_table
+from eval.analysis.run_table import arm_groups, run_table
 from eval.benchmarks.datasets import DATASETS
 from eval.store.aggregate import COLUMNS, beside, by_task
 from eval.store.aggregate import VALUES as TABLE_VALUES
@@ -27,7 +27,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "drop seed 1": {"name": "random_drop", "keep": 0.5, "seed": 1},
     "drop seed 2": {"name": "random_drop", "keep": 0.5, "seed": 2},
     "fastkv": {"name": "fastkv", "layer": 3},
-    "baseline again": {"name": "baseline"},
 }
 
 
@@ -340,21 +339,3 @@ def test_the_table_of_a_run_is_the_oracles(seed: int) -> None:
         if level.startswith("dataset"):
             zeroed = oracle.score_failed_as_zero(run, labels, row["name"])
             assert row["score_failed_as_zero"] == pytest.approx(zeroed, abs=0.006)  # rounded as scores are
-
-
-@pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 20))])
-def test_comparisons_are_the_oracles(seed: int) -> None:
-    run = drawn_run(random.Random(400 + seed))
-    for found in comparisons(Results([run])):
-        answers = [one for one in oracle.answers_of(run) if one.arm in arm_groups(run)[found.name]]
-        pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for answer in answers:
-            if answer.baseline is not None:
-                key = answer.dataset, answer.id
-                pairs.setdefault(key, []).append((answer.own.score, answer.baseline.score))
-        differences = [sum(own - theirs for own, theirs in both) for both in pairs.values()]
-        assert found.examples == len(differences)
-        assert found.better == sum(value > 1e-12 for value in differences)
-        assert found.worse == sum(value < -1e-12 for value in differences)
-        changed = [answer.own.fidelity.same_answer == 0 for answer in answers if answer.baseline is not None]
-        assert (found.answers, found.changed) == (len(changed), sum(changed))

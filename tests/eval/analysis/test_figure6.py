@@ -1,39 +1,10 @@
-import math
 from typing import Any
 
 import pytest
 
-from eval.analysis.sensitivity import data, plot, sensitivity
+from eval.analysis.figure6 import data, plot
 from eval.store.results import Results
-from eval.store.runs import StoredRun
-from tests.eval.analysis.made import drawn, example, over, stored, texts
-
-
-def test_sensitivity_by_hand() -> None:
-    def run(schedule: Any, score: float, ttft_s: float, **others: Any) -> StoredRun:
-        return stored(over(("hops",), score=score, ttft_s=ttft_s), settings={"schedule": schedule} | others)
-
-    runs = [
-        run({"2": 0.5}, 0.8, 0.2),
-        run({"2": 0.8}, 0.9, 0.3),
-        run({"2": 0.5, "10": 0.4}, 0.6, 0.1),
-        run({"2": 0.5}, 0.4, 0.2, revive=False),
-        run("paper", 0.95, 0.25),
-    ]
-    table = sensitivity(Results(runs))
-    rows = {row["label"]: row for row in table.frame.to_dict("records")}
-    assert [row["ttft_speedup"] for row in rows.values()] == pytest.approx([0.4 / 0.3, 1.6, 2, 2, 4])
-    slope = "score_change_per_0.1_keep"
-    assert rows["lazy, schedule={2: 0.8}"]["score_difference"] == -10
-    assert rows["lazy, schedule={2: 0.8}"][slope] == pytest.approx(-5)  # 10 points for the first 0.2
-    assert rows["lazy, schedule={2: 0.5}"][slope] == pytest.approx(-10 / 3)  # 10 more for the next 0.3
-    assert rows["lazy, schedule={2: 0.5}, revive=false"][slope] == pytest.approx(-12)  # 60 for 0.5, on its own
-    several = rows["lazy, schedule={2: 0.5, 10: 0.4}"]
-    assert several["keep"] == pytest.approx(0.2)
-    assert several["layers"] == "2 10"
-    assert math.isnan(several[slope])  # two ratios have no one slope
-    assert math.isnan(rows["lazy, schedule=paper"][slope])
-    assert table.cells["schedule"].tolist()[:2] == ["{2: 0.8}", "paper"]
+from tests.eval.analysis.made import drawn, example, stored, texts
 
 
 def single(layer: int, keep: float, scores: tuple[float, float] = (0.5, 1.0), **where: Any):
