@@ -106,7 +106,7 @@ def _state_after(event: Mapping[str, Any], job: str, last: str | None) -> tuple[
         os.kill(event["process"], 0)
     except OSError as error:
         if not isinstance(error, PermissionError):  # another user's process lives
-            why = "killed, out of memory, or Ctrl-C in a long operation"
+            why = "killed, out of memory, or Ctrl-C twice"
             return FAILED, f"{job} began at {event['time']} and died ({why})"
     return RUNNING, ""
 
