@@ -89,7 +89,6 @@ REFUSED = {
     "tune": "error: target_speedup=None: expected more than 1",
     "tune target_speedup=2 method.schedule={2:0.3}": "error: method.schedule={2: 0.3}: expected no such key",
     "tune target_speedup=2 trials=0": "error: trials=0: expected 1 or more",
-    "tune target_speedup=2 timeout_s=0": "error: timeout_s=0",
     "tune target_speedup=2 baseline=false": "error: baseline=False: expected true",
     "tune target_speedup=2 experiment=demo": "error: compare=",
     "tune target_speedup=2 dataset=trec data.dir=MADE/rows": "rows/trec.jsonl:10: not valid JSON in UTF-8",
@@ -161,7 +160,8 @@ LATE = {
     "serve model.tokenizer=/nowhere port=0": "error: /nowhere: no such file or folder",
     "run dataset=hotpotqa": "data.dir=FOLDER",
     "run model.device=cuda out=MADE/run": "sees none: give device=cpu (in a run model.device=cpu)",
-    "tune target_speedup=40 layers=2 dataset=lookup limit=2": "expected less, as the best ideal speedup with layers=2",
+    "tune target_speedup=40 dataset=lookup limit=2": "expected less, as the default's layers cannot reach it",
+    "tune target_speedup=2 dataset=lookup limit=1": "error: limit=1: expected two rows or more",
     "tune target_speedup=2 model.device=cuda": "sees none: give device=cpu (in a run model.device=cpu)",
     "run model.max_prompt_tokens=99999": "error: model.max_prompt_tokens=99999: the model has 4096 positions: give",
 }
