@@ -25,7 +25,7 @@ COMMANDS = {
     "wandb-report": ("eval.report.wandb_report", "make a W&B Report of stored runs: tables, figures, panels"),
     "methods": ("lazyllm.methods.__main__", "list all methods with their hyperparameters and defaults"),
     "check": ("lazyllm.check.__main__", "run all invariants of methods on one method: check my_method keep=0.5"),
-    "tune": ("eval.tune", "search for a schedule: the best score at a TTFT speedup"),
+    "tune": ("eval.tune", "search for a schedule at a TTFT speedup, by the KL of its answers"),
     "lm-eval": ("lazyllm.integrations.lm_eval", "lm-evaluation-harness' command line with the model `lazyllm`"),
 }
 

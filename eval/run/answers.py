@@ -117,7 +117,7 @@ class Visits:
                 measured[label] = made
             else:
                 answers = partial(self._answers, case, made, None if made is baseline else reference)
-                measured[label], _ = self.bench.memory.tried(case, answers)
+                measured[label] = self.bench.memory.tried(case, answers)
         return visit_of(case, self.arms, measured, self.attention_kernel)
 
     def _answers(self, case: Case, made: Generated, reference: Reference | None) -> list[Answer]:

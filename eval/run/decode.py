@@ -5,7 +5,7 @@ An example of several turns is a conversation with each arm in its place; each c
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from eval.run.arms import Arm
 from eval.run.case import Case
 from eval.run.hidden import answer_hidden
-from eval.run.memory import Memory, failure_of, free, is_out_of_memory
+from eval.run.memory import Memory, free
 from eval.run.work import WARMUP_TOKENS
 from eval.store.visit import Failure
 from lazyllm import Generation, generate, start
@@ -23,7 +23,6 @@ from lazyllm.engine.batch import Batch
 from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import Prefilled, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
-from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel
 from lazyllm.methods import Method, Sparse
 from lazyllm.methods.support.other_models import HELPERS
@@ -31,15 +30,16 @@ from lazyllm.methods.support.other_models import HELPERS
 log = logging.getLogger(__name__)
 
 Pair = tuple[Case, Arm]
+Ended = tuple[Case, Arm, "Generated | Failure"]
 
 
 @dataclass
 class Generated:
     """An arm's answers to a case, turn by turn, and the peak memory in bytes by the end of each.
 
-    turns: as of `lazyllm.start`. packed: other answers decoded in the same steps, so times after the first token, and
-    the peak, are not its own. prefilled: a copy of the first turn's prompt that has run, for forced answers. context:
-    the run before a hidden question, whose cost is in the answer too.
+    turns: as of `lazyllm.start`. packed: other answers of the run decode in the same steps, so times after the first
+    token, and the peak, are not stored. prefilled: a copy of the first turn's prompt that has run, for forced answers.
+    context: the run before a hidden question, whose cost is in the answer too.
     """
 
     method: Method
@@ -124,12 +124,10 @@ class Bench:
         takes its place.
         """
         for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
-            outcome, lacks_memory = self.memory.tried(case, partial(self._warm_up, case, arms, runs))
+            outcome = self.memory.tried(case, partial(self._warm_up, case, arms, runs))
             if not isinstance(outcome, Failure):
                 return outcome
             log.warning("warming up on %s, row %s failed (%s)", *case.key, outcome.reason.partition(";")[0])
-            if lacks_memory:
-                self.memory.make_room()
         return None
 
     def _warm_up(self, case: Case, arms: Sequence[Arm], runs: int) -> str | None:
@@ -162,25 +160,23 @@ class Bench:
                 self.memory.kept.clear()
         together.sort(key=lambda case: -len(case.prompt.token_ids))
         outcomes = defaultdict[tuple[str, str], Outcomes](dict)
-        for case, arm, outcome in self._decode(deque((one, arm) for one in together for arm in one.arms)):
+        for case, arm, outcome in self._together(together):
             own = outcomes[case.key]
             own[arm.label] = outcome
             if len(own) == len(case.arms):
                 yield case, outcomes.pop(case.key)
-                for made in own.values():
-                    if isinstance(made, Generated) and made.prefilled is not None:
-                        self.memory.kept.remove(made.prefilled)
+                self.memory.forget([made.prefilled for made in own.values() if isinstance(made, Generated)])
 
-    def _alone(self, case: Case, arm: Arm) -> Generated | Failure:
-        """An arm's answers in a visit of its own place."""
-        outcome, lacks_memory = self.memory.tried(case, partial(self._generated, case, arm))
-        while lacks_memory and self.memory.make_room(arm.method(case.dataset.name).models()):
-            outcome, lacks_memory = self.memory.tried(case, partial(self._generated, case, arm))
+    def _alone(self, case: Case, arm: Arm, packed: bool = False) -> Generated | Failure:
+        """An arm's answers, decoded by themselves. packed: whether they belong to a run whose answers are in batches,
+        which have no times of steps and no peak."""
+        made = Generated(arm.method(case.dataset.name), arm.turns, packed=packed)
+        outcome = self.memory.tried(case, partial(self._generate, made, case, arm))
+        if isinstance(outcome, Failure):
+            self.memory.forget([made.prefilled])
         return outcome
 
-    def _generated(self, case: Case, arm: Arm) -> Generated:
-        made = Generated(arm.method(case.dataset.name), arm.turns)
-        self.memory.make_ready(made.method)
+    def _generate(self, made: Generated, case: Case, arm: Arm) -> Generated:
         self._rehearse(case, arm)
         self.memory.begin_peak()
         after = partial(self._keep, made) if self.keeps else None
@@ -194,7 +190,7 @@ class Bench:
             outs = iter([generate(self.model, prompt, made.method, **case.options, after_prefill=after)])
         for out in outs:
             made.outs.append(out)
-            made.peaks.append(self.memory.peak(made.method))
+            made.peaks.append(None if made.packed else self.memory.peak(made.method))
         return made
 
     def _keep(self, made: Generated, prefilled: Prefilled) -> None:
@@ -220,53 +216,55 @@ class Bench:
         after = partial(self._keep, made) if keeps else None
         return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, sampler, after)
 
-    def _decode(self, waiting: deque[Pair], size: int | None = None) -> Iterator[tuple[Case, Arm, Generated | Failure]]:
-        """The arms' answers as they end, at most `size` at once. First tokens are made alone and in order; a visit's
-        begin when the batch has room for all of them, if it ever has.
+    def _together(self, cases: Sequence[Case]) -> Iterator[Ended]:
+        """The arms' answers as they end, several at once. One bad answer loses no other: after an error the visits in
+        the batch are answered one arm at a time."""
+        waiting = deque((case, arm) for case in cases for arm in case.arms)
+        while waiting:
+            lost = yield from self._in_a_batch(waiting)
+            free(*self.memory.devices)  # of the batch, which is gone
+            for case, arm in lost:
+                yield case, arm, self._alone(case, arm, packed=True)
 
-        After an error, the answers in the batch start again, half as many at once until all of them have ended. One
-        that fails alone is its arm's failure.
+    def _in_a_batch(self, waiting: deque[Pair]) -> Generator[Ended, None, list[Pair]]:
+        """Take answers out of `waiting`, and make at most `batch_size` at once. First tokens are made alone and in
+        order; a visit's begin when the batch has room for all of them, if it ever has.
+
+        An error ends that. Returns the answers that are then missing: of the visits in the batch.
         """
-        size = size or self.batch_size
-        batch, inside = Batch(self.model, size), dict[Request, tuple[Case, Arm, Generated]]()
-        while waiting or inside:
-            failure, lacks_memory = None, False
-            begun, lost = list[Pair](), list[Pair]()  # begun: not in the batch yet
-            done: list[tuple[Request, Generation]] = []
-            try:
-                if waiting and size - len(inside) >= min(size, _arms_to_begin(waiting, inside)):
-                    begun = [waiting.popleft()]
-                    case, arm = begun[0]
-                    made = Generated(arm.method(case.dataset.name), "continue", packed=True)
-                    request = self._request(case, made, self.keeps)
-                    self.memory.make_ready(made.method)
-                    self._rehearse(case, arm)
-                    batch.add(request)
-                    inside[request] = (*begun.pop(), made)
-                else:
-                    done = batch.run()
-            except UserError:
-                raise
-            except Exception as error:
-                lost = [*((case, arm) for case, arm, _ in inside.values()), *begun]
-                failure, lacks_memory = failure_of(lost[0][0], error), is_out_of_memory(error)
-            if failure is not None:  # not in the handler, as the error's frames hold memory
-                kept = [made.prefilled for _, _, made in inside.values()]
-                self.memory.kept = [prefilled for prefilled in self.memory.kept if prefilled not in kept]
-                batch, inside = Batch(self.model, size), {}
-                free(*self.memory.devices)
-                freed = lacks_memory and self.memory.make_room()
-                if len(lost) == 1 and not freed:
-                    yield (*lost[0], failure)
-                    continue
-                fewer = size if freed else len(lost) // 2
-                reason = failure.reason.partition(";")[0]
-                log.warning("%d answers at once until %d have ended: %s", fewer, len(lost), reason)
-                yield from self._decode(deque(lost), fewer)
-            for request, out in done:
-                case, arm, made = inside.pop(request)
+        batch, running = Batch(self.model, self.batch_size), dict[Request, tuple[Case, Arm, Generated]]()
+        while waiting or running:
+            room = self.batch_size - len(running)
+            if waiting and room >= min(self.batch_size, _arms_to_begin(waiting, running)):
+                newest, step = waiting[0][0], partial(self._begin, batch, waiting, running)
+            else:
+                newest, step = [*running.values()][-1][0], batch.run
+            ended = self.memory.tried(newest, step)
+            if isinstance(ended, Failure):
+                reason = ended.reason.partition(";")[0]
+                log.warning("the answers in the batch start again, one arm at a time: %s", reason)
+                self.memory.forget([made.prefilled for _, _, made in running.values()])
+                missing = [(case, arm) for case, arm, _ in running.values()]
+                while waiting and waiting[0][0] is newest:
+                    missing.append(waiting.popleft())
+                return missing
+            for request, out in ended:
+                case, arm, made = running.pop(request)
                 made.outs, made.peaks = [out], [None]
                 yield case, arm, made
+        return []
+
+    def _begin(
+        self, batch: Batch, waiting: deque[Pair], running: dict[Request, tuple[Case, Arm, Generated]]
+    ) -> list[tuple[Request, Generation]]:
+        """Move the next answer from `waiting` into the batch. No answer ends by that."""
+        case, arm = waiting[0]
+        made = Generated(arm.method(case.dataset.name), "continue", packed=True)
+        request = self._request(case, made, self.keeps)
+        running[request] = (*waiting.popleft(), made)
+        self._rehearse(case, arm)
+        batch.add(request)
+        return []
 
 
 def _arms_to_begin(waiting: deque[Pair], inside: Mapping[Request, tuple[Case, Arm, Generated]]) -> int:

@@ -8,7 +8,6 @@ import inspect
 import json
 import os
 import platform
-import re
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -34,7 +33,7 @@ from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score", "fuzzywuzzy")
-# The code that can change a number, besides that of the suite and of the chosen methods
+# The code that can change a number of any run
 ENGINE = (
     "lazyllm/spec.py",
     "lazyllm/presets.py",
@@ -49,7 +48,8 @@ ENGINE = (
     "eval/run/answers.py",
     "eval/run/fidelity.py",
 )
-_PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites
+# In eval/benchmarks, of all suites
+_SUITES = ("chat_format", "downloads", "metrics", "prompts", "rows", "subsets", "suite", "tables")
 _PENALTIES = ("lazyllm/integrations/transformers_generate.py",)
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
@@ -68,49 +68,40 @@ def code_sha256(parts: tuple[str, ...]) -> str:
     """
     digest = hashlib.sha256()
     for part in parts:
-        for file in _sources(_ROOT / part):
+        path = _ROOT / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode() + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
-def _sources(path: Path) -> list[Path]:
-    """The sources of a folder with its subfolders, or a file alone."""
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+def _part(module: str) -> str:
+    """The file of a module, or the folder of the package that holds it: `lazyllm/methods/lazy.py`."""
+    path = "/".join(module.split(".")[:3])
+    return path if (_ROOT / path).is_dir() else f"{path}.py"
 
 
 def suite_code(module: str) -> str:
     """`code_sha256` of a suite, by the module of one of its functions, and of what all suites share."""
-    own = _own_files(module, "eval.benchmarks")
-    return code_sha256(tuple(sorted(own | {f"eval/benchmarks/{name}" for name in _PROMPTS})))
+    return code_sha256((*(f"eval/benchmarks/{name}.py" for name in _SUITES), _part(module)))
 
 
 def method_code(name: str) -> str:
-    """`code_sha256` of a method's own files; of another package's, `code_of`; of a notebook's class, its functions'."""
-    kind = by_name(name)
-    if kind.__module__.partition(".")[0] != "lazyllm":
-        functions = [inspect.unwrap(part) for part in vars(kind).values() if inspect.isfunction(part)]
+    """A text that changes with the sources of a method's class and of all classes that it inherits from.
+
+    `code_of` a package or a file of the user's, which counts whole, or the functions of a notebook's class; then
+    `code_sha256` of lazyllm's methods among these classes. Other classes of lazyllm are in `ENGINE`.
+    """
+    kinds = by_name(name).__mro__
+    shipped = {_part(kind.__module__) for kind in kinds if kind.__module__.startswith("lazyllm.methods.")}
+    codes = [code_of(name)]
+    if codes == [None] and not kinds[0].__module__.startswith("lazyllm."):
+        notebook = [part for kind in kinds if kind.__module__ == kinds[0].__module__ for part in vars(kind).values()]
+        functions = [inspect.unwrap(part) for part in notebook if inspect.isfunction(part)]
         own = [part for part in functions if part.__code__.co_filename != "<string>"]  # not those of `dataclass`
-        return code_of(name) or sha256_of([inspect.getsource(part) for part in own])[:16]
-    return code_sha256(tuple(sorted(_own_files(kind.__module__, "lazyllm.methods"))))
-
-
-def _own_files(module: str, package: str) -> set[str]:
-    """The files of a module of a package, and of the modules there that it imports; not those in `ENGINE`."""
-    paths, names = dict[str, Path](), [".".join(module.split(".")[:3])]
-    for name in names:  # it grows
-        path = _ROOT / name.replace(".", "/")
-        paths[name] = path if path.is_dir() else path.with_suffix(".py")
-        for imported in (module for file in _sources(paths[name]) for module in _imports(file)):
-            other = ".".join(imported.split(".")[:3])
-            if other.startswith(f"{package}.") and other not in (*names, "lazyllm.methods.support"):
-                names.append(other)
-    return {path.relative_to(_ROOT).as_posix() for path in paths.values()}
-
-
-@cache
-def _imports(file: Path) -> list[str]:
-    """The modules from which a source imports names."""
-    return re.findall(r"^\s*from ([\w.]+) import", file.read_text(encoding="utf-8"), re.MULTILINE)
+        codes = [sha256_of([inspect.getsource(part) for part in own])[:16]]
+    if methods := shipped - {*ENGINE}:
+        codes.append(code_sha256(tuple(sorted(methods))))
+    return " ".join(filter(None, codes))
 
 
 def identity_of(

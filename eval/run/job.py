@@ -1,7 +1,7 @@
-"""The frame of every configured command: Hydra, logging, and a quick end after Ctrl-C.
+"""The frame of every configured command: Hydra, logging, and the end after Ctrl-C.
 
-Python handles Ctrl-C between two of its instructions. An operation of a long prefill, weights being read, or threads
-joined at the end delay that. Records are safe at any moment (`eval.store.folder`), so a thread ends the process.
+Ctrl-C raises KeyboardInterrupt, which closes the run's folder on its way out. Visits are safe at any moment
+(`eval.store.folder`), so a second Ctrl-C may end the process in the middle of that.
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -38,12 +34,10 @@ from eval.run.config import (
     with_whole_arms,
     without_whole_arms,
 )
-from eval.run.receipt import complete_run, leave, receipt_of, show
 from eval.run.settings import RunConfig
 from eval.store.runs import StoredRun
 from lazyllm.errors import FailedExamplesError, UserError
 
-GRACE_S = 0.5  # time for the regular end, which frees the device and records when the job ended
 INTERRUPTED = 130  # a shell's exit code of a program that Ctrl-C ended
 MESSAGE = "stopped: every finished example is safe, and the same command goes on from there"
 
@@ -64,18 +58,12 @@ def main(arguments: Sequence[str]) -> int:
     def work(config: DictConfig) -> None:
         with job():
             asked = ask(to_run_config(config), _sweep_folder())
-            receipt = receipt_of(asked)
-            if (complete := complete_run(asked, receipt)) is not None:
-                show(complete)
-                finished.append(complete)
-                return
             asked.check()
             logging.info("loading torch and transformers")
             from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
             from eval.run.run import prepare
 
             finished.append(measure(prepare(asked)))
-            leave(receipt, finished[-1])
         if failures := finished[-1].failures:
             raise FailedExamplesError(failures)
 
@@ -90,13 +78,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
-    """Do `work` once, or as a sweep through a Hydra launcher if there is an option such as -m. Raises UserError."""
-    arguments = prepared(arguments, schema)
+    """Do `work` once, or as a sweep through a Hydra launcher if there is an option such as -m.
+
+    Raises UserError; SystemExit after Ctrl-C, once all files are closed.
+    """
+    try:
+        _do(work, prepared(arguments, schema))
+    except KeyboardInterrupt:
+        print(MESSAGE, file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def _do(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
     of_sweep = dict(argument.split("=", 1) for argument in arguments if argument.startswith("hydra.sweep.dir="))
     runs = Path(of_sweep.get("hydra.sweep.dir", RUNS))
     if {"-m", "--multirun"} & set(arguments):
         check_writable(runs)
-    _end_soon_after_ctrl_c()
     if not any(argument.startswith("-") for argument in arguments):
         work(compose_config(arguments))
         return
@@ -110,8 +107,6 @@ def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema
 
     try:
         _through_hydra(job_of, others)
-    except KeyboardInterrupt:
-        end()
     finally:
         (runs / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; each run has its settings in run.json
 
@@ -169,33 +164,3 @@ def job() -> Iterator[None]:
             logging.error("job failed (%s): %s: %s", " ".join(sweep.overrides.task), type(error).__name__, error)
             traceback.clear_frames(error.__traceback__)  # Hydra keeps the error, whose frames hold the model
         raise
-    except KeyboardInterrupt:
-        end()
-
-
-def end() -> NoReturn:
-    """After Ctrl-C, with all files closed: print `MESSAGE`, end with `INTERRUPTED`, do not wait for torch's threads."""
-    with suppress(OSError, ValueError):  # the reader has ended too, or the stream is closed
-        sys.stdout.flush()
-    _end()
-
-
-def _end() -> NoReturn:
-    with suppress(OSError, ValueError):
-        print(MESSAGE, file=sys.stderr, flush=True)
-    os._exit(INTERRUPTED)
-
-
-def _end_soon_after_ctrl_c() -> None:
-    """From now on, end this process at most `GRACE_S` after Ctrl-C. The signal's handler stays."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)  # set_wakeup_fd requires it
-    signal.set_wakeup_fd(writer)
-
-    def watch() -> None:
-        while os.read(reader, 1) != bytes([signal.SIGINT]):
-            pass
-        time.sleep(GRACE_S)
-        _end()  # without standard output, whose reader may block
-
-    threading.Thread(target=watch, name="ctrl-c", daemon=True).start()

@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,7 +18,6 @@ from lazyllm.errors import UserError, place_of, reason_of
 from lazyllm.measuring import read_peak, release_memory, reset_peak
 from lazyllm.methods import Method
 from lazyllm.methods.support.other_models import HELPERS
-from lazyllm.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -27,40 +26,25 @@ T = TypeVar("T")
 
 @dataclass
 class Memory:
-    """The devices of a model. Beside the arm that answers, they may hold other arms' models and kept prefills.
+    """The devices of a model. Besides the arm that answers, they hold other arms' models and kept prefills.
 
-    parks: whether other arms' models move to the host while an arm answers, as memory does not hold all.
-    kept: prefills of answers in the visit so far, for forced answers after it.
+    kept: prefills of answers in the visits so far, for forced answers after them.
     """
 
     devices: tuple[torch.device, ...]
-    parks: bool = False
     kept: list[Prefilled] = field(default_factory=list)
     _highest: int | None = None  # the peak before the last reset
 
-    def tried(self, case: Case, do: Callable[[], T]) -> tuple[T | Failure, bool]:
-        """What a call returns, or its failure, and whether memory lacked. A UserError is raised: all would fail."""
+    def tried(self, case: Case, do: Callable[[], T]) -> T | Failure:
+        """What a call returns, or its failure. A UserError is raised: all would fail."""
         try:
-            return do(), False
+            return do()
         except UserError:
             raise
         except Exception as error:
-            failure, lacks_memory = failure_of(case, error), is_out_of_memory(error)
+            failure = failure_of(case, error)
         free(*self.devices)  # not in the handler, as the error's frames hold memory
-        return failure, lacks_memory
-
-    def make_ready(self, method: Method) -> None:
-        """Before an arm answers: move the models of others to the host, if memory does not hold all."""
-        if self.parks:
-            HELPERS.park(method.models())
-
-    def make_room(self, used: Sequence[ModelSpec] = ()) -> bool:
-        """Move the other arms' models to the host, from now on before each arm. Returns whether that freed memory."""
-        freed = HELPERS.park(used)
-        if freed and not self.parks:
-            log.warning("memory does not hold the other models of all arms: from now on they move to the host and back")
-        self.parks |= freed
-        return freed
+        return failure
 
     def begin_peak(self) -> None:
         """From now on, watch the peak of one arm."""
@@ -77,11 +61,15 @@ class Memory:
         return now if self._highest is None else max(now, self._highest)
 
     def keep(self, method: Method, prefilled: Prefilled) -> Prefilled:
-        """A copy of a prompt that has run, in no peak. It is held until `kept` is cleared."""
+        """A copy of a prompt that has run, in no peak. It is held until `forget`."""
         self._highest = self.peak(method)
         self.kept.append(prefilled.fork())
         reset_peak(*self.devices)
         return self.kept[-1]
+
+    def forget(self, prefills: Collection[Prefilled | None]) -> None:
+        """Hold these no longer."""
+        self.kept = [prefilled for prefilled in self.kept if not any(prefilled is one for one in prefills)]
 
 
 def is_out_of_memory(error: Exception) -> bool:

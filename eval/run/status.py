@@ -92,8 +92,7 @@ def _state_after(event: Mapping[str, Any], last: str | None) -> tuple[str, str]:
         os.kill(event["process"], 0)
     except OSError as error:
         if not isinstance(error, PermissionError):  # another user's process lives
-            why = "killed, out of memory, or Ctrl-C in a long operation"
-            return FAILED, f"job began at {event['time']} and died ({why})"
+            return FAILED, f"job began at {event['time']} and died (killed, out of memory, or Ctrl-C twice)"
     return RUNNING, ""
 
 

@@ -29,7 +29,7 @@ TABLE1 = Path(__file__).parents[1] / "analysis" / "published" / "table1.csv"
 
 PREFIX = "tuned/"
 SHIPPED = Path(__file__).parents[1] / "conf" / "tuned"
-FILE = "tuned.yaml"  # of a study with a target
+FILE = "tuned.yaml"  # of a study
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 

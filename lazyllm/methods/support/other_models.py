@@ -41,10 +41,7 @@ class HelperModels:
             if not plain:
                 check_surroundings(other)  # before the clock starts
             self.loaded[own, plain] = other
-        other = self.loaded[own, plain]
-        if main_device(other) != home:  # `park` moved it to the host
-            other.to(home)
-        return other
+        return self.loaded[own, plain]
 
     @contextmanager
     def open(self, spec: ModelSpec, decoder: Decoder) -> Iterator[Decoder]:
@@ -56,27 +53,20 @@ class HelperModels:
 
     def nbytes(self, used: Collection[ModelSpec], device: torch.device) -> int:
         """Bytes that the loaded models take on a device, except those of the specs in `used`."""
+        sources = {replace(spec, dtype="", device="") for spec in used}
+        unused = [
+            model for (spec, _), model in self.loaded.items() if replace(spec, dtype="", device="") not in sources
+        ]
         return sum(
             part.numel() * part.element_size()
-            for model in self._unused(used)
+            for model in unused
             for part in (*model.parameters(), *model.buffers())
             if part.device == device
         )
 
-    def park(self, used: Collection[ModelSpec]) -> bool:
-        """Move the loaded models to the host, except those of the specs in `used`. Returns whether any was moved."""
-        moved = [model for model in self._unused(used) if main_device(model).type != "cpu"]
-        for model in moved:
-            model.to("cpu")
-        return bool(moved)
-
     def unload(self) -> None:
         """Forget all loaded models."""
         self.loaded.clear()
-
-    def _unused(self, used: Collection[ModelSpec]) -> list[Any]:
-        sources = {replace(spec, dtype="", device="") for spec in used}
-        return [model for (spec, _), model in self.loaded.items() if replace(spec, dtype="", device="") not in sources]
 
 
 HELPERS = HelperModels()

@@ -44,12 +44,6 @@ def test_engine_is_what_all_runs_share() -> None:
     assert "lazyllm/methods/lazy.py" not in files
 
 
-def forget() -> None:
-    """All hashes, and what was read of sources."""
-    for kept in (code_sha256, identity._imports):
-        kept.cache_clear()
-
-
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the sources, to be changed."""
@@ -57,14 +51,14 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=lambda _, names: [n for n in names if "." in n[:1]])
     monkeypatch.setattr(identity, "_ROOT", tmp_path)
     yield tmp_path
-    forget()
+    code_sha256.cache_clear()
 
 
 def changed_by(tree: Path, name: str) -> set[str]:
     """What changes its hash with this file: suites and methods."""
 
     def hashes() -> dict[str, str]:
-        forget()
+        code_sha256.cache_clear()
         suites = {name: suite_code(suite.load.__module__) for name, suite in SUITES.items()}
         return suites | {name: method_code(name) for name in METHODS}
 
@@ -80,21 +74,30 @@ def changed_by(tree: Path, name: str) -> set[str]:
         ("lazyllm/methods/lazy.py", {"lazy"}),
         ("lazyllm/methods/fastkv.py", {"fastkv", "claa"}),  # CLAA builds on its file
         ("lazyllm/methods/claa.py", {"claa"}),
-        ("lazyllm/methods/prompt_compression/__init__.py", {"prompt_compression"}),
+        ("lazyllm/methods/prompt_compression/scoring.py", {"prompt_compression"}),
         ("lazyllm/methods/my_method.py", set()),  # a contributor's new file
         ("eval/benchmarks/my_suite.py", set()),
         ("eval/benchmarks/embedded.py", {"embedded"}),
         ("eval/benchmarks/prompts.py", {*SUITES}),
+        ("eval/benchmarks/downloads.py", {*SUITES}),
     ],
 )
 def test_a_methods_or_a_suites_own_file_changes_it_alone(tree: Path, file: str, changed: set[str]) -> None:
     assert changed_by(tree, file) == changed
 
 
-def test_modules_that_import_each_other_are_hashed_together(tree: Path) -> None:
-    with (tree / "lazyllm/methods/fastkv.py").open("a") as opened:
-        opened.write("\nfrom lazyllm.methods.claa import CLAA\n")
-    assert changed_by(tree, "lazyllm/methods/claa.py") == {"claa", "fastkv"}
+def test_a_users_method_is_hashed_with_the_shipped_one_that_it_inherits_from(tree: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    source = "from dataclasses import dataclass\nfrom lazyllm.methods import StaticPruning\n"
+    file.write_text(f"{source}\n@dataclass(frozen=True)\nclass Mine(StaticPruning):\n    pass\n")
+    codes = [method_code(str(file))]
+    for changed in (tree / "lazyllm/methods/static_pruning.py", file, tree / "lazyllm/methods/lazy.py"):
+        with changed.open("a") as opened:
+            opened.write("\nADDED = 1\n")
+        code_sha256.cache_clear()
+        codes.append(method_code(str(file)))
+    assert len({*codes}) == 3
+    assert codes[2] == codes[3]  # LazyLLM is not among its classes
 
 
 def test_a_method_entered_by_hand_is_hashed_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:

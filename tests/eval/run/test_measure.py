@@ -127,34 +127,23 @@ GPU = torch.device("cuda", 0)
 
 
 class Draft:
-    """Another model of 1,000 float32 numbers, which lies on the GPU until it is moved."""
-
-    def __init__(self) -> None:
-        self.device, self.moves = GPU, 0
-
-    def to(self, place: Any) -> None:
-        self.device, self.moves = torch.device(place), self.moves + 1
+    """Another model of 1,000 float32 numbers on the GPU."""
 
     def parameters(self) -> list[Any]:
-        return [SimpleNamespace(numel=lambda: 1000, element_size=lambda: 4, device=self.device)]
+        return [SimpleNamespace(numel=lambda: 1000, element_size=lambda: 4, device=GPU)]
 
     def buffers(self) -> list[Any]:
         return []
 
 
-def test_other_models_count_in_no_others_peak_and_move_to_the_host_if_memory_lacks(monkeypatch, caplog) -> None:
-    draft, drafted = Draft(), PromptCompression(0.5, scorer="tiny")
-    monkeypatch.setattr("lazyllm.methods.support.other_models.HELPERS.loaded", {(ModelSpec("tiny"), True): draft})
+def test_other_models_and_kept_prefills_count_in_no_others_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafted = PromptCompression(0.5, scorer="tiny")
+    monkeypatch.setattr("lazyllm.methods.support.other_models.HELPERS.loaded", {(ModelSpec("tiny"), True): Draft()})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 10_000)
     here = Memory((GPU,))
-    here.make_ready(METHOD)
-    assert (here.peak(METHOD), here.peak(drafted), draft.moves) == (10_000 - 4000, 10_000, 0)
-    assert here.make_room()
-    assert (draft.device.type, here.peak(METHOD)) == ("cpu", 10_000)
-    draft.device = GPU  # as its own arm moves it
-    here.make_ready(drafted)
-    assert draft.device == GPU
-    here.make_ready(METHOD)  # from then on before each other arm
-    assert draft.device.type == "cpu"
-    assert not here.make_room()
-    assert caplog.text.count("memory does not hold the other models of all arms") == 1
+    assert (here.peak(METHOD), here.peak(drafted)) == (10_000 - 4000, 10_000)
+    kept: Any = SimpleNamespace(nbytes=500)
+    here.kept = [kept]
+    assert (here.peak(METHOD), here.peak(drafted)) == (10_000 - 4000 - 500, 10_000 - 500)
+    here.forget([None, kept])
+    assert here.peak(drafted) == 10_000

@@ -1,7 +1,6 @@
 """Answers that decode together: the records of single runs but for times, and what is retried and refused."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -103,24 +102,37 @@ def test_batched_run_with_forced_answers_and_traces_are_a_single_run(tmp_path: P
 
 
 @pytest.mark.slow
-def test_answers_in_a_batch_start_again_fewer_at_once_after_a_failure(
+def test_visits_in_a_batch_that_lacks_memory_are_answered_one_arm_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = visits_of(tmp_path / "whole", 8)
-    original = decode.Batch.run
+    run, answer = decode.Batch.run, decode.generate
+    alone: dict[tuple[int, ...], list[Any]] = {}
 
     def run_out(batch: Any) -> Any:
         if len(batch.running) > 3:
             raise torch.OutOfMemoryError("no memory for 4 rows")
-        return original(batch)
+        return run(batch)
+
+    def noted(model: Any, prompt: Any, method: Any, *given: Any, **settings: Any) -> Any:
+        alone.setdefault(tuple(prompt.token_ids.tolist()), []).append(method)
+        return answer(model, prompt, method, *given, **settings)
 
     monkeypatch.setattr(decode.Batch, "run", run_out)
-    found = visits_of(tmp_path / "fewer", 8)
+    monkeypatch.setattr(decode, "generate", noted)
+    found = visits_of(tmp_path / "alone", 8)
     assert [*map(untimed, found.values())] == [untimed(expected[key]) for key in found]
     assert found.keys() == expected.keys()
-    retries = re.findall(r"(\d+) answers at once until (\d+) have ended", caplog.text)
-    assert retries[:2] == [("4", "8"), ("2", "4")]
     assert not any(visit.failures for visit in found.values())
+    assert caplog.text.count("start again, one arm at a time: OutOfMemoryError: no memory for 4 rows") == 2  # 8, 4 rows
+    planned = prepare(small_run(None))
+    methods = {arm.label: arm.method("lookup") for arm in planned.arms}
+    orders = {case.prompt.token_ids: found[case.key].order for case in planned.cases}
+    assert alone == {ids: [methods[label] for label in order] for ids, order in orders.items()}
+    for visit in found.values():  # all of one kind in a run
+        costs = [(one.times.total_s, one.times.decode_step_s) for (one,) in visit.answers.values()]
+        assert costs == [(None, None)] * 2
+        assert all(one.times.ttft_s > 0 for (one,) in visit.answers.values())
 
 
 @pytest.mark.parametrize("when", ["its request is made", "it joins the batch"])
@@ -131,15 +143,18 @@ def test_only_the_answer_that_fails_alone_is_a_failure(
     lengths = {case.key: len(case.prompt.token_ids) for case in prepare(run).cases}
     longest = max(lengths.values())
     place, name = (decode.Batch, "add") if when == "it joins the batch" else (decode, "make_request")
-    original = getattr(place, name)
 
-    def refuse(*given: Any) -> Any:
-        method, tokens = (given[1].method, given[1].prompt) if name == "add" else (given[2], given[1].token_ids)
-        if method == Lazy({2: 0.5}) and len(tokens) == longest:
-            raise RuntimeError("this prompt fails")
-        return original(*given)
+    def refusing(original: Any) -> Any:
+        def refuse(*given: Any, **settings: Any) -> Any:
+            method, tokens = (given[1].method, given[1].prompt) if len(given) == 2 else (given[2], given[1].token_ids)
+            if method == Lazy({2: 0.5}) and len(tokens) == longest:
+                raise RuntimeError("this prompt fails")
+            return original(*given, **settings)
 
-    monkeypatch.setattr(place, name, refuse)
+        return refuse
+
+    monkeypatch.setattr(place, name, refusing(getattr(place, name)))
+    monkeypatch.setattr(decode, "generate", refusing(decode.generate))
     measure_run(run, show=False)
     visits = read_visits(tmp_path)
     assert len(visits) == len(lengths)
@@ -147,6 +162,12 @@ def test_only_the_answer_that_fails_alone_is_a_failure(
         fails = lengths[visit.key] == longest
         assert set(visit.failures) == ({"lazy"} if fails else set())
         assert set(visit.answers) == ({"baseline"} if fails else {"baseline", "lazy"})
+
+
+def test_error_for_the_user_ends_a_run_of_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.Batch, "run", Mock(side_effect=UserError("give another setting")))
+    with pytest.raises(UserError, match="give another setting"):
+        measure_run(small_run(tmp_path, batch_size=4), show=False)
 
 
 def test_rows_are_as_many_as_fit_into_memory() -> None:

@@ -15,6 +15,7 @@ from eval.cli import main
 from eval.run.arms import MethodAsked
 from eval.run.asked import ask
 from eval.run.config import compose_config, register_schema, to_run_config
+from eval.run.identity import method_code
 from eval.run.run import prepare
 from eval.store.folder import fingerprint
 from lazyllm.engine.depth import Depth
@@ -244,11 +245,12 @@ def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     stored = json.loads((tmp_path / "run" / "run.json").read_text())
     assert str(tmp_path) not in json.dumps(stored["identity"])
     arm = stored["identity"]["arms"][name]
-    assert (arm["method"]["name"], arm["method"]["layer"], arm["code"]) == (name, 2, code_of(str(file)))
+    code = f"{code_of(str(file))} {method_code('static_pruning')}"
+    assert (arm["method"]["name"], arm["method"]["layer"], arm["code"]) == (name, 2, code)
     listed = run_of(f"compare=[lazy,'{file}']")
     assert list(listed.arms) == ["baseline", "lazy", name]
     file.write_text(file.read_text() + "\n\n")
-    assert code_of(str(file)) != arm["code"]
+    assert method_code(str(file)) != arm["code"]
 
 
 @pytest.mark.parametrize(
