@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, KLS, SECTION, SETTING, STUDIED, is_diagnostic, overall, target_of, with_ends
+from eval.analysis.columns import BASELINE, KLS, SECTION, SETTING, STUDIED, overall, target_of, with_ends
 from eval.analysis.style import as_published
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, LABEL, MODEL, Column, Rows, as_table, cells, forms, measured
 from eval.store.aggregate import drawn_means, on_common_examples
@@ -40,7 +40,7 @@ _COLUMNS = (
     notes=(
         f"Nearest: within {NEAR:g} of the baseline's bytes, of the settings given by a speedup if there are any. The "
         "lead is in the KL of the answer, else of the gold answer, else of the first token; its interval is paired. "
-        "Means over tasks, seeds pooled; ablations and diagnostics are left out. The Aux Cache grows with the answer: "
+        "Means over tasks, seeds pooled; ablations are left out. The Aux Cache grows with the answer: "
         "a longer one moves LazyLLM down."
     ),
     command="python run.py -m experiment=figure5 model=smollm2 fidelity=answer",
@@ -48,8 +48,8 @@ _COLUMNS = (
 def equal_memory(results: Results) -> Rows:
     """Every setting by the memory of its caches, with LazyLLM's lead over it at equal memory."""
     frame: Any = as_published(overall(results))
-    frame = frame[(frame["method"] != BASELINE) & ~frame["method"].map(is_diagnostic).astype(bool)]
-    frame = frame.dropna(subset="cache_ratio").sort_values([*SECTION, "cache_ratio"], kind="stable")
+    frame = frame[frame["method"] != BASELINE].dropna(subset="cache_ratio")
+    frame = frame.sort_values([*SECTION, "cache_ratio"], kind="stable")
     answers = first_turns(results.counting)
     leads = [_lead(row, frame, answers) for row in frame.to_dict("records")]
     values = forms("cache_ratio", "score", *KLS, "gold_log_likelihood")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import kind_of, marked, prompt_lengths, range_of, ranges_in, unsolved, with_ends
+from eval.analysis.columns import kind_of, prompt_lengths, range_of, ranges_in, unsolved, with_ends
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.aggregate import NO_INTERVAL, VALUES, beside, drawn_means, on_common_examples, rows_of
@@ -126,7 +126,7 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
 
 def row_name(arm: StoredArm) -> str:
     """An arm's name in tables of its run, without its seed."""
-    return marked(arm.name.removesuffix(f" seed {arm.seed}"), arm.method)
+    return arm.name.removesuffix(f" seed {arm.seed}")
 
 
 def arm_groups(run: StoredRun) -> dict[str, list[str]]:
@@ -274,7 +274,7 @@ def _target_of(arm: StoredArm) -> str:
 def _drops_tokens(arm: StoredArm) -> bool:
     """Whether the arm's method is meant to leave prompt tokens out."""
     kind = kind_of(arm.method)
-    return not (kind is None or kind is Baseline or kind.answers_itself or issubclass(kind, Sparse))
+    return not (kind is None or kind is Baseline or issubclass(kind, Sparse))
 
 
 def _is_sparse(arm: StoredArm) -> bool:
@@ -363,7 +363,6 @@ class Comparison:
         else:
             score += " (95 % interval {1:+.2f} to {2:+.2f})".format(*self.score)
             ttft += " ({1:.2f} to {2:.2f})".format(*self.ttft)
-        ttft = "no TTFT" if np.isnan(self.ttft[0]) else ttft  # of a method without a kernel (`Method.timed`)
         split = f"{counted(self.better, 'example')} better and {self.worse} worse (p = {self.p:.2g})"
         parts = [f"{score}, {split}", ttft]
         if self.changed is not None:

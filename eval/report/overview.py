@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, in_order, is_diagnostic
+from eval.analysis.columns import BASELINE, in_order
 from eval.analysis.run_table import shown_in
 from eval.analysis.table import EXAMPLES, KEPT_WITHIN, MODEL, Column, Table, cells
 from eval.benchmarks.datasets import DATASETS
@@ -54,7 +54,7 @@ def findings(results: Results) -> list[str]:
 
 
 def _finding(rows: Sequence[dict[Any, Any]]) -> str:
-    methods = [row for row in rows if row["method"] != BASELINE and not is_diagnostic(row["method"])]
+    methods = [row for row in rows if row["method"] != BASELINE]
     paired = [row for row in methods if not pd.isna(row["ttft_speedup"])]
     faster = [row for row in paired if row["ttft_speedup"] > 1]
     if not methods:

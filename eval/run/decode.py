@@ -25,7 +25,7 @@ from lazyllm.engine.generation import Prefilled, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel
-from lazyllm.methods import Method, Sparse
+from lazyllm.methods import Method
 from lazyllm.methods.support.other_models import HELPERS
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ class Generated:
 
     def _flops_of_first(self, config: Any, out: Generation) -> int:
         """FLOPs of a prompt that nothing precedes."""
-        attended = [out.attended] if isinstance(self.method, Sparse) else []
-        return self.method.first_token_flops(config, out.prompt_tokens, out.computed[0].tolist(), *attended)
+        return self.method.first_token_flops(config, out.prompt_tokens, out.computed[0].tolist())
 
 
 Outcomes = dict[str, Generated | Failure]  # {label of an arm: its answers to a case, or why there are none}
@@ -210,8 +209,6 @@ class Bench:
             deque(converse(self.model, case, method, arm.turns), maxlen=0)
         elif case.cut is not None:
             answer_hidden(self.model, replace(case, max_new_tokens=1), method)
-        elif method.answers_itself:
-            generate(self.model, case.prompt.as_input(), method, 1)
         else:  # no other prefill
             Batch(self.model, 1).add(self._request(case, Generated(method, arm.turns)))
 

@@ -51,5 +51,4 @@ def _joined(context: Generation, question: Generation, cut: int) -> Generation:
         aux_bytes=question.aux_bytes,
         prompt_tokens=question.prompt_tokens + 1,
         scoring_tokens=context.scoring_tokens + question.scoring_tokens,
-        attended=context.attended,
     )

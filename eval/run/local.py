@@ -245,21 +245,17 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMo
     check_unused("load", config.load, with_server)
     for label, settings in arms.items():
         require(settings.get("name") != SERVER, "method", SERVER, with_server)
-        method = _sample(settings)
-        _check_fits(config, f"compare.{label}" if config.compare is not None else "method", settings, method)
+        _sample(settings)  # refuses bad hyperparameters
+        _check_fits(config, f"compare.{label}" if config.compare is not None else "method", settings)
     return LocalModel(config, arms, spec, chat, own_tokenizer)
 
 
-def _check_fits(config: RunConfig, key: str, settings: dict[str, Any], method: Method) -> None:
+def _check_fits(config: RunConfig, key: str, settings: dict[str, Any]) -> None:
     """Refuse an arm that cannot answer as the run asks. key: of its settings. Raises UserError."""
-    asked = [f"question={config.question}"] if config.question is not None else []
     if config.question is not None:
         turns = settings.get("turns", "continue")
-        expected = f"continue with {asked[0]}, as recompute runs the usual prompt"
+        expected = f"continue with question={config.question}, as recompute runs the usual prompt"
         require(turns == "continue", f"{key}.turns", turns, expected)
-    asked += ["model.penalties=true"] if config.model.penalties else []
-    expected = f"another method with {' and '.join(asked)}, as it answers whole prompts by itself"
-    require(not (asked and method.answers_itself), f"{key}.name", settings["name"], expected)
 
 
 def _sample(settings: dict[str, Any], depth: Depth | None = None) -> Method:

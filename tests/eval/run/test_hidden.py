@@ -26,7 +26,6 @@ from lazyllm.engine.generation import Forced
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.methods.support.hyperparameters import keep_count
-from lazyllm.methods.transformers import Transformers
 from tests.eval.run.test_fidelity import compared
 from tests.eval.store.visits import flat
 from tests.field_oracles import on_the_rest
@@ -327,10 +326,6 @@ def test_servers_and_traces_are_refused() -> None:
         run_of(None, server=server, **settings)
     with pytest.raises(UserError, match="trace=1: expected 0, as traces show whole prompts"):
         written("model=tiny", "question=hidden", "trace=1")
-
-
-def test_method_that_answers_by_itself_is_one() -> None:
-    assert Transformers.answers_itself
 
 
 def test_batches_leave_it_alone(tmp_path: Path, visits: tuple[Any, Any]) -> None:
