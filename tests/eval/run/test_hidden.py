@@ -309,7 +309,6 @@ def test_identity_names_it_only_if_it_is_given() -> None:
     ("changes", "message"),
     [
         ({"turns": 2, "dataset": {"lookup": True}}, "lookup, row .*: question=hidden asks one question .* turns=1"),
-        ({"compare": {"t": {"name": "transformers"}}}, r"compare.t.name=transformers: expected another method"),
         ({"compare": {"s": {"name": "lazy", "schedule": {2: 0.5}, "turns": "recompute"}}}, "compare.s.turns=recompute"),
         ({"compare": None, "method": {"name": "gemfilter", "turns": "recompute"}}, "method.turns=recompute"),
     ],
