@@ -17,7 +17,7 @@ from pathlib import Path
 from eval.run.asked import ask
 from eval.run.config import run_config
 from eval.run.local import LocalModel
-from lazyllm.errors import UserError, parser_of, reason_of, require
+from lazyllm.errors import UserError, parser_of, reason_of
 from lazyllm.integrations.chat import Chat, check_text
 from lazyllm.models.checkpoint import read_config
 
@@ -36,7 +36,6 @@ def main(arguments: Sequence[str]) -> None:
     subject = asked.subject
     if not isinstance(subject, LocalModel) or len(asked.arms) > 1:
         raise UserError("chat takes a model of this process, model=NAME, and one method, method=NAME")
-    require(not asked.config.model.penalties, "model.penalties", "true", "false, as chat's answers are plainly greedy")
     try:
         context = "" if options.prompt_file is None else _text_of(options.prompt_file) + "\n"
         check_text(options.once or "")

@@ -256,12 +256,9 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
 
 
 def _way_of_answering(run: StoredRun, where: str) -> Iterator[str]:
-    """Lines about answers that are not the usual ones: the question came later, or penalties applied."""
+    """Lines about answers that are not the usual ones: the question came later."""
     if "question" in run.identity:
         yield f"{where}Hidden question: the context ran before it was known. TTFT and counts are of both parts."
-    if penalties := run.identity.get("penalties"):
-        applied = ", ".join(f"{key}={value}" for key, value in penalties.items() if key != "code")
-        yield f"{where}Greedy answers with the model's own {applied}. KL is of probabilities without them."
 
 
 def _target_of(arm: StoredArm) -> str:

@@ -93,13 +93,11 @@ def converse(
     turns: as of `lazyllm.start`. after_prefill: as of `Request`, in the first turn.
     """
     with start(model, case.prompt.as_input(), method, turns=turns) as conversation:
-        sampler = case.sampler(model, case.prompt.token_ids)
-        out = conversation.answer_with(sampler, None, case.max_new_tokens, after_prefill)
+        out = conversation.answer_with(case.sampler(), None, case.max_new_tokens, after_prefill)
         yield out
         for turn in case.prompt.turns:
             more = turn.behind(out.token_ids, case.end_ids)
-            sampler = case.sampler(model, [*conversation.token_ids, *more])
-            out = conversation.answer_with(sampler, more, case.max_new_tokens)
+            out = conversation.answer_with(case.sampler(), more, case.max_new_tokens)
             yield out
 
 
@@ -186,7 +184,7 @@ class Bench:
         if case.cut is not None:
             made.context, out = answer_hidden(self.model, case, made.method, after)
             outs = iter([out])
-        elif case.prompt.turns or case.penalties:
+        elif case.prompt.turns:
             outs = converse(self.model, case, made.method, arm.turns, after)
         else:
             prompt = case.prompt.as_input()
@@ -213,9 +211,8 @@ class Bench:
             Batch(self.model, 1).add(self._request(case, Generated(method, arm.turns)))
 
     def _request(self, case: Case, made: Generated, keeps: bool = False) -> Request:
-        sampler = case.sampler(self.model, case.prompt.token_ids)
         after = partial(self._keep, made) if keeps else None
-        return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, sampler, after)
+        return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, case.sampler(), after)
 
     def _decode(self, waiting: deque[Pair], size: int | None = None) -> Iterator[tuple[Case, Arm, Generated | Failure]]:
         """The arms' answers as they end, at most `size` at once. First tokens are made alone and in order; a visit's

@@ -29,7 +29,7 @@ from lazyllm.methods import about_the_method, by_name, code_of
 from lazyllm.models.checkpoint import gguf_of, title_of
 from lazyllm.models.gguf_file import quantisation_of
 from lazyllm.models.gguf_file import sha256_of as sha256_of_file
-from lazyllm.models.load import PENALTIES, devices_in_use, load_config, load_end_ids, settings_of_answers
+from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
 
@@ -51,7 +51,6 @@ ENGINE = (
     "eval/run/evidence.py",
 )
 _PROMPTS = ("chat_format.py", "metrics.py", "prompts.py", "rows.py", "suite.py")  # in eval/benchmarks, of all suites
-_PENALTIES = ("lazyllm/integrations/transformers_generate.py",)
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
@@ -185,17 +184,12 @@ def of_local_model(
         "revision": model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
         "end_ids": list(load_end_ids(spec)),
-        **({"penalties": _of_penalties(spec)} if model.penalties else {}),
         "engine": code_sha256(ENGINE),
         "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
         "device": " + ".join(map(device_name, devices)),
         "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
         "arms": {arm.label: _of_method(arm, depth) for arm in arms},
     }
-
-
-def _of_penalties(spec: ModelSpec) -> dict[str, Any]:
-    return settings_of_answers(spec, PENALTIES) | {"code": code_sha256(_PENALTIES)}
 
 
 def _of_method(arm: Arm, depth: Depth) -> dict[str, Any]:

@@ -80,13 +80,9 @@ class LocalModel:
     @cached_property
     def model_config(self) -> PreTrainedConfig:
         """The model's config, after all checks that need no weights. Raises UserError."""
-        from lazyllm.models.load import PENALTIES, check_loading, settings_of_answers
+        from lazyllm.models.load import check_loading
 
-        config = check_loading(self.spec)
-        has_some = not self.config.model.penalties or bool(settings_of_answers(self.spec, PENALTIES))
-        expected = "false, as the model's generation_config.json has none that changes greedy answers"
-        require(has_some, "model.penalties", "true", expected)
-        return config
+        return check_loading(self.spec)
 
     @cached_property
     def shape(self) -> PreTrainedConfig:
@@ -170,17 +166,12 @@ class LocalModel:
         from transformers.utils import logging as transformers_logging
 
         from lazyllm.engine.devices import devices_of
-        from lazyllm.models.load import NEVER_APPLIED, PENALTIES, load_weights, settings_of_answers
+        from lazyllm.models.load import load_weights, unapplied_settings
 
         log.info("loading %s", self.spec.name)
-        penalties = () if self.config.model.penalties else PENALTIES
-        if unapplied := settings_of_answers(self.spec, (*NEVER_APPLIED, *penalties)):
+        if unapplied := unapplied_settings(self.spec):
             settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
-            advice = " (model.penalties=true applies all but sampling, beams, guidance and stop strings)"
-            there = advice if unapplied.keys() & {*penalties} else ""
-            log.info(
-                "answers are greedy: of the model's generation_config.json these have no effect: %s%s", settings, there
-            )
+            log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
         model = load_weights(self.spec)

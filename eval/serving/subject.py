@@ -176,8 +176,6 @@ def subject_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> Servers
     require(config.trace == 0, "trace", config.trace, "0, as a server does not tell what its layers compute")
     expected = "null, as a server does not tell the probabilities that it needs"
     require(config.fidelity is None, "fidelity", config.fidelity, expected)
-    expected = "false: server.extra_body sends a server's own penalties"
-    require(not model.penalties, "model.penalties", "true", expected)
     require(config.question is None, "question", config.question, "null, as a server gets each prompt as a whole")
     return Servers(config, arms, spec, chat)
 
