@@ -68,9 +68,9 @@ def fields_of(shape: str) -> dict[str, Any]:
     """The fields of a config: a preset's, or made from sizes such as "layers=16,width=1024,heads=16,kv_heads=4".
 
     Default sizes: heads of width 64, as many key heads as query heads, an MLP of 8/3 of the width, a vocabulary of
-    32,000 tokens. "llama-1b" is Llama 3.2 1B. Raises UserError for another shape.
+    32,000 tokens. Raises UserError for another shape.
     """
-    preset = PRESETS.get("llama3.2-1b" if shape == "llama-1b" else shape)
+    preset = PRESETS.get(shape)
     if preset is not None:
         config = preset.architecture or json.loads((Path(preset.source) / "config.json").read_text(encoding="utf-8"))
         return dict(config)

@@ -1,10 +1,10 @@
 """Obvious, slow, independent versions of the field's other methods that shorten prefill, for the tests only.
 
 GemFilter (arXiv 2409.17422), FastKV (2502.01068), SpecPrefill (2502.02789), CLAA (2602.16054), ASL (2601.07667),
-PyramidInfer (2405.12532), UniPrefill (2605.06221), PromptDistill (2503.23274), TriangleMix (2507.21526), XAttention
-(2503.16428) and the diagnostic oracle. Written from descriptions of the algorithms, not from the authors' code and not
-from the `lazyllm` package. Tokens live in dictionaries keyed by their position, attention is computed for one query
-token at a time (`tests.reference.HandModel`), everything is float64.
+PyramidInfer (2405.12532), UniPrefill (2605.06221), PromptDistill (2503.23274), TriangleMix (2507.21526).
+Written from descriptions of the algorithms, not from the authors' code and not from the `lazyllm` package. Tokens live
+in dictionaries keyed by their position, attention is computed for one query token at a time
+(`tests.reference.HandModel`), everything is float64.
 
 Notation as in `tests.reference`: layers are counted from 1; positions, heads and chunks from 0; `n` prompt
 tokens. A boundary's key in `selected` is the layer whose attention selected; 0: before layer 1.
@@ -16,8 +16,8 @@ All methods
     exactly, so this rule is used often: a top-k that does not order ties is not enough.
  2. A share is the decimal number it was written as (0.29 of 100 is 29). `int(n * keep)` becomes an exact floor,
     `ceil(keep * chunks)` an exact ceiling: the authors' binary products differ only by a rounding error.
-    `keep` as int is a number of tokens, at most all of them; as float it is a share in (0, 1]. GemFilter, ASL and
-    the oracle round a share up (never 0 tokens; LazyLLM's rule). FastKV and CLAA round it down (the authors' `int`).
+    `keep` as int is a number of tokens, at most all of them; as float it is a share in (0, 1]. GemFilter and
+    ASL round a share up (never 0 tokens; LazyLLM's rule). FastKV and CLAA round it down (the authors' `int`).
  3. Softmax is float64 here. The authors' float32 is a matter of precision, not of the method.
  4. Attention probabilities are the model's own: its scale, softcap and sliding window. A key outside a layer's window
     has probability 0 for that query. Windows go by positions, also among kept tokens.
@@ -92,11 +92,6 @@ PyramidInfer
     spaced evenly from 1 to `weight` (1.2) in the order of positions; a single recent query weighs 1.
 33. A layer's cache holds all that entered the layer. No pooling.
 
-Oracle
-34. Queries: the last prompt token's and those of all `answer` greedy tokens of the full model (default: `steps`),
-    an end token excluded. Scores as SpecPrefill's (19) with the model as its own draft, for single tokens.
-35. The last prompt token always stays and counts in `keep`: an upper reference has to see what it continues.
-
 UniPrefill
 36. The release cuts between a layer's attention and its MLP. An MLP sees one token at a time, so a cut after the layer
     has the same results; `passes` counts the tokens that enter the layer.
@@ -116,20 +111,12 @@ PromptDistill
 43. `forget`: what is not selected leaves the caches of the layers before the cut, too. Else each layer holds all that
     entered it.
 
-TriangleMix and XAttention: all tokens go through all layers and are stored; attention sees fewer keys in prefill
+TriangleMix: all tokens go through all layers and are stored; attention sees fewer keys in prefill
 44. Decoding is dense, and so is every later turn. `passes` holds n for each layer; `pairs` counts, for each layer and
     all its query heads, the (query, key) pairs that prefill attends to. A layer's own sliding window also holds.
-45. TriangleMix: the first `dense` layers are dense (a number, or a share of the depth rounded up). In others a query
+45. The first `dense` layers are dense (a number, or a share of the depth rounded up). In others a query
     sees the first `sinks` tokens, the last `window` tokens up to itself, and everything if it is one of the last
     `last` tokens.
-46. XAttention, in every layer, for each query head: tiles of `stride` queries and `stride` keys, tile b after token
-    b * stride; the last tile may be short, what it lacks counts as 0. A tile's logit is the sum of the products on its
-    antidiagonal (query i with key stride - 1 - i; in the own tile half of these keys come after their query) times the
-    model's scale / `stride`, without softcap or window. Softmax over the tiles up to the query's own. A block (`block`
-    tokens) scores the sum of its tiles' probabilities.
-47. A block of queries sees the first block and its own. Others follow by score, ties to the lower, while those before
-    (these two among them) sum to less than `threshold` of the total: the number of the queries' tiles. Sums are exact
-    (fractions). `threshold=1` keeps all blocks. Within blocks attention is causal.
 
 Sliding windows
 48. Where several layers score together (static pruning, CLAA's cut, the look-ahead), only those without a window do; if
@@ -170,10 +157,9 @@ class FieldOutput:
     caches: {layer: for each KV head, sorted prompt positions that the first decoding step finds in the cache}.
     stored: keys and values at the end; the last generated token has none.
     decode_from: position of the first generated token.
-    lookahead: greedy tokens of the draft (SpecPrefill) or of the full model (oracle) that gave a query.
+    lookahead: greedy tokens of the draft (SpecPrefill) that gave a query.
     variances: ASL's, from its first one to the last it computed.
     pairs: {layer: (query, key) pairs that prefill attends to, over all query heads}; sparse attention only.
-    blocks: {layer: for each query head, for each block of queries, sorted blocks of keys}; XAttention only.
     margin: the smallest score difference above 0 between a kept and a dropped token, over all selections (infinite
         if there was none). A comparison is decisive if this is well above rounding errors.
     """
@@ -189,7 +175,6 @@ class FieldOutput:
     lookahead: list[int] = field(default_factory=list)
     variances: list[float] = field(default_factory=list)
     pairs: dict[int, int] = field(default_factory=dict)
-    blocks: dict[int, list[list[list[int]]]] = field(default_factory=dict)
     margin: float = float("inf")
 
     def best(self, scores: Scores, count: int, forced: Iterable[int] = ()) -> list[int]:
@@ -403,26 +388,6 @@ def specprefill(
     forced = {0, max(0, n - chunk) // chunk, len(chunks) - 1} if sound else set()
     best = out.best(means, keep_count(keep, len(chunks)), forced)
     out.selected[0] = [p for c in best for p in chunks[c]]
-    return run(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
-
-
-def oracle(
-    model: Model,
-    ids: Ids,
-    keep: float,
-    pool: int = 13,
-    answer: int | None = None,
-    steps: int = 4,
-    eos_token_ids: Collection[int] = (),
-) -> FieldOutput:
-    """The diagnostic oracle: the tokens that the full model's own answer attends to, at their own positions.
-
-    `answer`: greedy tokens of the full model's answer, `steps` by default; `eos_token_ids` end it early.
-    """
-    hand, out, n = HandModel(model), FieldOutput(), len(ids)
-    answer = steps if answer is None else answer
-    out.scores[0], out.lookahead = look_ahead(hand, ids, answer + 1, eos_token_ids, pool)
-    out.selected[0] = out.best(out.scores[0], tokens_kept(keep, n), {n - 1})
     return run(hand, {p: ids[p] for p in out.selected[0]}, n, steps, out)
 
 
@@ -686,99 +651,24 @@ def promptdistill(
 
 # --- Sparse attention ---
 
-Sees = Callable[[int, int, int], bool]  # (query head, position of the query, position of the key)
-Vectors = dict[int, np.ndarray]  # {position: [heads, d]}
-
-
-def run_sparse(
-    hand: HandModel, ids: Ids, steps: int, out: FieldOutput, sees_in: Callable[[int, Vectors, Vectors], Sees]
-) -> FieldOutput:
-    """Prefill with sparse attention, dense decoding. sees_in: of a layer, its queries [H, d] and its keys [G, d]."""
-    cache, n = {}, len(ids)
-    hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
-    for layer in range(1, hand.num_layers + 1):
-        kv = {p: hand.key_value(layer, hidden[p], p, n) for p in hidden}
-        sees = sees_in(layer, {p: hand.query(layer, hidden[p], p, n) for p in hidden}, {p: kv[p][0] for p in kv})
-        after, out.pairs[layer] = {}, 0
-        for p in hidden:
-            attended = []
-            for head in range(hand.num_heads):
-                g = hand.kv_head(head)
-                seen = [other for other in range(p + 1) if hand.sees(layer, p, other) and sees(head, p, other)]
-                out.pairs[layer] += len(seen)
-                attended.append([(kv[other][0][g], kv[other][1][g]) for other in seen])
-            after[p], _, _ = hand.attend_by_head(layer, hidden[p], p, n, attended)
-        hidden = after
-        cache[layer] = _by_head(kv, [kv] * hand.num_kv_heads)
-    out.passes.append([n] * hand.num_layers)
-    generate(hand, cache, hidden[n - 1], n, steps, out)
-    return out
-
 
 def trianglemix(
     model: Model, ids: Ids, dense: float = 0.5, sinks: int = 8, window: int = 512, last: int = 128, steps: int = 4
 ) -> FieldOutput:
     """TriangleMix: in the later layers sinks, a local window, and dense attention of the last queries."""
-    hand, n = HandModel(model), len(ids)
+    hand, out, cache, n = HandModel(model), FieldOutput(), Cache(), len(ids)
     first = tokens_kept(dense, hand.num_layers)
-
-    def sees_in(layer: int, *_: Vectors) -> Sees:
-        return lambda _, q, k: layer <= first or k < sinks or q - k < window or q >= n - last
-
-    return run_sparse(hand, ids, steps, FieldOutput(), sees_in)
-
-
-def tile_probabilities(queries: list[np.ndarray], keys: list[np.ndarray], stride: int, scale: float) -> np.ndarray:
-    """[t, t] of one head: softmax over the tiles up to the query's own of the sums on antidiagonals (46)."""
-    n = len(queries)
-    tiles = -(-n // stride)
-    result = np.zeros((tiles, tiles))
-    for a in range(tiles):
-        logits = []
-        for b in range(a + 1):
-            pairs = [(a * stride + stride - 1 - i, b * stride + i) for i in range(stride)]
-            products = [float(queries[q] @ keys[k]) for q, k in pairs if q < n and k < n]
-            logits.append(sum(products) * scale / stride)
-        weights = np.exp(np.array(logits) - max(logits))
-        result[a, : a + 1] = weights / weights.sum()
-    return result
-
-
-def blocks_of(out: FieldOutput, probabilities: np.ndarray, size: int, threshold: float) -> list[list[int]]:
-    """For each block of queries, the sorted blocks of keys that it sees (47). size: of a block, in tiles."""
-    number, limit, result = -(-len(probabilities) // size), Fraction(str(threshold)), []
-    for row in range(number):
-        tiles = probabilities[row * size : (row + 1) * size]
-        mass = [
-            sum(map(Fraction, tiles[:, column * size : (column + 1) * size].ravel().tolist()), Fraction(0))
-            for column in range(row + 1)
-        ]
-        kept, whole = sorted({0, row}), limit * sum(mass)
-        before = sum(mass[column] for column in kept)
-        ranking = sorted(set(range(row + 1)) - set(kept), key=lambda column: (-mass[column], column))
-        for place, column in enumerate(ranking):
-            decides = [abs(before - whole), *(mass[column] - mass[other] for other in ranking[place + 1 : place + 2])]
-            out.margin = min([out.margin, *(float(gap) for gap in decides if gap > 0 and limit < 1)])
-            if before >= whole and limit < 1:
-                break
-            kept.append(column)
-            before += mass[column]
-        result.append(sorted(kept))
-    return result
-
-
-def xattention(
-    model: Model, ids: Ids, threshold: float = 0.9, stride: int = 8, block: int = 128, steps: int = 4
-) -> FieldOutput:
-    """XAttention: blocks of keys by the sums of antidiagonals, up to a share of the probability."""
-    hand, out, n = HandModel(model), FieldOutput(), len(ids)
-
-    def sees_in(layer: int, queries: Vectors, keys: Vectors) -> Sees:
-        out.blocks[layer] = []
-        for head in range(hand.num_heads):
-            own = [queries[p][head] for p in range(n)], [keys[p][hand.kv_head(head)] for p in range(n)]
-            tiles = tile_probabilities(*own, stride, hand.attention_scale)
-            out.blocks[layer].append(blocks_of(out, tiles, block // stride, threshold))
-        return lambda head, q, k: k // block in out.blocks[layer][head][q // block]
-
-    return run_sparse(hand, ids, steps, out, sees_in)
+    hidden = {p: hand.embed(token) for p, token in enumerate(ids)}
+    for layer in range(1, hand.num_layers + 1):
+        kv = {p: hand.key_value(layer, hidden[p], p, n) for p in hidden}
+        after, out.pairs[layer] = {}, 0
+        for p in hidden:
+            near = range(p + 1) if layer <= first or p >= n - last else {*range(sinks), *range(p - window + 1, p + 1)}
+            seen = [other for other in range(p + 1) if other in near and hand.sees(layer, p, other)]
+            out.pairs[layer] += hand.num_heads * len(seen)
+            after[p], _, _ = hand.layer(layer, hidden[p], p, n, [kv[other] for other in seen])
+        hidden = after
+        cache[layer] = _by_head(kv, [kv] * hand.num_kv_heads)
+    out.passes.append([n] * hand.num_layers)
+    generate(hand, cache, hidden[n - 1], n, steps, out)
+    return out

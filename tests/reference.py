@@ -269,13 +269,13 @@ class HandModel:
         reach: int,
         attended: Sequence[Sequence[Pair]],
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-        """`layer` with other tokens for each key/value head, or query head; `attended[g]`: pairs of [d] of head g."""
+        """`layer` with other tokens for each key/value head; `attended[g]`: pairs of [d] of head g."""
         prefix = f"model.layers.{layer - 1}"
         q = self.query(layer, hidden, position, reach)
         stored = [[np.stack(tensors) for tensors in zip(*here, strict=True)] for here in attended]  # [t, d] by KV head
         probabilities, outputs, logits = [], [], []
         for head in range(self.num_heads):
-            keys, values = stored[head if len(stored) == self.num_heads else self.kv_head(head)]
+            keys, values = stored[self.kv_head(head)]
             logits.append(self.attention_logits(q[head], keys))
             probabilities.append(_softmax(logits[-1]))
             outputs.append(probabilities[-1] @ values)

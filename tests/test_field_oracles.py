@@ -13,16 +13,13 @@ from tests.field_oracles import (
     claa,
     fastkv,
     gemfilter,
-    oracle,
     pooled,
     promptdistill,
     pyramidinfer,
     rank_variance,
     specprefill,
-    tile_probabilities,
     trianglemix,
     uniprefill,
-    xattention,
     z_normalised,
 )
 from tests.helpers import TOLERANCE, prompt_of, slow
@@ -52,7 +49,6 @@ Run = Callable[[str, list[int]], FieldOutput]
 KEEPS_ALL: dict[str, Run] = {
     "gemfilter": lambda name, ids: gemfilter(model_of(name, 1), ids, 2, 1.0, steps=STEPS),
     "specprefill": lambda name, ids: specprefill(model_of(name, 1), draft_of(name), ids, 1.0, chunk=4, steps=STEPS),
-    "oracle": lambda name, ids: oracle(model_of(name, 1), ids, 1.0, steps=STEPS),
     "fastkv": lambda name, ids: fastkv(model_of(name, 1), ids, 2, 1.0, 1, window=2, steps=STEPS),
     "claa": lambda name, ids: claa(model_of(name, 1), ids, 2, 1.0, layers=1, window=2, steps=STEPS),
     "asl": lambda name, ids: asl(model_of(name, 1), ids, 1, 1.0, 1.0, window=2, layers=2, steps=STEPS),
@@ -60,7 +56,6 @@ KEEPS_ALL: dict[str, Run] = {
     "uniprefill": lambda name, ids: uniprefill(model_of(name, 1), ids, {2}, 1.0, 2, 2, 1, 1, steps=STEPS),
     "promptdistill": lambda name, ids: promptdistill(model_of(name, 1), ids, [2], [1.0], steps=STEPS),
     "trianglemix": lambda name, ids: trianglemix(model_of(name, 1), ids, 1.0, 1, 1, 1, steps=STEPS),
-    "xattention": lambda name, ids: xattention(model_of(name, 1), ids, 1.0, 2, 4, steps=STEPS),
 }
 # As the authors set them, but for layers: what happens to prompts shorter than their windows, chunks and budgets.
 SHORT: dict[str, Run] = {
@@ -73,7 +68,6 @@ SHORT: dict[str, Run] = {
     "uniprefill": lambda name, ids: uniprefill(model_of(name, 1), ids, {2}, 0.1, steps=STEPS),
     "promptdistill": lambda name, ids: promptdistill(model_of(name, 1), ids, [2], [1024], steps=STEPS),
     "trianglemix": lambda name, ids: trianglemix(model_of(name, 1), ids, steps=STEPS),
-    "xattention": lambda name, ids: xattention(model_of(name, 1), ids, steps=STEPS),
 }
 CASES = [(kind, method) for kind, runs in (("all", KEEPS_ALL), ("short", SHORT)) for method in runs]
 
@@ -91,7 +85,7 @@ def test_keeping_all_is_the_plain_model(kind: str, method: str, variant: str):
         assert out.decode_from == n
         assert out.caches == {layer: [list(range(n))] * 2 for layer in range(1, 5)}
         assert all(kept == list(range(n)) for kept in out.selected.values())
-        first = {"asl": None, "trianglemix": None, "xattention": None, "specprefill": 0, "oracle": 0}.get(method, 2)
+        first = {"asl": None, "trianglemix": None, "specprefill": 0}.get(method, 2)
         dropping = [2] if variant == "gemma2" else [1, 2, 3]  # Gemma's other layers have windows, and 4 is the last
         assert [*out.selected] == (dropping if method == "pyramidinfer" else [first] * (first is not None))
 
@@ -223,14 +217,6 @@ def test_uniprefill_by_counting():
     assert few.selected == {2: list(range(20))}
 
 
-def test_oracle_by_counting():
-    out = oracle(uniform(), prompt_of(20), 3)
-    assert out.selected == {0: [6, 7, 19]}  # 6 to 13 have whole kernels; the last token stays
-    assert len(out.lookahead) == 4
-    assert out.scores[0][0] == pytest.approx(7 / 13 / 20, abs=1e-15)
-    assert oracle(uniform(), prompt_of(20), 1).selected == {0: [19]}
-
-
 def test_claa_by_counting():
     out = claa(uniform(), prompt_of(20), 3, 0.5, layers=2, window=4)
     assert out.selected == {3: [*range(6), *range(16, 20)]}
@@ -243,14 +229,11 @@ def test_look_ahead_ends_with_an_end_token():
     tokens = lazy_reference(model, ids, {}, 5).token_ids
     out = specprefill(model_of("qwen2", 1), model, ids, 0.5, lookahead=5, chunk=2)
     assert out.lookahead == tokens[:4]
-    assert oracle(model, ids, 0.5, steps=5).lookahead == tokens
-    assert oracle(model, ids, 0.5, answer=2, steps=5).lookahead == tokens[:2]
     end = next(i for i, token in enumerate(tokens) if i > 0 and token not in tokens[:i])
     early = specprefill(model_of("qwen2", 1), model, ids, 0.5, lookahead=9, chunk=2, eos_token_ids={tokens[end]})
     assert early.lookahead == tokens[:end]
     short = specprefill(model_of("qwen2", 1), model, ids, 0.5, lookahead=end + 1, chunk=2)
     assert early.scores == short.scores
-    assert oracle(model, ids, 0.5, eos_token_ids={tokens[0]}).lookahead == []
 
 
 def test_promptdistill_by_counting():
@@ -287,26 +270,3 @@ def test_trianglemix_by_counting():
     assert trianglemix(uniform(), prompt_of(10), 0, sinks=1, window=3, last=2).pairs == dict.fromkeys(range(1, 5), 180)
     assert out.passes == [[10] * 4]
     assert out.caches == {layer: [list(range(10))] * 2 for layer in range(1, 5)}
-
-
-def test_xattention_by_counting():
-    # Tile a has a probability of 1 / (a + 1) for each tile up to itself. Tiles 4 and 5 give blocks 0 and 1
-    # 2/5 + 2/6 = 0.73 each, block 2 gets 1/5 + 2/6 = 0.53, of 2; blocks 0 and 2 have 1.27
-    for threshold, third, pairs in ((0.6, [0, 2], 10 + 26 + 26), (0.7, [0, 1, 2], 10 + 26 + 42)):
-        out = xattention(uniform(), prompt_of(12), threshold, stride=2, block=4)
-        assert out.blocks == {layer: [[[0], [0, 1], third]] * 4 for layer in range(1, 5)}
-        assert out.pairs == dict.fromkeys(range(1, 5), 4 * pairs)
-
-
-def test_antidiagonals_by_hand():
-    """Two tiles of two tokens: query 3, a 1, meets keys 0 and 2; query 2, a 2, meets keys 1 and 3."""
-    numbers = [[1.0], [10.0], [100.0], [1000.0]]
-    queries, keys = [np.array(row) for row in ([0.0], [0.0], [2.0], [1.0])], [np.array(row) for row in numbers]
-    # tile (1, 0): 1 * 1 + 2 * 10 = 21; tile (1, 1): 1 * 100 + 2 * 1000 = 2100; times 0.002 / 2
-    low, high = np.exp(0.021), np.exp(2.1)
-    expected = [[1, 0], [low / (low + high), high / (low + high)]]
-    np.testing.assert_allclose(tile_probabilities(queries, keys, 2, 0.002), expected, rtol=1e-12)
-    # of three tokens, position 3 counts as 0: 2 * 10 = 20 and nothing
-    low = np.exp(0.02)
-    short = tile_probabilities(queries[:3], keys[:3], 2, 0.002)
-    np.testing.assert_allclose(short, [[1, 0], [low / (low + 1), 1 / (low + 1)]], rtol=1e-12)

@@ -322,7 +322,7 @@ def test_there_are_tables_of_every_run() -> None:
 def test_field(line: dict[str, str]) -> None:
     rest = "" if line["setting"] == "-" else f", {line['setting']}"
     settings = {row["setting"] for row in counting(line["model"])}
-    method = NAMES.get(line["method"], line["method"].removesuffix(" (diagnostic)").lower())
+    method = NAMES.get(line["method"], line["method"].lower())
     found = [one for one in settings if one.partition(", ")[2] == rest[2:] and one.partition(",")[0] == method]
     assert len(found) == 1, line
     rows = rows_of(line["model"], found[0])
@@ -332,7 +332,7 @@ def test_field(line: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", ["memory", "equal_memory", "sensitivity"])
 def test_tables_with_a_row_for_each_setting(name: str) -> None:
     for line in lines_of(name):
-        setting = line.get("method", f"lazy, {line.get('schedule')}").removesuffix(" (diagnostic)")
+        setting = line.get("method", f"lazy, {line.get('schedule')}")
         if name == "sensitivity" and setting not in {row["setting"] for row in counting(line["model"])}:
             setting = f"lazy, schedule={line['schedule']}"
         check_columns(line, rows_of(line["model"], setting))

@@ -87,9 +87,9 @@ def test_attention_runs_on_fused_backends_and_cudnn_in_prefills_only() -> None:
             assert "math" not in calls
             if label != "start":  # which may run another model, its prefill and its steps
                 assert ("cudnn" in calls) == (label == "prefill" and "bfloat16" in name)
-            # only LazyLLM attends to a part of what is stored, and XAttention to some blocks
+            # only LazyLLM attends to a part of what is stored
             revives = label.startswith("step") and ": lazy" in name and "revival" not in name
-            assert ("mask" in calls) == (revives or (label == "prefill" and "xattention" in name))
+            assert ("mask" in calls) == revives
 
 
 def test_few_queries_over_many_keys_run_in_chunks_without_another_wait() -> None:

@@ -20,10 +20,9 @@ PROMPT_ENDS = (512, 1024, 2048, 4096, 8192)  # upper ends of the ranges of promp
 
 
 def in_order(frame: Any) -> Any:
-    """Settings sorted by model, suite, method and label, the method's plain one first; labels mark diagnostics."""
+    """Settings sorted by model, suite, method and label, the method's plain one first."""
     order = sorted(frame["method"].unique(), key=place_of).index
-    labels = pd.Series(list(map(marked, frame["label"], frame["method"])), frame.index, dtype=object)
-    ordered = frame.assign(order=frame["method"].map(order), is_named=frame["label"] != frame["method"], label=labels)
+    ordered = frame.assign(order=frame["method"].map(order), is_named=frame["label"] != frame["method"])
     ordered = ordered.sort_values([*SECTION, "order", "is_named", "label"], kind="stable")
     return ordered.drop(columns=["order", "is_named"])
 
@@ -94,12 +93,6 @@ def single_layer(settings: str) -> tuple[int, float] | None:
     return int(layer), keep
 
 
-def is_diagnostic(name: str) -> bool:
-    """Whether it is a diagnostic: a reference whose TTFT leaves out the cost of its selection, not a method."""
-    kind = kind_of(name)
-    return kind is not None and kind.diagnostic
-
-
 def unsolved_methods(rows: Any) -> str:
     """`ASL and UniPrefill`: the methods of these settings that no speedup gives, if one gives others; else ""."""
     if rows["settings"].map(target_of).isna().all():
@@ -116,11 +109,6 @@ def unsolved(rows: Any) -> str:
         f"No speedup gives the settings of {names}: the number of computed tokens depends on the prompt, so the speed "
         "is measured, not set."
     )
-
-
-def marked(label: str, method: str) -> str:
-    """A setting's label, marked if it is a diagnostic's."""
-    return f"{label} (diagnostic)" if is_diagnostic(method) else label
 
 
 def place_of(name: str) -> tuple[float, str]:

@@ -7,14 +7,13 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
 from eval.analysis import columns, style
-from eval.analysis.columns import BASELINE, SECTION, SETTING, is_diagnostic, overall
+from eval.analysis.columns import BASELINE, SECTION, SETTING, overall
 from eval.analysis.table import (
     EXAMPLES,
     FIDELITY,
     KEPT,
     MB,
     MODEL,
-    Cell,
     Column,
     Rows,
     as_figure,
@@ -39,17 +38,12 @@ _VALUES = (
     Column("attention_ceiling", "ideal without attention", 2, missing="not known", interval=False),
 )
 _FIELD = (MODEL, Column("name", "method"), Column("setting", "setting"), EXAMPLES, *_VALUES)
-# Values of a diagnostic that leave out its selection
-_WITHOUT_SELECTION = ("TTFT speedup", "ideal", "generation speedup", "whole-answer speedup", "% computed")
 
 
 @as_table(
     10,
     title="Every method: score, speed and memory",
-    caption=(
-        "Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits. In "
-        "brackets: values of a diagnostic, which leave out its selection."
-    ),
+    caption="Mean over tasks of the score, 0 to 100, and of the speedups over the baseline of the same visits.",
     notes=(
         "% of baseline: the score relative to the baseline's. Scoring: share of TTFT spent before the prefill. "
         "Ideal without attention: the most that methods can reach that skip attention alone. Generation speedup: to "
@@ -62,18 +56,14 @@ def field(results: Results) -> Rows:
     """Score, speed, memory and computed tokens of every setting of every method, mean over tasks."""
     frame = overall(results)
     scoring = 100 * frame["scoring_s"] / frame["ttft_s"]
-    frame["diagnostic"] = frame["method"].map(is_diagnostic).astype(bool)
     values = forms(*(column.name for column in _VALUES if column.name != "scoring_share"))
-    frame = frame[[*SETTING, "diagnostic", "examples", "seeds", *values]].assign(scoring_share=scoring)
-    named = zip(frame["label"].str.removesuffix(" (diagnostic)"), frame["method"], strict=True)
+    frame = frame[[*SETTING, "examples", "seeds", *values]].assign(scoring_share=scoring)
+    named = zip(frame["label"], frame["method"], strict=True)
     settings = ["-" if label == method else label.removeprefix(f"{method}, ") for label, method in named]
     names = [columns.place_of(name)[1] for name in frame["method"]]
     shown = frame.assign(name=names, setting=settings, scoring_share=scoring.where(scoring > 0))
-    table = cells(shown, measured(_FIELD, frame), results)
-    for heading in _WITHOUT_SELECTION:
-        in_brackets = table[heading].map(lambda cell: Cell(f"({cell})", cell.value))
-        table[heading] = table[heading].mask(frame["diagnostic"], in_brackets)
-    return Rows(frame, table, keys=3, values={"unsolved": f" {columns.unsolved(frame)}".rstrip()})
+    values = {"unsolved": f" {columns.unsolved(frame)}".rstrip()}
+    return Rows(frame, cells(shown, measured(_FIELD, frame), results), keys=3, values=values)
 
 
 def data(results: Results) -> pd.DataFrame:
@@ -102,9 +92,8 @@ def data(results: Results) -> pd.DataFrame:
     ),
     notes=(
         "A curve joins the settings of a method that are given by a target speedup (1.5x, 2x, ...); a method's only "
-        "setting is as dark. No speedup gives that of a method whose number of tokens depends on the prompt. Hollow: a "
-        "diagnostic, which keeps the tokens that the full model's own answer attends to; its TTFT excludes that "
-        "selection's time, so it is not ranked. Bars: 95 % bootstrap intervals over examples."
+        "setting is as dark. No speedup gives that of a method whose number of tokens depends on the prompt. Bars: "
+        "95 % bootstrap intervals over examples."
     ),
     command="python run.py -m experiment=field model=tiny",
 )
@@ -147,8 +136,7 @@ def _draw_ideals(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
 
 def _write_legend(axes: Any, rows: Any, styles: dict[str, Any]) -> None:
     axes.set_axis_off()
-    notes = {name: ":\nselection time excluded" if is_diagnostic(name) else "" for name in styles}
-    handles = [Line2D([], [], **look | {"label": look["label"] + notes[name]}) for name, look in styles.items()]
+    handles = [Line2D([], [], **look) for look in styles.values()]
     if not rows["on_curve"].astype(bool).all():
         faint: Any = {"color": style.GREY, "marker": "o", "linestyle": "none", "alpha": 0.4}
         handles.append(Line2D([], [], label="faint: other settings", **faint))

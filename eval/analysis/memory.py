@@ -12,7 +12,6 @@ from eval.analysis.columns import (
     SECTION,
     SETTING,
     STUDIED,
-    is_diagnostic,
     overall,
     range_names,
     target_of,
@@ -88,7 +87,7 @@ _COLUMNS = (MODEL, LABEL, Column("steps", "decoding steps"), EXAMPLES, *_BYTES, 
         f"LazyLLM at these bytes: its setting of the nearest bytes, within {NEAR:g} of the baseline's, of the settings "
         "given by a speedup if there are any. Its lead: how much better it is, on the same examples, in the KL of the "
         "answer, else of the gold answer, else of the first token; its interval is paired. The baseline, ablations and "
-        "diagnostics have none. The Aux Cache grows with the answer: a longer one moves LazyLLM down."
+        "have none. The Aux Cache grows with the answer: a longer one moves LazyLLM down."
     ),
     command="python run.py -m experiment=figure5 model=smollm2 fidelity=answer",
 )
@@ -165,9 +164,9 @@ def _means(steps: Any) -> dict[str, Any]:
 
 
 def _leads(settings: Any, results: Results) -> pd.DataFrame:
-    """LazyLLM's leads, with the index of the settings that are neither the baseline, nor ablations, nor diagnostics."""
+    """LazyLLM's leads, with the index of the settings that are neither the baseline nor ablations."""
     rivals: Any = as_published(settings).dropna(subset="cache_ratio")
-    rivals = rivals[(rivals["method"] != BASELINE) & ~rivals["method"].map(is_diagnostic).astype(bool)]
+    rivals = rivals[rivals["method"] != BASELINE]
     answers = first_turns(results.counting)
     leads = [_lead(row, rivals, answers) for row in rivals.to_dict("records")]
     return pd.DataFrame(leads, index=rivals.index, columns=["lazy", *forms(*_LEADS)])

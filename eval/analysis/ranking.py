@@ -48,8 +48,7 @@ _COLUMNS = (
 def ranking(results: Results) -> Rows:
     """KL and score of all methods by ideal speedup, with each method's difference to the first on the same examples.
 
-    Diagnostics are not ranked, nor settings whose prefills did not reach the speedup or that no speedup gives: the
-    caption names them.
+    Settings whose prefills did not reach the speedup, or that no speedup gives, are not ranked: the caption names them.
     """
     frame: Any = results.counting
     frame = frame.assign(target=frame["settings"].map(columns.target_of))
@@ -84,11 +83,9 @@ def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
     frame: Any = results.by_task
     for row in frame[frame["level"] == "all"].to_dict("records"):
         target, ideal = columns.target_of(row["settings"]), row["ideal_ttft_speedup"]
-        key, name = (row["model"], row["suite"], row["label"]), columns.marked(row["label"], row["method"])
-        if columns.is_diagnostic(row["method"]):
-            reasons[key] = name
-        elif target is not None and ideal < LEAST * target:  # answers without it give NaN
-            reasons[key] = f"{name}, whose prefills had an ideal speedup of {ideal:.2f}"
+        if target is not None and ideal < LEAST * target:  # answers without it give NaN
+            key = row["model"], row["suite"], row["label"]
+            reasons[key] = f"{row['label']}, whose prefills had an ideal speedup of {ideal:.2f}"
     return reasons
 
 

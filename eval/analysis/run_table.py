@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import kind_of, marked, prompt_lengths, range_of, ranges_in, unsolved
+from eval.analysis.columns import kind_of, prompt_lengths, range_of, ranges_in, unsolved
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.aggregate import NO_INTERVAL, VALUES, rows_of
@@ -126,7 +126,7 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
 
 def row_name(arm: StoredArm) -> str:
     """An arm's name in tables of its run, without its seed."""
-    return marked(arm.name.removesuffix(f" seed {arm.seed}"), arm.method)
+    return arm.name.removesuffix(f" seed {arm.seed}")
 
 
 def arm_groups(run: StoredRun) -> dict[str, list[str]]:
@@ -253,12 +253,9 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
 
 
 def _way_of_answering(run: StoredRun, where: str) -> Iterator[str]:
-    """Lines about answers that are not the usual ones: the question came later, or penalties applied."""
+    """Lines about answers that are not the usual ones: the question came later."""
     if "question" in run.identity:
         yield f"{where}Hidden question: the context ran before it was known. TTFT and counts are of both parts."
-    if penalties := run.identity.get("penalties"):
-        applied = ", ".join(f"{key}={value}" for key, value in penalties.items() if key != "code")
-        yield f"{where}Greedy answers with the model's own {applied}. KL is of probabilities without them."
 
 
 def _target_of(arm: StoredArm) -> str:
@@ -271,7 +268,7 @@ def _target_of(arm: StoredArm) -> str:
 def _drops_tokens(arm: StoredArm) -> bool:
     """Whether the arm's method is meant to leave prompt tokens out."""
     kind = kind_of(arm.method)
-    return not (kind is None or kind is Baseline or kind.answers_itself or issubclass(kind, Sparse))
+    return not (kind is None or kind is Baseline or issubclass(kind, Sparse))
 
 
 def _is_sparse(arm: StoredArm) -> bool:

@@ -19,7 +19,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from eval.analysis.columns import BASELINE, SECTION, STUDIED, is_diagnostic, kind_of, place_of
+from eval.analysis.columns import BASELINE, SECTION, STUDIED, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.runs import is_ablation, label_of
@@ -117,7 +117,7 @@ def of_trace(
 def styles_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
     """{method: arguments of matplotlib's `plot`, its own or spare ones}, in the methods' order.
 
-    Lines are solid for the baseline and the method under study only; markers are hollow for diagnostics.
+    Lines are solid for the baseline and the method under study only.
     """
     styles: dict[str, dict[str, Any]] = {}
     spare = cycle(_SPARE)
@@ -128,8 +128,7 @@ def styles_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
         else:
             colour, marker = kind.colour, kind.marker
             line = LINES[0] if name in (BASELINE, STUDIED) else LINES[1 + kind.order % (len(LINES) - 1)]
-        face = "white" if is_diagnostic(name) else colour
-        look = {"color": colour, "marker": marker, "linestyle": line, "markerfacecolor": face}
+        look = {"color": colour, "marker": marker, "linestyle": line}
         styles[name] = {"label": place_of(name)[1], **look}
     return styles
 
@@ -139,7 +138,7 @@ def shown_label(label: str, method: str) -> str:
 
     At most two lines, for matplotlib.
     """
-    rest = label.removesuffix(" (diagnostic)").removeprefix(method)
+    rest = label.removeprefix(method)
     words = rest if rest.startswith(",") else rest.replace("_", " ")
     text = place_of(method)[1] + words if label.startswith(method) else words
     return "\n".join(wrap(text, 50, max_lines=2, placeholder="…")).replace("$", r"\$")

@@ -37,7 +37,6 @@ _SIGNS = {
     "answer's KL": "answer's KL: the mean over the tokens of the baseline's answer, given to the method as its own",
     "gold": "gold KL: the same of the gold answer; gold log-likelihood: a token's, less the baseline's",
     "?": f"?: a share of the baseline's score that is not known to within ±{KEPT_WITHIN} points",
-    "diagnostic": "diagnostic: a reference, not a method; its TTFT excludes the time of its selection",
     "unpaired": "unpaired: no baseline was run",
     "-": "-: not measured",
 }

@@ -31,13 +31,12 @@ def answer_of(
     out = made.outs[turn]
     decoded = tokenizer.decode(out.token_ids, skip_special_tokens=True)
     assert isinstance(decoded, str)
-    is_timed, is_alone = made.method.timed, made.method.timed and not made.packed
     times = Times(
-        ttft_s=out.ttft_s if is_timed else None,
-        scoring_s=out.scoring_s if is_timed else None,
-        total_s=out.total_s if is_alone else None,
+        ttft_s=out.ttft_s,
+        scoring_s=out.scoring_s,
+        total_s=None if made.packed else out.total_s,
         decode_step_s=None if made.packed else out.decode_step_s,
-        total_s_so_far=sum(done.total_s for done in made.outs[: turn + 1]) if is_alone else None,
+        total_s_so_far=None if made.packed else sum(done.total_s for done in made.outs[: turn + 1]),
     )
     group_starts, computed = compact_counts(out.computed)
     flops = made.prefill_flops(model.config, turn)
@@ -50,7 +49,7 @@ def answer_of(
         aux_bytes=out.aux_bytes,
         peak_memory_bytes=made.peaks[turn],
         prefill_flops=flops,
-        prefill_mfu=utilisation(model, flops, out.ttft_s) if is_timed else None,
+        prefill_mfu=utilisation(model, flops, out.ttft_s),
         attention_ceiling=None if turn else attention_ceiling(model.config, out.prompt_tokens),
         tokens_computed=made.tokens_computed(turn),
         revived_tokens=float(out.revived.mean()),

@@ -14,9 +14,7 @@ from eval.run.arms import Arm
 from eval.store.visit import PROMPT_END, Answer, Failure, Turn, Visit
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from lazyllm.engine.generation import Sampler
+    from lazyllm.engine.generation import Greedy
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Case:
     """One example with its prompt.
 
     end_ids: tokens that end an answer. cut: tokens before a hidden question (`eval.run.hidden`); None without one.
-    penalties: whether those of the model's generation config apply. arms: those that a visit is to measure, in order.
+    arms: those that a visit is to measure, in order.
     """
 
     dataset: Dataset
@@ -33,7 +31,6 @@ class Case:
     max_new_tokens: int
     end_ids: tuple[int, ...]
     cut: int | None = None
-    penalties: bool = False
     arms: tuple[Arm, ...] = ()
 
     @property
@@ -51,13 +48,10 @@ class Case:
         least = 1 if self.dataset.newline_ends else 0
         return {"max_new_tokens": self.max_new_tokens, "eos_token_ids": self.end_ids, "min_new_tokens": least}
 
-    def sampler(self, model: PreTrainedModel, text_ids: Sequence[int]) -> Sampler:
-        """Chooses the tokens of one answer behind the text, greedily."""
+    def sampler(self) -> Greedy:
+        """Chooses the tokens of one answer, greedily."""
         from lazyllm.engine.generation import Greedy  # not at the top: planning needs no torch
-        from lazyllm.integrations.transformers_generate import greedy_with_penalties
 
-        if self.penalties:
-            return greedy_with_penalties(model, text_ids, **self.options)
         return Greedy(self.end_ids, self.options["min_new_tokens"])
 
 

@@ -84,7 +84,7 @@ def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -
                 f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
                 f"{positions} positions: {instead}"
             )
-        yield Case(dataset, example, prompt, max_new_tokens, end_ids, cut, asked.config.model.penalties)
+        yield Case(dataset, example, prompt, max_new_tokens, end_ids, cut)
 
 
 def question_start(prompt: BuiltPrompt) -> int:

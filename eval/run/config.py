@@ -105,8 +105,6 @@ def model_nodes() -> dict[str, dict[str, Any]]:
             "name": name,
             "max_prompt_tokens": prompt_limit(preset.architecture["max_position_embeddings"]),
             "chat": "auto",
-            # SDPA cannot cap attention logits, which Gemma 2 does
-            "attn_implementation": "eager" if preset.architecture["model_type"] == "gemma2" else "sdpa",
         }
         for name, preset in PRESETS.items()
         if preset.architecture is not None and not (CONF / "model" / f"{name}.yaml").is_file()

@@ -24,7 +24,7 @@ from lazyllm.engine.flops import prefill_flops
 from lazyllm.engine.generation import Prefilled, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.measuring import attention_events, attention_kernel
-from lazyllm.methods import Method, Sparse
+from lazyllm.methods import Method
 from lazyllm.methods.support.other_models import HELPERS
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ class Generated:
 
     def _flops_of_first(self, config: Any, out: Generation) -> int:
         """FLOPs of a prompt that nothing precedes."""
-        attended = [out.attended] if isinstance(self.method, Sparse) else []
-        return self.method.first_token_flops(config, out.prompt_tokens, out.computed[0].tolist(), *attended)
+        return self.method.first_token_flops(config, out.prompt_tokens, out.computed[0].tolist())
 
 
 Outcomes = dict[str, Generated | Failure]  # {label of an arm: its answers to a case, or why there are none}
@@ -94,13 +93,11 @@ def converse(
     turns: as of `lazyllm.start`. after_prefill: as of `Request`, in the first turn.
     """
     with start(model, case.prompt.as_input(), method, turns=turns) as conversation:
-        sampler = case.sampler(model, case.prompt.token_ids)
-        out = conversation.answer_with(sampler, None, case.max_new_tokens, after_prefill)
+        out = conversation.answer_with(case.sampler(), None, case.max_new_tokens, after_prefill)
         yield out
         for turn in case.prompt.turns:
             more = turn.behind(out.token_ids, case.end_ids)
-            sampler = case.sampler(model, [*conversation.token_ids, *more])
-            out = conversation.answer_with(sampler, more, case.max_new_tokens)
+            out = conversation.answer_with(case.sampler(), more, case.max_new_tokens)
             yield out
 
 
@@ -183,7 +180,7 @@ class Bench:
         if case.cut is not None:
             made.context, out = answer_hidden(self.model, case, made.method, after)
             outs = iter([out])
-        elif case.prompt.turns or case.penalties:
+        elif case.prompt.turns:
             outs = converse(self.model, case, made.method, arm.turns, after)
         else:
             prompt = case.prompt.as_input()
@@ -206,15 +203,12 @@ class Bench:
             deque(converse(self.model, case, method, arm.turns), maxlen=0)
         elif case.cut is not None:
             answer_hidden(self.model, replace(case, max_new_tokens=1), method)
-        elif method.answers_itself:
-            generate(self.model, case.prompt.as_input(), method, 1)
         else:  # no other prefill
             Batch(self.model, 1).add(self._request(case, Generated(method, arm.turns)))
 
     def _request(self, case: Case, made: Generated, keeps: bool = False) -> Request:
-        sampler = case.sampler(self.model, case.prompt.token_ids)
         after = partial(self._keep, made) if keeps else None
-        return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, sampler, after)
+        return make_request(self.model, case.prompt.as_input(), made.method, case.max_new_tokens, case.sampler(), after)
 
     def _together(self, cases: Sequence[Case]) -> Iterator[Ended]:
         """The arms' answers as they end, several at once. One bad answer loses no other: after an error the visits in

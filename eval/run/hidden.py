@@ -26,9 +26,7 @@ def answer_hidden(
     assert cut is not None
     with start(model, case.prompt.as_input(cut), method) as conversation:
         context = conversation.answer_with(Forced(ids[cut : cut + 1]), None, 1)
-        question = conversation.answer_with(
-            case.sampler(model, ids), ids[cut + 1 :], case.max_new_tokens, after_prefill
-        )
+        question = conversation.answer_with(case.sampler(), ids[cut + 1 :], case.max_new_tokens, after_prefill)
     return context, _joined(context, question, cut)
 
 
@@ -50,7 +48,6 @@ def _joined(context: Generation, question: Generation, cut: int) -> Generation:
         aux_bytes=question.aux_bytes,
         prompt_tokens=question.prompt_tokens + 1,
         scoring_tokens=context.scoring_tokens + question.scoring_tokens,
-        attended=context.attended,
     )
 
 

@@ -28,7 +28,7 @@ from lazyllm.methods import about_the_method, by_name, code_of
 from lazyllm.models.checkpoint import gguf_of, title_of
 from lazyllm.models.gguf_file import quantisation_of
 from lazyllm.models.gguf_file import sha256_of as sha256_of_file
-from lazyllm.models.load import PENALTIES, devices_in_use, load_config, load_end_ids, settings_of_answers
+from lazyllm.models.load import devices_in_use, load_config, load_end_ids
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.spec import QUANTISATIONS, ModelSpec
 
@@ -50,7 +50,6 @@ ENGINE = (
 )
 # In eval/benchmarks, of all suites
 _SUITES = ("chat_format", "downloads", "metrics", "prompts", "rows", "subsets", "suite", "tables")
-_PENALTIES = ("lazyllm/integrations/transformers_generate.py",)
 _ROOT = Path(__file__).parents[2]
 _SAMPLES, _SAMPLE_BYTES = 256, 2**14  # of a weight file, spread evenly over it
 
@@ -172,7 +171,6 @@ def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
         "revision": model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
         "end_ids": list(load_end_ids(spec)),
-        **({"penalties": _of_penalties(spec)} if model.penalties else {}),
         "engine": code_sha256(ENGINE),
         "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
         "device": " + ".join(map(device_name, devices)),
@@ -180,10 +178,6 @@ def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
         "arms": {arm.label: _of_method(arm, depth) for arm in arms},
         **({"clock": "CPU time of the process"} if subject.counts_cpu_time else {}),
     }
-
-
-def _of_penalties(spec: ModelSpec) -> dict[str, Any]:
-    return settings_of_answers(spec, PENALTIES) | {"code": code_sha256(_PENALTIES)}
 
 
 def _of_method(arm: Arm, depth: Depth) -> dict[str, Any]:

@@ -86,13 +86,9 @@ class LocalModel:
     @cached_property
     def model_config(self) -> PreTrainedConfig:
         """The model's config, after all checks that need no weights. Raises UserError."""
-        from lazyllm.models.load import PENALTIES, check_loading, settings_of_answers
+        from lazyllm.models.load import check_loading
 
-        config = check_loading(self.spec)
-        has_some = not self.config.model.penalties or bool(settings_of_answers(self.spec, PENALTIES))
-        expected = "false, as the model's generation_config.json has none that changes greedy answers"
-        require(has_some, "model.penalties", "true", expected)
-        return config
+        return check_loading(self.spec)
 
     @cached_property
     def shape(self) -> PreTrainedConfig:
@@ -178,17 +174,12 @@ class LocalModel:
         from transformers.utils import logging as transformers_logging
 
         from lazyllm.engine.devices import devices_of
-        from lazyllm.models.load import NEVER_APPLIED, PENALTIES, load_weights, settings_of_answers
+        from lazyllm.models.load import load_weights, unapplied_settings
 
         log.info("loading %s", self.spec.name)
-        penalties = () if self.config.model.penalties else PENALTIES
-        if unapplied := settings_of_answers(self.spec, (*NEVER_APPLIED, *penalties)):
+        if unapplied := unapplied_settings(self.spec):
             settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
-            advice = " (model.penalties=true applies all but sampling, beams, guidance and stop strings)"
-            there = advice if unapplied.keys() & {*penalties} else ""
-            log.info(
-                "answers are greedy: of the model's generation_config.json these have no effect: %s%s", settings, there
-            )
+            log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
         model = load_weights(self.spec)
@@ -254,21 +245,17 @@ def model_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMode
         thinking_tokens=model.thinking_tokens,
     )
     for label, settings in arms.items():
-        method = _sample(settings)
-        _check_fits(config, f"compare.{label}" if config.compare is not None else "method", settings, method)
+        _sample(settings)  # refuses bad hyperparameters
+        _check_fits(config, f"compare.{label}" if config.compare is not None else "method", settings)
     return LocalModel(config, arms, spec, chat, own_tokenizer)
 
 
-def _check_fits(config: RunConfig, key: str, settings: dict[str, Any], method: Method) -> None:
+def _check_fits(config: RunConfig, key: str, settings: dict[str, Any]) -> None:
     """Refuse an arm that cannot answer as the run asks. key: of its settings. Raises UserError."""
-    asked = [f"question={config.question}"] if config.question is not None else []
     if config.question is not None:
         turns = settings.get("turns", "continue")
-        expected = f"continue with {asked[0]}, as recompute runs the usual prompt"
+        expected = f"continue with question={config.question}, as recompute runs the usual prompt"
         require(turns == "continue", f"{key}.turns", turns, expected)
-    asked += ["model.penalties=true"] if config.model.penalties else []
-    expected = f"another method with {' and '.join(asked)}, as it answers whole prompts by itself"
-    require(not (asked and method.answers_itself), f"{key}.name", settings["name"], expected)
 
 
 def _sample(settings: dict[str, Any], depth: Depth | None = None) -> Method:

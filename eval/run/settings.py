@@ -42,10 +42,6 @@ class ModelConfig:
     system: str | None = setting(None, "a system message before the prompt")
     today: str = setting(TODAY, "the date, for templates that write one into the prompt")
     thinking_tokens: int = setting(0, "extra tokens for thinking; the text after `</think>` is scored")
-    penalties: bool = setting(
-        False,
-        "apply what the model's generation_config.json asks for besides sampling: penalties, suppressed tokens, ...",
-    )
     paper: str | None = setting(None, "the column of the paper's tables to compare with: `llama2`, `xgen`")
 
 

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.run.arms import Arm
 from eval.run.case import Case
-from eval.run.decode import converse
 from eval.store.visit import Trace, compact_counts
 from lazyllm import Generation, generate
 from lazyllm.engine.decoder import importance_of_layers
@@ -21,10 +20,7 @@ def traces(
     importance = importance_of_layers(model, case.prompt.token_ids)
     for arm in arms:
         method = arm.method(case.dataset.name)
-        if case.penalties:
-            out = next(converse(model, case, method, arm.turns))
-        else:
-            out = generate(model, case.prompt.as_input(), method, **case.options)
+        out = generate(model, case.prompt.as_input(), method, **case.options)
         group_starts, computed = compact_counts(out.computed)
         yield Trace(
             dataset=case.dataset.name,

@@ -10,7 +10,7 @@ from typing import Any
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, prefill_flops
 from lazyllm.errors import UserError
-from lazyllm.methods import Baseline, Method, Select
+from lazyllm.methods import Method, Select
 from lazyllm.spec import ModelSpec
 
 # Bytes of a number; other dtypes have 2
@@ -95,8 +95,7 @@ class Model:
         """
         together, layers = batch_size if len(messages) == 1 else 1, self.config.num_hidden_layers
         n, later, generated = 0, 0, 0
-        # a diagnostic lets the full model answer first
-        works = self.conversation(Baseline(), messages[:1], new_tokens) if method.diagnostic else list[Work]()
+        works = list[Work]()
         for turn, message in enumerate(messages):
             last = int(turn > 0)  # the last token of the answer before runs with the message
             if turn > 0 and turns == "continue":
@@ -120,7 +119,7 @@ class Model:
         shape, depth = LayerShape.of(self.config), Depth.of(self.config)
         tokens, most = method.tokens_per_layer(depth, n), n + new_tokens
         slots = sum(len(group.layers) * group.slots(new_tokens, most) for group in method.groups(depth, n))
-        if isinstance(method, Select) and (method.diagnostic or method.scoring_flops(self.config, n)):
+        if isinstance(method, Select) and method.scoring_flops(self.config, n):
             # the model itself may select, by a run of the whole prompt
             tokens, slots = [n] * depth.count, depth.count * most
         scores = 2 * shape.heads * tokens[0] ** 2 if self.spec.attn_implementation == "eager" else 0

@@ -34,8 +34,7 @@ class Times:
     """When an answer came, in seconds.
 
     ttft_s, scoring_s, total_s, decode_step_s: as in `lazyllm.Generation`; the last two are None if other answers
-        decoded in the same steps (`batch_size`). No time but those of steps if no kernel ran what the method saves
-        (`Method.timed`).
+        decoded in the same steps (`batch_size`).
     total_s_so_far: the sum over the turns up to this one.
     """
 

@@ -19,7 +19,6 @@ from lazyllm.engine.depth import Depth
 from lazyllm.engine.generation import Generation, generate
 from lazyllm.engine.inputs import Boundary, Selection
 from lazyllm.engine.method import Method
-from lazyllm.methods.support.bases import Sparse
 
 _STEPS = 5
 _GREEDY: dict[str, Any] = {"max_new_tokens": _STEPS, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
@@ -55,19 +54,16 @@ def counts_what_it_computes(model: PreTrainedModel, method: Method, prompt: Sequ
     with _tokens_run(model) as runs, _positions_checked(method):
         first = generate(model, prompt, method, 1, ())
     prefilled = first.computed[0].mean()
-    if not method.diagnostic:  # a diagnostic's selection is not counted
-        beside = sum(runs) / depth.count - prefilled
-        near = beside <= first.scoring_tokens + 1e-9 and math.isclose(beside, first.scoring_tokens, abs_tol=0.75)
-        _holds(near, f"layers ran {beside:g} tokens before the prefill, {first.scoring_tokens} are counted as scoring")
-        declares = method.scoring_flops(model.config, n) > 0 or first.scoring_tokens == 0
-        _holds(declares, "a model runs before the prefill, but scoring_flops(config, n) is 0: declare what it costs")
+    beside = sum(runs) / depth.count - prefilled
+    near = beside <= first.scoring_tokens + 1e-9 and math.isclose(beside, first.scoring_tokens, abs_tol=0.75)
+    _holds(near, f"layers ran {beside:g} tokens before the prefill, {first.scoring_tokens} are counted as scoring")
+    declares = method.scoring_flops(model.config, n) > 0 or first.scoring_tokens == 0
+    _holds(declares, "a model runs before the prefill, but scoring_flops(config, n) is 0: declare what it costs")
     share = 100 * (prefilled + first.scoring_tokens) / n
     _holds(math.isclose(first.pct_prompt_tokens_computed, share), f"% of tokens computed is not {share}")
     out = generate(model, prompt, method, _STEPS, ())
     if not method.adaptive:
         _same("tokens computed in each layer", out.computed[0].tolist(), method.tokens_per_layer(depth, n))
-    if isinstance(method, Sparse) and not method.adaptive:
-        _same("pairs attended to in each layer", out.attended, method.attended(model.config, n))
     rises = bool((out.computed[1:] >= out.computed[:-1]).all()) and out.computed.max() <= n
     _holds(rises, f"counts fall from step to step, or exceed the {n} prompt tokens: {out.computed.tolist()}")
     _same("scoring takes time", out.scoring_s > 0, out.scoring_tokens > 0)

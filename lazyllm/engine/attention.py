@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lazyllm.engine.cache import GroupCache
 from lazyllm.engine.devices import replaced
-from lazyllm.engine.inputs import NO_SCORES, KeyBlocks, ScoreSpec, Triangle
+from lazyllm.engine.inputs import NO_SCORES, ScoreSpec, Triangle
 from lazyllm.engine.kernels import (
     Way,
     additive_mask,
@@ -36,8 +36,8 @@ from lazyllm.engine.sdpa import gives_lse, shares_heads
 from lazyllm.engine.sparse import attend_sparsely
 from lazyllm.errors import UserError
 
-# (layer, from 1, query, key, scaling) -> the keys that the layer's queries attend to; None for all
-Sees = Callable[[int, Tensor, Tensor, float], Triangle | KeyBlocks | None]
+# (layer, from 1, number of prompt tokens) -> the keys that the layer's queries attend to; None for all
+Sees = Callable[[int, int], Triangle | None]
 
 
 class AttentionContext:
@@ -54,7 +54,6 @@ class AttentionContext:
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running; None for none.
     mask: which stored tokens the running layer attends to.
     sees: in a prefill, which keys a layer's queries attend to (`lazyllm.methods.Sparse.sees`); None for all.
-    attended: {layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some.
     """
 
     mask: AttentionMask
@@ -74,7 +73,6 @@ class AttentionContext:
         self._length = length
         self._wanted, self._recorded = scores, list[Tensor]()
         self._positions, self._chosen, self._ranks = positions, chosen, ranks
-        self.attended = dict[int, int | Tensor]()
         self._masks: dict[int | None, AttentionMask] = {}  # by window; each keeps the mask of its last block
 
     @property
@@ -177,12 +175,10 @@ class RecordingAttention:
         `attend_sparsely` runs a layer in which the method skips keys.
         """
         mask, softcap = context.mask, kwargs.get("softcap")
-        layer = cast(int, module.layer_idx) + 1
-        pattern = context.sees(layer, query, key, kwargs["scaling"]) if context.sees else None
+        pattern = context.sees(cast(int, module.layer_idx) + 1, query.shape[2]) if context.sees else None
         if pattern is not None:
-            about = pattern, mask, kwargs["scaling"], softcap, gives_lse(self._model, query, value)
-            out, context.attended[layer] = attend_sparsely(query, key, value, *about)
-            return out
+            has_lse = gives_lse(self._model, query, value)
+            return attend_sparsely(query, key, value, pattern, mask, kwargs["scaling"], softcap, has_lse)
         own = functools.partial(self.own, module, kwargs=kwargs)
         is_causal = not self._is_eager and (mask.window is None or (self._is_flash and context.cache.is_contiguous))
         if is_causal or mask.sees_all:

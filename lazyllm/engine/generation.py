@@ -129,7 +129,6 @@ class Generation:
     scoring_tokens: tokens that any model ran to score the prompt before its prefill, each time that it ran; a run
         through a share of a model's layers counts as that share. Rounded up.
     scored_before: the `scoring_tokens` of earlier turns that this one continues from.
-    attended: {layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some in prefill.
     """
 
     token_ids: list[int]
@@ -146,7 +145,6 @@ class Generation:
     prompt_tokens: int
     scoring_tokens: int = 0
     scored_before: int = 0
-    attended: dict[int, int] = field(default_factory=dict)
 
     @property
     def pct_prompt_tokens_computed(self) -> float:
@@ -182,12 +180,6 @@ def generate(
     Raises ValueError for bad arguments, TypeError if `method` is not a method, UserError for a model that the loop over
     layers cannot reproduce or that is generating already, FloatingPointError if the logits are not finite.
     """
-    if isinstance(method, Method) and method.answers_itself:
-        if after_prefill is not None:
-            raise UserError(f"{method.label} has no prefill of ours to keep: leave out fidelity=answer, or the arm")
-        request = make_request(model, input_ids, method, max_new_tokens, Greedy())
-        end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
-        return method.whole_answer(model, request.prompt, max_new_tokens, tuple(end_ids), min_new_tokens)
     with start(model, input_ids, method) as conversation:
         return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens, after_prefill)
 
@@ -238,7 +230,7 @@ class RunningGeneration:
         """The finished generation. Raises UserError for a bad selection."""
         session = self.session
         session.check_selected_values()
-        clock = [self.began + session.scoring.uncounted_s, *self.times]
+        clock = [self.began, *self.times]
         return Generation(
             token_ids=self.token_ids,
             first_logits=self.first_logits,
@@ -254,7 +246,6 @@ class RunningGeneration:
             prompt_tokens=session.prompt_tokens,
             scoring_tokens=session.scoring.tokens,
             scored_before=session.scored_before,
-            attended={layer: int(pairs) for layer, pairs in session.attended.items()},
         )
 
 

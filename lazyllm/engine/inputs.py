@@ -92,17 +92,6 @@ class Triangle:
         return pairs + causal_pairs(n, window) - causal_pairs(before, window)
 
 
-@dataclass(frozen=True, eq=False)
-class KeyBlocks:
-    """Blocks of `size` keys that each block of `size` queries attends to: seen [h, blocks, blocks] bool by query head.
-
-    Within these, attention is causal. A block of queries must see its own block of keys.
-    """
-
-    size: int
-    seen: Tensor
-
-
 NO_SCORES = ScoreSpec()
 # The least number of spare slots of a cache, so that one growth of it serves several steps
 SPARE_SLOTS = 64

@@ -54,12 +54,7 @@ class Method(ABC):
     shown_parameters: ClassVar[tuple[str, ...]] = ()  # tables name these, and `target_parameter`, even at their default
     keep_all: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; {}: `target_parameter` at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
-    diagnostic: ClassVar[bool] = False  # a reference, not a method: its selection is in no time and no count
-    timed: ClassVar[bool] = (
-        True  # False: no kernel skips what the method skips, so its TTFT says nothing: no table has it
-    )
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
-    answers_itself: ClassVar[bool] = False  # by `whole_answer`, outside of this package's loop over layers
     table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
 
     def __post_init__(self) -> None:
@@ -87,12 +82,6 @@ class Method(ABC):
 
         groups = self.groups(decoder.depth, len(prompt))
         return Session(decoder, groups, len(prompt), max_new_tokens, self)
-
-    def whole_answer(
-        self, model: PreTrainedModel, prompt: Prompt, max_new_tokens: int, end_ids: Sequence[int], min_new_tokens: int
-    ) -> Any:
-        """The `Generation` of a whole answer, as of `lazyllm.generate`, if the method `answers_itself`."""
-        raise NotImplementedError
 
     def prune(self, at: Boundary, recorded: list[Tensor]) -> Selection:
         """Choose tokens in prefill, at the end of a group that declares `scores`; by default all go on.

@@ -32,12 +32,10 @@ class Scoring:
     """What was spent on scoring a prompt before its prefill.
 
     seconds: counted in TTFT.
-    uncounted_s: seconds left out of TTFT, for a diagnostic method.
     tokens: as `Generation.scoring_tokens`.
     """
 
     seconds: float = 0.0
-    uncounted_s: float = 0.0
     tokens: int = 0
 
 
@@ -53,7 +51,6 @@ class Session:
     method: the `Method` that chooses tokens at the boundaries of the prefill (untyped, as its module imports this one).
         None: all tokens go on, and stay stored.
     sees: as in `AttentionContext`, for the prefill.
-    attended: {layer, from 1: (query, key) pairs over all heads} of the layers whose attention skipped some in prefill.
 
     Raises ValueError for a length at which the model's RoPE would change (`check_longrope`).
     """
@@ -84,7 +81,6 @@ class Session:
             for group in groups
         ]
         self._method, self._sees = method, sees
-        self.attended = dict[int, int | Tensor]()
         self._notes: dict[str, Any] = {}  # of the method, see `Boundary`
         self._unchecked: list[tuple[str, Tensor, int, int | None]] = []  # selections for `check_selected_values`
         self._num_computed: list[int | Tensor] = [0] * len(groups)  # tensors if the host does not know the numbers
@@ -177,7 +173,7 @@ class Session:
         cache.advance(tokens.positions, self.length, tokens.is_newest)
         self.context = AttentionContext(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
         if self._in_prefill:
-            self.context.sees, self.context.attended = self._sees, self.attended
+            self.context.sees = self._sees
         # in decoding one token was generated: the newest; in a later turn the first, as it ended the answer before
         of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor

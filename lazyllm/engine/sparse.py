@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lazyllm.engine.devices import to_device
-from lazyllm.engine.inputs import KeyBlocks, Triangle
+from lazyllm.engine.inputs import Triangle
 from lazyllm.engine.kernels import additive_mask, attend_to_chosen, join
 from lazyllm.engine.masks import AttentionMask, block_bytes
 from lazyllm.engine.sdpa import attend_with_lse
@@ -19,19 +19,18 @@ def attend_sparsely(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Triangle | KeyBlocks,
+    pattern: Triangle,
     mask: AttentionMask,
     scaling: float,
     softcap: float | None,
     has_lse: bool,
-) -> tuple[Tensor, int | Tensor]:
-    """`attend_in_triangle` where that is possible, else `attend_under_mask`, and the pairs that it attends to.
+) -> Tensor:
+    """`attend_in_triangle` where that is possible, else `attend_under_mask`.
 
     has_lse: whether `attend_with_lse` takes these tensors.
     """
-    if isinstance(pattern, Triangle) and has_lse and mask.window is None and softcap is None:
-        pairs = query.shape[1] * pattern.pairs(query.shape[2])
-        return attend_in_triangle(query, key, value, pattern, scaling), pairs
+    if has_lse and mask.window is None and softcap is None:
+        return attend_in_triangle(query, key, value, pattern, scaling)
     return attend_under_mask(query, key, value, pattern, mask, scaling, softcap)
 
 
@@ -39,42 +38,36 @@ def attend_under_mask(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Triangle | KeyBlocks,
+    pattern: Triangle,
     mask: AttentionMask,
     scaling: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Dense attention under the pattern's mask, in blocks of queries: exact on any device, and not faster.
 
     query [1, h, n, d]; key, value [1, g, n, d]. mask: of the layer, causal and with its window.
-    Returns [1, n, h, d], and the number of (query, key) pairs over all heads, on the device.
+    Returns [1, n, h, d].
     """
     _, heads, n, _ = query.shape
-    kv_heads, out = key.shape[1], query.new_empty(1, n, heads, value.shape[-1])
-    pairs = torch.zeros((), dtype=torch.long, device=query.device)
-    held = heads * query.element_size()  # a mask of each head, or its logits
+    share, out = heads // key.shape[1], query.new_empty(1, n, heads, value.shape[-1])
+    held = heads * query.element_size()  # the logits of a query and a key, which a softcap needs
     most = max(1, block_bytes(query.device) // (held * n))
     for first in range(0, n, most):
         rows, keys = slice(first, min(first + most, n)), slice(0, min(first + most, n))
         visible = _visible(pattern, rows, keys, n, query.device)
         own = to_device(mask.visible(rows, keys), query.device)
-        visible = visible if own is None else visible & own  # [1 or h, b, k]
-        pairs += visible.sum() * (heads // visible.shape[0])
-        by_key_head = visible.expand(heads, -1, -1).reshape(kv_heads, -1, keys.stop)  # rows as `attend_to_chosen` has
-        additive = additive_mask(by_key_head, 1, query.dtype)
+        visible = visible if own is None else visible & own  # [b, k]
+        additive = additive_mask(visible, share, query.dtype)
         own_keys, own_values = key[:, :, keys], value[:, :, keys]
         out[:, rows] = attend_to_chosen(query[:, :, rows], own_keys, own_values, additive, scaling, softcap)
-    return out, pairs
+    return out
 
 
-def _visible(pattern: Triangle | KeyBlocks, rows: slice, keys: slice, n: int, device: torch.device) -> Tensor:
-    """[1 or h, b, k] bool: which of n tokens the pattern lets each query see, if they are not after it."""
-    query = torch.arange(rows.start, rows.stop, device=device)
+def _visible(pattern: Triangle, rows: slice, keys: slice, n: int, device: torch.device) -> Tensor:
+    """[b, k] bool: which of n tokens the pattern lets each query see, if they are not after it."""
+    query = torch.arange(rows.start, rows.stop, device=device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=device)
-    if isinstance(pattern, KeyBlocks):
-        return pattern.seen[:, query // pattern.size][:, :, key // pattern.size]
-    query = query[:, None]
-    return ((key < pattern.sinks) | (query - key < pattern.window) | (query >= n - pattern.last))[None]
+    return (key < pattern.sinks) | (query - key < pattern.window) | (query >= n - pattern.last)
 
 
 def attend_in_triangle(query: Tensor, key: Tensor, value: Tensor, pattern: Triangle, scaling: float) -> Tensor:

@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from lazyllm.engine.batch import generate_requests
-from lazyllm.engine.generation import Generation, Sampler, check_method, make_request
+from lazyllm.engine.generation import Generation, check_method, make_request
 from lazyllm.engine.method import Method
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
@@ -222,57 +222,6 @@ class _Sampler:
             with torch.inference_mode(False):
                 self.streamer.put(torch.tensor([int(token_id)]))
         return int(token_id), bool(last)
-
-
-# Of a generation config, what greedy answers without a tokenizer leave out: {name: the value in its place}
-_GREEDY: dict[str, Any] = {
-    "cache_implementation": None, "do_sample": False, "dola_layers": None, "guidance_scale": None, "max_length": None,
-    "max_time": None, "num_beams": 1, "num_return_sequences": 1, "penalty_alpha": None,
-    "prompt_lookup_num_tokens": None, "stop_strings": None, "token_healing": False, "use_cache": True,
-}  # fmt: skip
-
-
-def greedy_with_penalties(
-    model: PreTrainedModel,
-    token_ids: Sequence[int],
-    max_new_tokens: int,
-    eos_token_ids: Sequence[int] = (),
-    min_new_tokens: int = 0,
-) -> Sampler:
-    """A `Sampler` of what transformers' own `generate` chooses greedily behind a text, the model's penalties applied.
-
-    These are all logits processors that the model's generation config asks for: penalties, suppressed and forced
-    tokens, least lengths, and so on. token_ids: the text so far [n]. Others: as in `lazyllm.generate`.
-    Raises ValueError for a generation config that a pruned generation cannot honour.
-    """
-    own, ids = model.generation_config, torch.tensor([[*token_ids]], device=model.device)
-
-    def sampler(_: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, **prepared: Any) -> Sampler:
-        check_options(prepared["generation_config"])
-        return _Sampler(
-            model=model,
-            ids=input_ids,
-            processors=logits_processor,
-            criteria=stopping_criteria,
-            samples=False,
-            streamer=None,
-            scores=None,
-            logits=None,
-        )
-
-    given = {name: value for name, value in _GREEDY.items() if getattr(own, name, None) not in (None, value)}
-    if min_new_tokens > (getattr(own, "min_new_tokens", None) or 0):
-        given["min_new_tokens"] = min_new_tokens
-    generate: Any = model.generate
-    return generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(eos_token_ids) or None,
-        pad_token_id=0,  # of one sequence, nothing is padded: only a warning less
-        custom_generate=sampler,
-        **given,
-    )
 
 
 def _refuse_call(model: Any, _: Any) -> None:

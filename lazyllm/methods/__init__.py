@@ -21,7 +21,6 @@ from lazyllm.methods.claa import CLAA
 from lazyllm.methods.fastkv import FastKV
 from lazyllm.methods.gemfilter import GemFilter
 from lazyllm.methods.lazy import Lazy
-from lazyllm.methods.oracle import Oracle
 from lazyllm.methods.prompt_compression import PromptCompression
 from lazyllm.methods.promptdistill import PromptDistill
 from lazyllm.methods.pyramidinfer import PyramidInfer
@@ -32,24 +31,21 @@ from lazyllm.methods.support import plugins
 from lazyllm.methods.support.bases import Prune as Prune
 from lazyllm.methods.support.bases import Select as Select
 from lazyllm.methods.support.bases import Sparse as Sparse
-from lazyllm.methods.transformers import Transformers
 from lazyllm.methods.trianglemix import TriangleMix
 from lazyllm.methods.uniprefill import UniPrefill
-from lazyllm.methods.xattention import XAttention
 
 METHODS: dict[str, type[Method]] = {
     kind.__module__.rpartition(".")[2]: kind
     for kind in (
-        ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, Oracle, PromptCompression, PromptDistill, PyramidInfer,
-        RandomDrop, SpecPrefill, StaticPruning, TriangleMix, UniPrefill, XAttention,
+        ASL, Baseline, CLAA, FastKV, GemFilter, Lazy, PromptCompression, PromptDistill, PyramidInfer, RandomDrop,
+        SpecPrefill, StaticPruning, TriangleMix, UniPrefill,
     )
 }  # fmt: skip
-REFERENCES: dict[str, type[Method]] = {"transformers": Transformers}  # arms that are no methods
 
 
 def known() -> list[str]:
     """The names of all methods: lazyllm's own, then those that installed packages add."""
-    return [*METHODS, *REFERENCES, *sorted(plugins.installed().names - METHODS.keys())]
+    return [*METHODS, *sorted(plugins.installed().names - METHODS.keys())]
 
 
 def by_name(name: str) -> type[Method]:
@@ -64,10 +60,9 @@ def by_name(name: str) -> type[Method]:
     point = plugins.only(name, METHODS)
     if point is not None:
         return plugins.load(point)
-    kinds = METHODS | REFERENCES
-    if name not in kinds:
+    if name not in METHODS:
         raise UserError(f"unknown method {name!r}: {nearest(name, known())}")
-    return kinds[name]
+    return METHODS[name]
 
 
 def is_file(name: str) -> bool:

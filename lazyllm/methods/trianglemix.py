@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from lazyllm.engine.depth import Depth
-from lazyllm.engine.flops import windows_of
 from lazyllm.engine.inputs import Triangle
 from lazyllm.methods.support.bases import Sparse
 from lazyllm.methods.support.hyperparameters import check_count_or_ratio, check_int, checked, count_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -44,14 +39,7 @@ class TriangleMix(Sparse):
     window: int = checked(check_int, 512)
     last: int = checked(check_int, 128)
 
-    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, depth: Depth) -> Triangle | None:
+    def sees(self, layer: int, n: int, depth: Depth) -> Triangle | None:
         pattern = Triangle(self.sinks, self.window, self.last)
-        is_dense = layer <= count_of(self.dense, depth.count) or pattern.is_dense(query.shape[2])
+        is_dense = layer <= count_of(self.dense, depth.count) or pattern.is_dense(n)
         return None if is_dense else pattern
-
-    def attended(self, config: Any, n: int) -> dict[int, int]:
-        pattern, windows = Triangle(self.sinks, self.window, self.last), windows_of(config)
-        pairs = {window: config.num_attention_heads * pattern.pairs(n, window) for window in {*windows}}
-        dense = count_of(self.dense, config.num_hidden_layers)
-        sparse = [] if pattern.is_dense(n) else windows[dense:]
-        return {layer: pairs[window] for layer, window in enumerate(sparse, start=dense + 1)}

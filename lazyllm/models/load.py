@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -167,25 +167,25 @@ def load_end_ids(spec: ModelSpec) -> tuple[int, ...]:
     return (end_ids,) if isinstance(end_ids, int) else tuple(end_ids or ())
 
 
-# Settings of a generation_config.json that change greedy answers, and those that answers here never follow
-PENALTIES = (
+# Settings of a generation_config.json that change answers, but not those here, which are greedy
+UNAPPLIED = (
+    "do_sample", "num_beams", "guidance_scale", "penalty_alpha", "stop_strings",
     "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id",
     "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty", "watermarking_config",
 )  # fmt: skip
-NEVER_APPLIED = ("do_sample", "num_beams", "guidance_scale", "penalty_alpha", "stop_strings")
 
 
-def settings_of_answers(spec: ModelSpec, keys: Sequence[str]) -> dict[str, Any]:
-    """Which of these settings the model's generation_config.json asks for, without those that change nothing.
+def unapplied_settings(spec: ModelSpec) -> dict[str, Any]:
+    """Read which settings of the model's generation_config.json `model.generate` applies, and greedy answers ignore.
 
-    transformers' own `generate` applies all; here, PENALTIES are applied if asked for. Raises UserError.
+    Settings whose value changes nothing are left out. Raises UserError.
     """
     if spec.is_dummy or not (file := folder_of(spec, CONFIGS) / "generation_config.json").is_file():
         return {}
     stored = read_json(file, spec.source)
-    asked = {key: stored.get(key) for key in keys}
-    return {key: value for key, value in asked.items() if value is True or value not in (None, False, 0, 1, [], {})}
+    given = {key: stored.get(key) for key in UNAPPLIED}
+    return {key: value for key, value in given.items() if value is True or value not in (None, False, 0, 1, [], {})}
 
 
 def as_device(name: str) -> torch.device:

@@ -17,30 +17,12 @@ PUBLISHED = {
     "xgen": 6_895_702_016,
     "llama3.1-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
     "qwen3-0.6b": 751_632_384,
-    "qwen3-1.7b": 2_031_739_904,
-    "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-7b": 7_615_616_512,
-    "mistral-7b": 7_248_023_552,
-    "mistral-nemo": 12_247_782_400,
-    "phi3.5-mini": 3_821_079_552,
-    "phi4-mini": 3_836_021_760,
-    "gemma2-9b": 9_241_705_984,
-    "gemma3-270m": 268_098_176,
-    "gemma3-1b": 999_885_952,
-    "olmo2-7b": 7_298_617_344,
     "smollm2": 134_515_008,
     "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
-    "smollm2-1.7b": 1_711_376_384,
-    "smollm3-3b": 3_075_098_624,
-    "granite3.3-8b": 8_170_864_640,
 }
-STORED_TWICE = {"qwen3-0.6b", "qwen3-1.7b"}  # their files hold the tied embedding as lm_head too
+STORED_TWICE = {"qwen3-0.6b"}  # its files hold the tied embedding as lm_head too
 
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])

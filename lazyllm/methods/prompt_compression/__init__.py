@@ -1,7 +1,6 @@
 """Prompt compression by self-information (Selective Context, Li et al. 2023, arXiv 2310.06201).
 
-Notation:
-    n  prompt tokens      c  droppable tokens      u  units
+Notation: n prompt tokens, c droppable tokens, u units.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods.prompt_compression.by_sentence import Sentence, units_by_sentence
 from lazyllm.methods.prompt_compression.scoring import carried_over, scoring_flops, self_information, window_size
-from lazyllm.methods.prompt_compression.segments import LINE_BREAK, check_spacy, load_splitter
+from lazyllm.methods.prompt_compression.sentences import LINE_BREAK, released_sentences, sentence_starts
 from lazyllm.methods.support.bases import Select
 from lazyllm.methods.support.hyperparameters import (
     check_choice,
@@ -29,8 +27,6 @@ from lazyllm.methods.support.hyperparameters import (
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from lazyllm.engine.decoder import Decoder
 
 
@@ -40,13 +36,13 @@ class PromptCompression(Select):
 
     keep: share of the `droppable` tokens that stays, `ceil(keep * c)` of c. Units larger than a token are kept whole:
         the most informative units that together have at least that many tokens.
-    unit: "token", "sentence" (in code: line) or "phrase" (noun phrases and single words, by spaCy's English model).
+    unit: "token" or "sentence" (in code: line).
     scorer: folder, hub id or preset of the model that scores, any causal model of transformers with a fast tokenizer
         (Selective Context: `openai-community/gpt2`); None for the model under test.
     window: tokens that the scoring model sees at once; None for all its positions. See
         `lazyllm.methods.prompt_compression.scoring`.
-    scoring: "context" scores the context in one piece; "sentences" segments and scores each sentence by a call of its
-        own, as the authors' released code does (`lazyllm.methods.prompt_compression.by_sentence`).
+    scoring: "context" scores the context in one piece; "sentences" scores each sentence alone, by a call of its own and
+        with its white space as single spaces, and cuts sentences as the authors' released code does.
 
     The model runs the remaining tokens, numbered from 0; nothing is tokenised again. Everything outside the context
     (instruction, question, answers of examples) stays, token by token. If a prompt is only token ids, every token but
@@ -55,9 +51,10 @@ class PromptCompression(Select):
     In one piece, the context is scored from its first droppable token to its last, answers of examples between them
     included. With keep=1 nothing is scored. `scoring_flops` assumes one piece.
 
-    Ours: a number of tokens to keep instead of a percentile of the units; a unit's self-information is the mean over
-    its tokens (as in the authors' code; the paper adds them up, which prefers long units; in one piece, only droppable
-    tokens count); ties go to the lower position; line breaks, indentation and other white space always stay.
+    Source: the authors' package (liyucheng09/Selective_Context, commit 099e651), described and written anew.
+    Ours: no phrases; a number of tokens to keep instead of a percentile of the units; a unit's self-information is the
+    mean over its tokens (as in the authors' code; the paper adds them up, which prefers long units; in one piece, only
+    droppable tokens count); ties go to the lower position; line breaks, indentation and other white space always stay.
     """
 
     label = "prompt compression"
@@ -72,17 +69,20 @@ class PromptCompression(Select):
     adaptive = True
 
     keep: float = checked(check_ratio, 0.5)
-    unit: str = checked(check_choice, "sentence", choices=("token", "sentence", "phrase"))
+    unit: str = checked(check_choice, "sentence", choices=("token", "sentence"))
     scorer: str | None = checked(check_model_name, None)
     window: int | None = checked(check_int, None, least=2)
     scoring: str = checked(check_choice, "context", choices=("context", "sentences"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.unit, self.scoring) == ("token", "sentences"):
+            raise ValueError("scoring='sentences' keeps or drops whole sentences: give unit='sentence'")
 
     def models(self) -> tuple[ModelSpec, ...]:
         return () if self.scorer is None else (ModelSpec(self.scorer),)
 
     def check(self, config: Any) -> None:
-        if self.unit == "phrase":
-            check_spacy()
         window_size(self.scoring_config(config), self.window)
         for spec in self.models():
             from lazyllm.methods.support.other_models import matrices_of, tokenizer_of
@@ -91,21 +91,16 @@ class PromptCompression(Select):
             matrices_of(spec)
 
     def check_prompt(self, prompt: Prompt) -> None:
-        if not prompt.text and (self.unit, self.scoring, self.scorer) != ("token", "context", None):
+        if not prompt.text and (self.unit, self.scorer) != ("token", None):
             raise ValueError(
-                "only unit='token' with scoring='context' and no scorer can do without the prompt's text: give these, "
-                "or a lazyllm.Prompt in place of token ids"
+                "only unit='token' without a scorer can do without the prompt's text: give these, or a lazyllm.Prompt "
+                "in place of token ids"
             )
         if prompt.text and len(prompt.spans) != len(prompt):
             raise ValueError(
                 f"the prompt has character ranges of {len(prompt.spans)} of its {len(prompt)} tokens: the tokenizer "
                 "gives no offsets (it is not a fast one), or its chat template changes the prompt's text"
             )
-
-    def prepare(self, model: PreTrainedModel) -> None:
-        if self.unit != "token":
-            load_splitter(self.unit)
-        super().prepare(model)
 
     def kept(self, n: int) -> int:
         """The number for token ids without text, of which n - 1 are droppable; with a text it depends on the prompt."""
@@ -133,33 +128,30 @@ class PromptCompression(Select):
 
     def _units(self, decoder: Decoder, prompt: Prompt, may_go: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Self-information [u] of all units, and the unit [c] of each droppable token."""
-        if self.scoring == "sentences":
-            starts, info = self._by_sentence(decoder, prompt)
-        elif self.unit == "token":
+        if self.unit == "token":
             return self._of_tokens(decoder, prompt, may_go), np.arange(len(may_go))
-        else:
-            split, info = load_splitter(self.unit), None
-            starts = [begin + at for begin, end in prompt.context for at in split(prompt.text[begin:end])]
-        # a token belongs to the unit of its last character, as its first may be the space before the word
-        units = np.searchsorted(starts, _spans(prompt)[may_go, 1] - 1, side="right") - 1
-        return unit_means(self._of_tokens(decoder, prompt, may_go), units) if info is None else info, units
+        # a token belongs to the sentence of its last character, as its first may be the space before the word
+        last_characters = _spans(prompt)[may_go, 1] - 1
+        if self.scoring == "sentences":
+            starts, info = self._of_sentences(decoder, prompt)
+            return info, np.searchsorted(starts, last_characters, side="right") - 1
+        starts = [begin + at for begin, end in prompt.context for at in sentence_starts(prompt.text[begin:end])]
+        units = np.searchsorted(starts, last_characters, side="right") - 1
+        return unit_means(self._of_tokens(decoder, prompt, may_go), units), units
 
-    def _by_sentence(self, decoder: Decoder, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
-        """The beginnings [u] of all units in the text, and their self-information [u]."""
-        starts, ends = _spans(prompt).T
-
-        def own_tokens(sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
-            start, stop = sentence.place[0], sentence.place[-1] + 1
-            inside = ((starts < stop) & (ends > start) & (starts < ends)).nonzero()[0]
-            token_ids = prompt.token_ids[inside].to(decoder.device)
-            return np.minimum(ends[inside], stop), self_information(decoder, token_ids, self.window)
-
-        def by_scorer(sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
-            own, info = self._by_scorer(decoder, sentence.text)
-            return sentence.ends(np.maximum(_spans(own)[:, 1], 1)), info
-
-        score = own_tokens if self.scorer is None else by_scorer
-        return units_by_sentence(prompt.text, prompt.context, self.unit, score)
+    def _of_sentences(self, decoder: Decoder, prompt: Prompt) -> tuple[np.ndarray, np.ndarray]:
+        """The beginnings [u] of the context's sentences, and their self-information [u], each scored alone."""
+        begins, ends = _spans(prompt).T
+        starts, means = list[int](), list[float]()
+        for start, stop in released_sentences(prompt.text, prompt.context):
+            if self.scorer is None:
+                inside = ((begins < stop) & (ends > start) & (begins < ends)).nonzero()[0]
+                info = self_information(decoder, prompt.token_ids[inside].to(decoder.device), self.window)
+            else:
+                _, info = self._by_scorer(decoder, " ".join(prompt.text[start:stop].split()))
+            starts.append(start)
+            means.append(info.mean())
+        return np.array(starts), np.array(means)
 
     def _by_scorer(self, decoder: Decoder, text: str) -> tuple[Prompt, np.ndarray]:
         """The text in the scorer's tokens, and their self-information."""
@@ -189,7 +181,6 @@ def droppable(prompt: Prompt) -> np.ndarray:
 
     With a text: tokens that lie wholly in the context and stand for more than white space. Tokens that hold part of a
     line break or of a line's indentation stay, to preserve the layout of code and examples.
-    Raises ValueError unless there is one span per token.
     """
     others = len(prompt) - 1
     if not prompt.text:

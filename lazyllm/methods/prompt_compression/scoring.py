@@ -1,7 +1,6 @@
 """Self-information of tokens, -log p(x_t | x_<t), by a language model, in windows if the text is long.
 
-Notation:
-    n  tokens to score      w  hidden width      v  vocabulary
+Notation: n tokens to score, w hidden width, v vocabulary.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lazyllm.engine.depth import Depth
-from lazyllm.engine.flops import LayerShape, prefill_flops
+from lazyllm.engine.flops import LayerShape, prefill_flops, windows_of
 from lazyllm.engine.inputs import (
     NO_SCORES,
     Boundary,
     Group,
-    KeyBlocks,
     Prompt,
     ScoreSpec,
     Selection,
@@ -260,20 +259,25 @@ class Select(Method):
 class Sparse(Method):
     """Base of methods whose prefill skips attention, not tokens: all tokens run in all layers, and all stay stored.
 
-    A subclass says in `sees` which keys the queries of a layer attend to, and in `attended` how many pairs these are.
-    Decoding and later turns attend to everything.
+    A subclass says in `sees` which keys the queries of a layer attend to. Decoding and later turns attend to all.
     """
 
     @abstractmethod
-    def sees(self, layer: int, query: Tensor, key: Tensor, scaling: float, depth: Depth) -> Triangle | KeyBlocks | None:
-        """Which keys the queries of a layer, from 1, attend to in prefill, if they are not after them; None for all.
+    def sees(self, layer: int, n: int, depth: Depth) -> Triangle | None:
+        """Which of n tokens the queries of a layer, from 1, attend to in prefill, if they are not after them.
 
-        query [1, h, n, d] and key [1, g, n, d] after RoPE. scaling: of their products. Must not wait for the device.
+        None: all of them.
         """
 
-    @abstractmethod
     def attended(self, config: Any, n: int) -> dict[int, int]:
-        """{layer, from 1: (query, key) pairs over all heads} of layers that skip some; estimates if `adaptive`."""
+        """{layer, from 1: (query, key) pairs over all heads} of layers that skip some of n tokens."""
+        windows = windows_of(config)
+        patterns = {layer: self.sees(layer, n, len(windows)) for layer in range(1, len(windows) + 1)}
+        return {
+            layer: config.num_attention_heads * pattern.pairs(n, windows[layer - 1])
+            for layer, pattern in patterns.items()
+            if pattern is not None
+        }
 
     def groups(self, depth: Depth, n: int) -> list[Group]:
         return [Group(range(depth.count), n)]
@@ -284,13 +288,9 @@ class Sparse(Method):
         groups, sees = self.groups(decoder.depth, len(prompt)), partial(self.sees, depth=decoder.depth)
         return Session(decoder, groups, len(prompt), max_new_tokens, sees=sees)
 
-    def first_token_flops(
-        self, config: Any, n: int, computed: Sequence[int] | None = None, attended: Mapping[int, int] | None = None
-    ) -> int:
-        """FLOPs up to the first token. attended: the pairs that a prefill attended to (`Generation.attended`)."""
+    def first_token_flops(self, config: Any, n: int, computed: Sequence[int] | None = None) -> int:
         tokens = self.tokens_per_layer(Depth.of(config), n) if computed is None else computed
-        pairs = self.attended(config, n) if attended is None else attended
-        return self.scoring_flops(config, n) + prefill_flops(config, tokens, attended=pairs)
+        return self.scoring_flops(config, n) + prefill_flops(config, tokens, attended=self.attended(config, n))
 
 
 def at_depth(layer: int | None, depth: Depth, share: Fraction, key: str = "layer") -> int:

@@ -1,4 +1,4 @@
-"""How much a model's own next tokens attend to each prompt token: the scores of SpecPrefill and of the oracle.
+"""How much a model's own next tokens attend to each prompt token: the scores of SpecPrefill.
 
 Notation:
     n  prompt tokens      h  query heads      s  stored tokens

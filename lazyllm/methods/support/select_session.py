@@ -49,5 +49,4 @@ def timed_selection(decoder: Decoder, method: Any, prompt: Prompt) -> tuple[Tens
     busy = decoder.devices if torch.is_tensor(selected) else ()  # for a result on the host, `select` has waited already
     seconds = read_clock(*busy) - began if tokens else 0.0
     # rounded to 6 places first: the sum of shares of a token may be just above a whole number
-    scoring = Scoring(uncounted_s=seconds) if method.diagnostic else Scoring(seconds, tokens=ceil(round(tokens, 6)))
-    return torch.as_tensor(selected).to(decoder.device), scoring
+    return torch.as_tensor(selected).to(decoder.device), Scoring(seconds, ceil(round(tokens, 6)))

@@ -64,7 +64,6 @@ def test_saved_files_are_equal_and_undated(tmp_path: Path) -> None:
     [
         ("lazy, schedule=tuned/my_own", "lazy", "LazyLLM, schedule=tuned/my_own"),
         ("lazy_without_revival", "lazy", "LazyLLM without revival"),
-        ("oracle, keep=2x (diagnostic)", "oracle", "oracle (diagnostic), keep=2x"),
         ("after_2_keep_0.3", "lazy", "after 2 keep 0.3"),
         ("$a^$", "mine", r"\$a^\$"),  # no formula
         (

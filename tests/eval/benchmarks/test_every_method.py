@@ -48,5 +48,5 @@ def test_every_method_measures_every_row(tmp_path: Path, names: list[str], folde
         assert set(visit.answers) == {"baseline", *ARMS}
         for label, (measured,) in visit.answers.items():
             assert 1 <= len(measured.token_ids) <= 3
-            keeps_all = label in ("baseline", "trianglemix", "xattention")  # which skip attention, not tokens
+            keeps_all = label in ("baseline", "trianglemix")  # which skips attention, not tokens
             assert ((measured.computed or [])[0][-1] < visit.turns[0].tokens) != keeps_all, label

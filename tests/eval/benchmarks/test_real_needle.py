@@ -23,8 +23,6 @@ MILD = {
     "promptdistill": {"keep": 400},
     "prompt_compression": {"keep": 0.8, "unit": "token"},
     "trianglemix": {"dense": 0.5},
-    "xattention": {"threshold": 0.95},
-    "oracle": {"keep": 0.5},
 }
 NOT_ASKED = {"baseline", "random_drop"}  # the arm beside them; may drop the needle itself
 

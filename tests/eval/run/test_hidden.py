@@ -26,7 +26,6 @@ from lazyllm.engine.generation import Forced
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
 from lazyllm.methods.support.hyperparameters import keep_count
-from lazyllm.methods.transformers import Transformers
 from tests.eval.run.test_fidelity import compared
 from tests.eval.store.visits import flat
 from tests.field_oracles import on_the_rest
@@ -309,7 +308,6 @@ def test_identity_names_it_only_if_it_is_given() -> None:
     ("changes", "message"),
     [
         ({"turns": 2, "dataset": {"lookup": True}}, "lookup, row .*: question=hidden asks one question .* turns=1"),
-        ({"compare": {"t": {"name": "transformers"}}}, r"compare.t.name=transformers: expected another method"),
         ({"compare": {"s": {"name": "lazy", "schedule": {2: 0.5}, "turns": "recompute"}}}, "compare.s.turns=recompute"),
         ({"compare": None, "method": {"name": "gemfilter", "turns": "recompute"}}, "method.turns=recompute"),
     ],
@@ -322,10 +320,6 @@ def test_what_cannot_have_a_hidden_question_is_refused(changes: dict[str, Any], 
 def test_traces_are_refused() -> None:
     with pytest.raises(UserError, match="trace=1: expected 0, as traces show whole prompts"):
         written("model=tiny", "question=hidden", "trace=1")
-
-
-def test_method_that_answers_by_itself_is_one() -> None:
-    assert Transformers.answers_itself
 
 
 def test_batches_leave_it_alone(tmp_path: Path, visits: tuple[Any, Any]) -> None:

@@ -1,9 +1,12 @@
 """What a visit holds of a real generation, in which order arms answer, and other models in memory."""
 
 import hashlib
+import json
+import logging
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +22,14 @@ from eval.run import memory
 from eval.run.case import Case, scored, visit_of
 from eval.run.loop import in_turn
 from eval.run.memory import Memory
+from eval.run.settings import ModelConfig
 from eval.run.work import WARMUP_TOKENS
 from eval.store.visit import Visit
 from lazyllm.methods import Baseline, Lazy, PromptCompression
 from lazyllm.spec import ModelSpec
 from tests.eval.store.visits import flat
 from tests.helpers import tiny
-from tests.runs import arm, bench_of, case_of
+from tests.runs import arm, bench_of, case_of, small_run
 
 METHOD = Lazy({2: 0.5})
 ARMS = (arm("baseline", name="baseline"), arm("lazy", name="lazy", schedule={2: 0.5}))
@@ -147,3 +151,13 @@ def test_other_models_and_kept_prefills_count_in_no_others_peak(monkeypatch: pyt
     assert (here.peak(METHOD), here.peak(drafted)) == (10_000 - 4000 - 500, 10_000 - 500)
     here.forget([None, kept])
     assert here.peak(drafted) == 10_000
+
+
+def test_log_names_settings_of_the_generation_config_that_have_no_effect(tiny_copy: Path, caplog: Any) -> None:
+    config = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "do_sample": True, "eos_token_id": 2}
+    (tiny_copy / "generation_config.json").write_text(json.dumps(config))
+    model = ModelConfig(name=str(tiny_copy), dtype="float32", device="cpu")
+    with caplog.at_level(logging.INFO):
+        small_run(None, model=model).subject.load()
+    [line] = [record.getMessage() for record in caplog.records if "have no effect" in record.getMessage()]
+    assert line.endswith("these have no effect: do_sample=True, repetition_penalty=1.7, no_repeat_ngram_size=2")

@@ -22,7 +22,6 @@ from lazyllm.methods import (
     GemFilter,
     Lazy,
     Method,
-    Oracle,
     PromptCompression,
     PromptDistill,
     Prune,
@@ -33,7 +32,6 @@ from lazyllm.methods import (
     StaticPruning,
     TriangleMix,
     UniPrefill,
-    XAttention,
 )
 from tests import field_oracles
 from tests.helpers import example_of
@@ -150,7 +148,6 @@ LISTED = {
     "lazy": _lazy({1: 0.6, 2: 0.7, 3: 0.5}, asks=3),
     "lazy, prune_generated": _lazy({1: 0.6, 2: 0.7}, asks=2, prune_generated=True),
     "lazy, without revival": _lazy({1: 0.6, 3: 0.5}, asks=0, revive=False),
-    "oracle": _by_field(Oracle, field_oracles.oracle, True, keep=0.4, answer=2),
     "prompt_compression": Row(PromptCompression(0.5, "token"), _compressed, scores=True),
     "promptdistill": _by_field(PromptDistill, field_oracles.promptdistill, layers=[1, 3], keep=[0.6, 7]),
     "pyramidinfer": _by_field(PyramidInfer, field_oracles.pyramidinfer, recent=0.3, decay=0.5),
@@ -161,7 +158,6 @@ LISTED = {
     "uniprefill": _by_field(
         UniPrefill, field_oracles.uniprefill, layers=[1, 3], p=0.6, window=3, block=2, first=1, last=2
     ),
-    "xattention": _by_field(XAttention, field_oracles.xattention, threshold=0.5, stride=2, block=2),
 }
 ROWS = LISTED | {
     "lazy, one token": _lazy({1: 0.01, 2: 0.01, 4: 0.01}, asks=2),  # nothing is revived after the last layer

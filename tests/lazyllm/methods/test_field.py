@@ -19,9 +19,20 @@ from lazyllm.engine.decoder import open_decoder
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import LayerShape, causal_pairs, prefill_flops, windows_of
 from lazyllm.engine.inputs import Prompt
-from lazyllm.methods import ASL, CLAA, METHODS, FastKV, GemFilter, Method, PyramidInfer, SpecPrefill, UniPrefill
+from lazyllm.methods import (
+    ASL,
+    CLAA,
+    METHODS,
+    FastKV,
+    GemFilter,
+    Method,
+    PyramidInfer,
+    Sparse,
+    SpecPrefill,
+    TriangleMix,
+    UniPrefill,
+)
 from lazyllm.methods.specprefill import _warn_once
-from lazyllm.methods.xattention import best_blocks
 from tests import field_oracles
 from tests.helpers import TOLERANCE, slow
 from tests.lazyllm.engine.architecture_matrix import answer_of
@@ -63,9 +74,6 @@ CASES: dict[str, dict[str, Sequence[Any]]] = {
         "first": LAYER, "threshold": [0.3, 0.7, 0.95, 2.0], "keep": [3, 7, 0.2, 0.4, 1.0, 100], "window": [1, 3, 8],
         "layers": [1, 2, 2, 3], "pool": [1, 3, 7], "retain": [None, 5, 0.3, 1],
     },
-    "oracle": {
-        "keep": [0.1, 0.35, 0.7, 1.0, 1, 4, 100], "answer": [None, 1, 2, 6], "pool": [1, 5, 13],
-    },
     "uniprefill": {
         "layers": [cuts for count in (1, 2, 3) for cuts in combinations(LAYER, count)], "p": [0.1, 0.5, 0.8, 0.99, 1.0],
         "window": [1, 3, 8, 40], "block": [1, 2, 5], "first": [0, 1, 4], "last": [1, 2, 6],
@@ -77,9 +85,6 @@ CASES: dict[str, dict[str, Sequence[Any]]] = {
     },
     "trianglemix": {
         "dense": [0, 1, 0.5, 4, 1.0], "sinks": [0, 1, 3], "window": [1, 2, 5, 9], "last": [1, 2, 5],
-    },
-    "xattention": {
-        "threshold": [0.1, 0.5, 0.8, 0.95, 1.0], "stride": [1, 2], "block": [2, 4, 6],
     },
     "static_pruning": {"layer": LAYER, "keep": SHARES},
     "specprefill": {
@@ -111,7 +116,8 @@ def hold(
     assert out.kv_bytes == held * 2 * config.head_dim * 8
     if expected.pairs:
         dense = [config.num_attention_heads * causal_pairs(len(ids), window) for window in windows_of(config)]
-        assert dict(enumerate(dense, start=1)) | out.attended == expected.pairs
+        assert isinstance(method, Sparse)
+        assert dict(enumerate(dense, start=1)) | method.attended(config, len(ids)) == expected.pairs
     return out
 
 
@@ -132,7 +138,7 @@ def test_random_cases(name: str, variant: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", slow(*range(40)))
-@pytest.mark.parametrize("name", ["promptdistill", "trianglemix", "xattention"])
+@pytest.mark.parametrize("name", ["promptdistill", "trianglemix"])
 def test_llamas_with_grouped_heads(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
     kv_heads = rng.choice([1, 2, 4])
@@ -151,23 +157,8 @@ def test_trianglemix_without_a_dense_layer() -> None:
     expected = field_oracles.trianglemix(model, ids, **own, steps=STEPS)
     assert len(set(expected.pairs.values())) == 1  # the first layer skips as many pairs as the last
     with casts_in_float64():
-        out = hold(model, METHODS["trianglemix"](**own), ids, expected)
-    assert list(out.attended) == list(LAYER)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_blocks_of_xattention(seed: int) -> None:
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    n, stride, kv_heads, share = rng.randint(1, 60), rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2, 3])
-    block, threshold = stride * rng.choice([1, 2, 3]), rng.choice([0.1, 0.5, 0.8, 0.95])
-    query, key = (torch.randn(1, heads, n, 8, generator=generator).double() for heads in (kv_heads * share, kv_heads))
-    seen = best_blocks(query, key, stride, block, threshold, 0.5)
-    for head in range(kv_heads * share):
-        queries, keys = (list(part[0, number].numpy()) for part, number in ((query, head), (key, head // share)))
-        tiles, out = field_oracles.tile_probabilities(queries, keys, stride, 0.5), field_oracles.FieldOutput()
-        expected = field_oracles.blocks_of(out, tiles, block // stride, threshold)
-        assert out.margin > 1e-12
-        assert [row.nonzero()[:, 0].tolist() for row in seen[head]] == expected
+        hold(model, METHODS["trianglemix"](**own), ids, expected)
+    assert list(TriangleMix(**own).attended(model.config, len(ids))) == list(LAYER)
 
 
 @pytest.mark.parametrize(("layer", "layers"), [(3, 1), (4, 2)])

@@ -19,7 +19,7 @@ import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models import gguf_file, gguf_reading
 from lazyllm.models.checkpoint import title_of
-from lazyllm.models.load import NEVER_APPLIED, PENALTIES, load_end_ids, load_model, load_weights, settings_of_answers
+from lazyllm.models.load import load_end_ids, load_model, load_weights, unapplied_settings
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
 from tests.gguf_files import END, TEMPLATE, TURN, model_of, write_gguf
@@ -237,11 +237,9 @@ def test_settings_of_generation_configs_that_greedy_answers_leave_out(tiny_copy:
     asked = {"repetition_penalty": 1.1, "do_sample": True, "suppress_tokens": [5]}
     neutral = {"no_repeat_ngram_size": 0, "num_beams": 1, "eos_token_id": 2, "temperature": 0.7, "bad_words_ids": []}
     (tiny_copy / "generation_config.json").write_text(json.dumps(asked | neutral))
-    every = (*NEVER_APPLIED, *PENALTIES)
-    assert settings_of_answers(ModelSpec(str(tiny_copy)), every) == asked
-    assert settings_of_answers(ModelSpec(str(tiny_copy)), NEVER_APPLIED) == {"do_sample": True}
-    assert settings_of_answers(ModelSpec(str(tiny_copy), load_format="dummy"), every) == {}
-    assert settings_of_answers(ModelSpec("tiny"), every) == {}
+    assert unapplied_settings(ModelSpec(str(tiny_copy))) == asked
+    assert unapplied_settings(ModelSpec(str(tiny_copy), load_format="dummy")) == {}
+    assert unapplied_settings(ModelSpec("tiny")) == {}
 
 
 def test_hash_is_kept_and_never_another_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from lazyllm.engine import decoder
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
-from lazyllm.methods import GemFilter, Lazy, Method, Oracle, SpecPrefill
+from lazyllm.methods import GemFilter, Lazy, Method, SpecPrefill
 from lazyllm.models import load, quantisation
 from lazyllm.models.load import devices_in_use, load_weights
 from lazyllm.spec import ModelSpec
@@ -182,7 +182,7 @@ def test_auto_is_the_cpu_on_a_machine_without_accelerators(saved: str) -> None:
 
 FIRST, SECOND, THIRD = (torch.device("cuda", number) for number in range(3))
 # these choose on the device before the prefill: the clock is read then too
-CHOOSING = (GemFilter, Oracle, SpecPrefill)
+CHOOSING = (GemFilter, SpecPrefill)
 SPREADS = {
     "two": [FIRST, FIRST, FIRST, SECOND, SECOND, SECOND, SECOND],
     "three, back and forth": [FIRST, SECOND, FIRST, THIRD, SECOND, THIRD, SECOND],

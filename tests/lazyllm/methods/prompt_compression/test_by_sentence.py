@@ -1,10 +1,7 @@
 """Selective Context's released procedure, written from its description: strings, loops, one forward pass a token."""
 
 import random
-import re
-from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +13,7 @@ import lazyllm
 from lazyllm.engine.decoder import open_decoder
 from lazyllm.methods import PromptCompression
 from lazyllm.methods import prompt_compression as module
-from lazyllm.methods.prompt_compression import by_sentence
-from lazyllm.methods.prompt_compression.by_sentence import sentences_in
-from lazyllm.methods.prompt_compression.segments import phrase_starts
+from lazyllm.methods.prompt_compression import sentences
 from lazyllm.methods.support import other_models
 from tests.eval.official import SHARED
 from tests.helpers import byte_tokenizer
@@ -54,74 +49,15 @@ def released_sentences(text: str) -> list[str]:
     return [sentence for sentence in [*sentences, text[start:]] if sentence]
 
 
-def words_of(sentence: str) -> list[str]:
-    """A stand-in for spaCy's words: "a", "the" and "its" with the next word are a phrase; signs and "n't" are words."""
-    words = list[str]()
-    for word in sentence.split():
-        core = word.rstrip(".,;:!?()")
-        split = [core[:-3], "n't"] if core.endswith("n't") else [core]
-        words += [part for part in (*split, *word[len(core) :]) if part]
-    joined = list[str]()
-    for word in words:
-        if joined and joined[-1].lower() in ("a", "the", "its"):
-            joined[-1] += f" {word}"
-        else:
-            joined.append(word)
-    return joined
-
-
-def nlp(sentence: str) -> Any:
-    """`words_of` as a document of spaCy's kind."""
-
-    class Document(list):
-        noun_chunks: list[Any]
-
-    document, chunks, at = Document(), [], 0
-    for phrase in words_of(sentence):
-        at = sentence.index(phrase, at)
-        parts = [SimpleNamespace(idx=at + match.start()) for match in re.finditer(r"\S+", phrase)]
-        at += len(phrase)
-        document += parts
-        chunks += [parts] if len(parts) > 1 else []
-    document.noun_chunks = chunks
-    return document
-
-
-def released_units(sentence: str) -> list[str]:
-    """Each word or phrase with the space before it."""
-    units, at = list[str](), 0
-    for phrase in words_of(sentence):
-        stop = sentence.index(phrase, at) + len(phrase)
-        units.append(sentence[at:stop])
-        at = stop
-    return units
-
-
-def released(
-    text: str, model: Any, tokenizer: Any, units_of: Callable[[str], list[str]] = released_units
-) -> list[tuple[str, float]]:
-    """All units of a text in order, with their information."""
+def released(text: str, model: Any, tokenizer: Any) -> list[tuple[str, float]]:
+    """All sentences of a text in order, with their information: the mean over their tokens."""
     found = []
     for sentence in released_sentences(text):
-        units = units_of(sentence)
-        info: list[list[float]] = [[] for _ in units]
-        ids, unit, filled = tokenizer(sentence).input_ids, 0, 0
+        ids = tokenizer(sentence).input_ids
         with torch.inference_mode():
             logits = model(torch.tensor([[tokenizer.bos_token_id, *ids]])).logits[0].double()
-        for place, token_id in enumerate(ids):
-            own = float(-torch.log(torch.softmax(logits[place], dim=-1)[token_id]))
-            token = tokenizer.decode(token_id)
-            filled += len(token)
-            ended = []
-            while unit < len(units) and filled >= len(units[unit]):
-                filled -= len(units[unit])
-                ended.append(unit)
-                unit += 1
-            for each in ended:
-                info[each].append(own / len(ended))
-            if not ended and (token != " " or units == [sentence]):
-                info[unit].append(own)
-        found += [(text, float(np.mean(each))) for text, each in zip(units, info, strict=True)]
+        info = [float(-torch.log(torch.softmax(logits[at], dim=-1)[token_id])) for at, token_id in enumerate(ids)]
+        found.append((sentence, float(np.mean(info))))
     return found
 
 
@@ -143,13 +79,6 @@ def scorer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return str(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval(), tokenizer
 
 
-@pytest.fixture(autouse=True)
-def stand_in_for_spacy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "check_spacy", lambda: None)
-    monkeypatch.setattr(module, "load_splitter", lambda unit: lambda text: phrase_starts(text, nlp))
-    monkeypatch.setattr(by_sentence, "load_splitter", lambda unit: lambda text: phrase_starts(text, nlp))
-
-
 def prompt_of(tokenizer: Any, text: str, *context: str) -> lazyllm.Prompt:
     """The text between two lines that stay, in the scorer's tokens, so that "bytes" has characters for tokens."""
     whole = f"Read this.\n\n{text}\n\nNow answer:"
@@ -167,30 +96,23 @@ def made_texts(count: int) -> list[str]:
 def test_sentences_are_the_released_ones() -> None:
     assert released_sentences(TEXT) == SENTENCES
     for text in [TEXT, "", "  ", " One. ", *made_texts(300)]:
-        found = [*sentences_in(f"Q: {text}A. B", [(3, 3 + len(text))])]
-        assert [sentence.text for sentence in found] == released_sentences(text)
-        for sentence in found:
-            there = [f"Q: {text}A. B"[place] for place in sentence.place]
-            assert [" " if sign.isspace() else sign for sign in there] == [*sentence.text]
+        whole = f"Q: {text}A. B"
+        ranges = [*sentences.released_sentences(whole, [(3, 3 + len(text))])]
+        assert [" ".join(whole[start:stop].split()) for start, stop in ranges] == released_sentences(text)
+        assert [whole[start:stop] for start, stop in ranges] == [whole[start:stop].strip() for start, stop in ranges]
 
 
-@pytest.mark.parametrize("unit", ["token", "phrase", "sentence"])
-def test_units_and_their_information_are_the_released_ones(unit: str, scorer: tuple[str, Any, Any]) -> None:
+def test_sentences_and_their_information_are_the_released_ones(scorer: tuple[str, Any, Any]) -> None:
     name, model, tokenizer = scorer
-    method = PromptCompression(0.5, unit, scorer=name, scoring="sentences")
-    pieces: dict[str, Callable[[str], list[str]]] = {
-        "token": lambda sentence: [tokenizer.decode(token_id) for token_id in tokenizer(sentence).input_ids],
-        "phrase": released_units,
-        "sentence": lambda sentence: [sentence],
-    }
+    method = PromptCompression(0.5, scorer=name, scoring="sentences")
     beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
     texts = [text for text in (TEXT, *made_texts(20)) if text.isascii()]  # of others the release has no places
     assert len(texts) > 5
     for text in texts:
         prompt = prompt_of(tokenizer, text)
         with torch.inference_mode(), open_decoder(beside) as decoder:
-            starts, info = method._by_sentence(decoder, prompt)
-        expected = released(text, model, tokenizer, pieces[unit])
+            starts, info = method._of_sentences(decoder, prompt)
+        expected = released(text, model, tokenizer)
         begun = [prompt.text[start:stop].split() for start, stop in pairwise([*starts, prompt.context[0][1]])]
         assert begun == [own.split() for own, _ in expected]
         np.testing.assert_allclose(info, [value for _, value in expected], rtol=1e-9)
@@ -198,10 +120,9 @@ def test_units_and_their_information_are_the_released_ones(unit: str, scorer: tu
 
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.8])
 def test_what_stays_is_what_the_release_leaves(share: float, scorer: tuple[str, Any, Any]) -> None:
-    """At the share of tokens to which its percentile of the phrases comes."""
+    """At the share of tokens to which its percentile of the sentences comes."""
     name, model, tokenizer = scorer
-    # in one line, as indented words always stay here; and GPT-2's Don't is not cut as the release's Do n't
-    text = TEXT.replace("Don't", "Do not").replace("\n", " ")
+    text = TEXT.replace("\n", " ")  # in one line, as indented words always stay here
     prompt, left = prompt_of(tokenizer, text), ""
     units = released(text, model, tokenizer)
     threshold = np.percentile([info for _, info in units], 100 * share)
@@ -214,7 +135,7 @@ def test_what_stays_is_what_the_release_leaves(share: float, scorer: tuple[str, 
     bounds = np.cumsum([len("".join(unit.split())) for unit, _ in units])
     unit_of = np.searchsorted(bounds, letters[ends - 1])
     kept_tokens = sum(units[unit][1] >= threshold for unit in unit_of)
-    method = PromptCompression((kept_tokens - 0.5) / len(may_go), "phrase", scorer=name, scoring="sentences")
+    method = PromptCompression((kept_tokens - 0.5) / len(may_go), scorer=name, scoring="sentences")
     out = lazyllm.generate(beside, prompt, method, 1, ())
     stays = sorted({*out.selected[0][0]} & {*may_go.tolist()})
     assert "".join(prompt.text[slice(*prompt.spans[at])].strip() for at in stays) == "".join(left.split())
@@ -237,12 +158,12 @@ def test_one_call_a_sentence(scorer: tuple[str, Any, Any], monkeypatch: pytest.M
     other_models.HELPERS.unload()
     monkeypatch.setattr(other_models, "load_weights", counted)
     beside = random_model("llama", 1, num_layers=2, vocab_size=len(tokenizer))
-    method = PromptCompression(0.5, "phrase", scorer=name, scoring="sentences")
+    method = PromptCompression(0.5, scorer=name, scoring="sentences")
     out = lazyllm.generate(beside, prompt_of(tokenizer, TEXT), method, 1, ())
     assert ran == [len(tokenizer(sentence).input_ids) for sentence in SENTENCES]  # BOS, and all but the last token
     assert out.scoring_tokens == sum(ran)
     ran.clear()
-    lazyllm.generate(beside, prompt_of(tokenizer, TEXT), PromptCompression(0.5, "phrase", scorer=name), 1, ())
+    lazyllm.generate(beside, prompt_of(tokenizer, TEXT), PromptCompression(0.5, scorer=name), 1, ())
     assert len(ran) == (1 if len(tokenizer(TEXT).input_ids) < 256 else 2)
     other_models.HELPERS.unload()
 
@@ -253,7 +174,7 @@ def test_the_model_itself_may_score_sentence_by_sentence(scorer: tuple[str, Any,
     text = "The old man saw it. Its owner had left?  Nobody asked."
     prompt = prompt_of(tokenizer, text)
     with torch.inference_mode(), open_decoder(model) as decoder:
-        starts, info = PromptCompression(0.5, "sentence", scoring="sentences")._by_sentence(decoder, prompt)
+        starts, info = PromptCompression(0.5, scoring="sentences")._of_sentences(decoder, prompt)
     assert [prompt.text[start:][:3] for start in starts] == ["The", "Its", "Nob"]
     spans = prompt.spans
     for start, value in zip(starts, info, strict=True):

@@ -190,7 +190,7 @@ def test_prompt_without_text_or_offsets_is_refused() -> None:
     model, bare = model_of(), [5, 6, 7, 8]
     for settings in (
         {"unit": "sentence"},
-        {"unit": "token", "scoring": "sentences"},
+        {"unit": "sentence", "scoring": "sentences"},
         {"unit": "token", "scorer": "tiny"},
     ):
         with pytest.raises(ValueError, match=r"can do without the prompt's text: give these, or a lazyllm\.Prompt"):
