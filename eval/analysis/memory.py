@@ -86,7 +86,7 @@ _COLUMNS = (MODEL, LABEL, Column("steps", "decoding steps"), EXAMPLES, *_BYTES, 
         "layers once more without the Aux Cache.\n\n"
         f"LazyLLM at these bytes: its setting of the nearest bytes, within {NEAR:g} of the baseline's, of the settings "
         "given by a speedup if there are any. Its lead: how much better it is, on the same examples, in the KL of the "
-        "answer, else of the gold answer, else of the first token; its interval is paired. The baseline, ablations and "
+        "answer, else of the gold answer, else of the first token; its interval is paired. The baseline and ablations "
         "have none. The Aux Cache grows with the answer: a longer one moves LazyLLM down."
     ),
     command="python run.py -m experiment=figure5 model=smollm2 fidelity=answer",

@@ -259,7 +259,7 @@ class Select(Method):
 class Sparse(Method):
     """Base of methods whose prefill skips attention, not tokens: all tokens run in all layers, and all stay stored.
 
-    A subclass says in `sees` which keys the queries of a layer attend to. Decoding and later turns attend to all.
+    A subclass says in `sees` which keys the queries of a layer attend to. Decoding attends to all.
     """
 
     @abstractmethod
@@ -271,8 +271,8 @@ class Sparse(Method):
 
     def attended(self, config: Any, n: int) -> dict[int, int]:
         """{layer, from 1: (query, key) pairs over all heads} of layers that skip some of n tokens."""
-        windows = windows_of(config)
-        patterns = {layer: self.sees(layer, n, len(windows)) for layer in range(1, len(windows) + 1)}
+        windows, depth = windows_of(config), Depth.of(config)
+        patterns = {layer: self.sees(layer, n, depth) for layer in range(1, len(windows) + 1)}
         return {
             layer: config.num_attention_heads * pattern.pairs(n, windows[layer - 1])
             for layer, pattern in patterns.items()
