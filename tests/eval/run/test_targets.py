@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from eval.analysis.paper_tables import PUBLISHED
 from eval.benchmarks.datasets import DATASETS
@@ -23,7 +24,12 @@ from lazyllm.spec import ModelSpec
 from tests.runs import run_of, small_run
 
 LLAMA2 = load_config(ModelSpec("llama2", "dummy"))
-GEMMA3 = load_config(ModelSpec("gemma3-270m", "dummy"))  # of 18 layers, 6, 12 and 18 have full attention
+_SLIDING = ["sliding_attention"] * 5
+GEMMA3 = AutoConfig.for_model(  # the 270M model's: of 18 layers, 6, 12 and 18 have full attention
+    "gemma3_text", num_hidden_layers=18, hidden_size=640, intermediate_size=2048, num_attention_heads=4,
+    num_key_value_heads=1, head_dim=256, vocab_size=262144, max_position_embeddings=32768, sliding_window=512,
+    layer_types=[*_SLIDING, "full_attention"] * 3,
+)  # fmt: skip
 LAZY = {"name": "lazy", "schedule": "table1"}
 STATIC = {"name": "static_pruning", "layer": 2, "keep": "table1"}
 DROP = {"name": "random_drop", "keep": "table1", "seed": 3}
