@@ -114,7 +114,7 @@ def tune(config: TuneConfig) -> Path:
     from eval.run.loop import measure
     from eval.run.run import prepare
 
-    run, subject, target = prepare(asked), cast(Any, asked.subject), config.target_speedup or 0
+    run, subject, target = prepare(asked), asked.subject, config.target_speedup or 0
     require(len(run.cases) > 1, "limit", config.limit, "two rows or more: every other one decides")
     cases = {"rows": run.cases[::2], "other_rows": run.cases[1::2]}
     rows = {part: [" ".join(case.key) for case in chosen] for part, chosen in cases.items()}
