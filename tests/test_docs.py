@@ -20,6 +20,8 @@ from lazyllm.methods import Baseline
 from lazyllm.models.load import shape_of
 from lazyllm.spec import ModelSpec
 from scripts.dev import docs
+from tests.eval.analysis.made import ARM, example
+from tests.eval.store.made import write_run
 
 ROOT = docs.ROOT
 PAGES = docs.pages()
@@ -146,6 +148,21 @@ def test_commands_exist(page: Path) -> None:
             assert command in COMMANDS, line
         for target in re.findall(r"^make ([a-z-]+)", line):
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), line
+
+
+@pytest.mark.parametrize(("ttft_s", "code"), [(0.1, 0), (0.39, 1)])
+def test_gate_passes_what_is_fast_enough(
+    ttft_s: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The baseline takes 0.4 s: four times as long, or hardly longer."""
+    blocks = _FENCE.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    (gate,) = [block for language, block in blocks if language == "python"]
+    visits = [example("hops", str(number), score=1.0, ttft_s=ttft_s) for number in range(6)]
+    write_run(tmp_path / "runs" / "one", visits, arm=ARM)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        exec(gate, {})
+    assert ended.value.code == code
 
 
 def test_columns_exist() -> None:

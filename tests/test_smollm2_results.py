@@ -239,7 +239,6 @@ SHOWN: dict[str, Number] = {
     "Aux Cache, MB": of_examples(lambda row: row["cost"]["aux_bytes"] / 1e6),
     "both, MB": of_examples(lambda row: caches(row) / 1e6),
     "both / baseline": part_of(of_examples(caches)),
-    "KV + Aux / baseline": part_of(of_examples(caches)),
     "peak, MB": of_examples(lambda row: row["cost"]["peak_memory_bytes"] / 1e6),
     "peak / baseline": part_of(of_examples(lambda row: row["cost"]["peak_memory_bytes"])),
     "n": lambda rows: len(group_by(rows, "dataset", "id")),
@@ -329,13 +328,16 @@ def test_field(line: dict[str, str]) -> None:
     check_columns(line, rows)
 
 
-@pytest.mark.parametrize("name", ["memory", "equal_memory", "sensitivity"])
-def test_tables_with_a_row_for_each_setting(name: str) -> None:
-    for line in lines_of(name):
-        setting = line.get("method", f"lazy, {line.get('schedule')}")
-        if name == "sensitivity" and setting not in {row["setting"] for row in counting(line["model"])}:
-            setting = f"lazy, schedule={line['schedule']}"
-        check_columns(line, rows_of(line["model"], setting))
+AT_THE_END = [line for line in lines_of("memory") if line["decoding steps"] == "end"]
+BY_STEP = [line for line in lines_of("memory") if line["decoding steps"] != "end"]
+OF_ALL_TASKS = [line for line in lines_of("steps") if line["task"] == "all"]
+OF_A_TASK = [line for line in lines_of("steps") if line["task"] != "all"]
+
+
+def test_memory_at_the_end() -> None:
+    assert AT_THE_END
+    for line in AT_THE_END:
+        check_columns(line, rows_of(line["model"], line["method"]))
 
 
 @pytest.mark.parametrize("name", ["table1", "table2"])
@@ -373,27 +375,22 @@ def in_range(rows: list[Row], name: str, tokens: Callable[[Row], int]) -> list[R
     return [row for row in rows if first <= tokens(row) <= last]
 
 
-def test_groups() -> None:
-    columns = {name: SHOWN[name] for name in ("n", "score", "score - baseline", "TTFT speedup")}
-    for line in lines_of("groups"):
-        rows = rows_of(line["model"], line["method"])
-        check_columns(line, in_range(rows, line["rows"].removeprefix("tokens="), lambda row: row["tokens"]), columns)
-        assert line["answered, %"] == line["score if answered"] == "-"  # the texts are not stored
-
-
 def test_ttft_share() -> None:
     def share(rows: list[Row]) -> float:
         return 100 * sum(map(ttft, rows)) / sum(row["times"]["total_s"] for row in rows) if rows else math.nan
 
-    for line in lines_of("ttft_share"):
+    assert OF_ALL_TASKS
+    for line in OF_ALL_TASKS:
         rows = [row for row in rows_of(line["model"], line["method"]) if row["times"]["total_s"]]
         several = [row for row in rows if row["times"]["decode_step_s"] and row["times"]["ttft_s"]]
         steps = [ttft(row) / mean(row["times"]["decode_step_s"]) for row in several]
         check(line["TTFT, steps"], mean(steps) if steps else math.nan, line)
-        for heading in [heading for heading in line if heading.split()[0] in ("all", "prompt", "answer")]:
+        check(line["TTFT, % of the time"], share(rows), line)
+        assert int(line["n"]) == len(rows)
+        for heading in [heading for heading in line if re.match(r"(prompt|answer) \d", heading)]:
             kind, _, name = heading.rpartition(" ")
-            tokens = {"prompt": lambda row: row["tokens"], "answer": lambda row: len(row["token_ids"])}.get(kind)
-            check(line[heading], share(in_range(rows, name, tokens) if tokens else rows), (line, heading))
+            tokens = {"prompt": lambda row: row["tokens"], "answer": lambda row: len(row["token_ids"])}[kind]
+            check(line[heading], share(in_range(rows, name, tokens)), (line, heading))
 
 
 def test_ranking() -> None:
@@ -459,15 +456,15 @@ def check_ends(logs: list[Row], low: float, high: float, about: Any) -> None:
     assert [math.log(low), math.log(high)] == pytest.approx(list(ends), abs=allowed + 0.005 / low), about
 
 
-def test_equal_memory_is_beside_the_nearest_setting() -> None:
-    for line in lines_of("equal_memory"):
+def test_methods_at_equal_bytes_are_beside_the_nearest_setting() -> None:
+    for line in AT_THE_END:
         settings = {row["setting"] for row in counting(line["model"]) if row["fidelity"]}
         lazy = {one for one in settings if one.startswith("lazy,") and "=false" not in one and "=true" not in one}
         swept = {one for one in lazy if target_of(one)} or lazy
         bytes_of = {one: SHOWN["both / baseline"](rows_of(line["model"], one)) for one in {*swept, line["method"]}}
         nearest = min(swept, key=lambda one: abs(bytes_of[one] - bytes_of[line["method"]]), default=None)
         is_near = nearest is not None and abs(bytes_of[nearest] - bytes_of[line["method"]]) <= 0.05
-        if line["method"].startswith("lazy,") or not is_near:
+        if line["method"].startswith(("lazy,", "baseline")) or not is_near:
             assert {line["LazyLLM at these bytes"], line["LazyLLM's lead, nats"]} == {"-"}, line
             continue
         assert f"lazy, {line['LazyLLM at these bytes']}" == nearest, line
@@ -482,7 +479,8 @@ def test_equal_memory_is_beside_the_nearest_setting() -> None:
 
 def test_aux_cache_by_step() -> None:
     """Held: the prompt's tokens that the last layers have not run; a state is as large as in the answer's end."""
-    for line in lines_of("aux_cache"):
+    assert BY_STEP
+    for line in BY_STEP:
         rows = [row for row in rows_of(line["model"], line["method"]) if row["cost"]]
         whole = next(row for row in rows if row["cost"]["aux_bytes"])
         state = whole["cost"]["aux_bytes"] / (whole["tokens"] - whole["cost"]["computed"][-1][-1])
@@ -503,7 +501,7 @@ def test_aux_cache_by_step() -> None:
                 if step:
                     pairs = zip(computed[step], computed[step - 1], strict=True)
                     revived.append(max(after - before for after, before in pairs))
-        check(line["answers"], answers, line)
+        check(line["n"], answers, line)
         check(line["in the Aux Cache, % of the prompt"], mean(held), line)
         check(line["Aux Cache, % of the baseline's KV cache"], 100 * bytes_held / kv, line)
         check(line["revived a step"], mean(revived) if revived else math.nan, line)
@@ -515,21 +513,6 @@ def one_layer(setting: str) -> tuple[int, float] | None:
     """(layer, keep) of `lazy, schedule={10: 0.3}`."""
     found = re.fullmatch(r"lazy, schedule=\{(\d+): ([\d.]+)\}", setting)
     return (int(found[1]), float(found[2])) if found else None
-
-
-def test_points_per_keep() -> None:
-    """The change of score from the next higher share after the same layer, or from everything, per 0.1 of it."""
-    for line in lines_of("sensitivity"):
-        here = one_layer(f"lazy, schedule={line['schedule']}")
-        if here is None or here[1] == 1:
-            check(line["points per 0.1 keep"], math.nan, line)
-            continue
-        known = {one_layer(row["setting"]): row["setting"] for row in counting(line["model"])}
-        above = min((own for own in known if own and own[0] == here[0] and own[1] > here[1]), default=None)
-        difference = SHOWN["score - baseline"]
-        change = difference(rows_of(line["model"], known[here]))
-        change -= difference(rows_of(line["model"], known[above])) if above else 0
-        check(line["points per 0.1 keep"], 0.1 * change / ((above[1] if above else 1) - here[1]), line)
 
 
 def test_effective_keep() -> None:
@@ -556,9 +539,11 @@ def least_share(rows: list[Row]) -> float:
 
 
 def test_step_cost() -> None:
-    for (model,), lines in group_by(lines_of("step_cost"), "model").items():
+    assert OF_A_TASK
+    for (model,), lines in group_by(OF_A_TASK, "model").items():
         settings = {row["setting"] for row in counting(model) if row["setting"].startswith("lazy,")}
         setting = "lazy, schedule=table1" if "lazy, schedule=table1" in settings else "lazy, schedule=paper"
+        assert {line["method"] for line in lines} == {setting}
         rows = rows_of(model, setting)
         assert {line["task"] for line in lines} == {row["task"] for row in rows}
         for line in lines:

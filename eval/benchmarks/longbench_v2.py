@@ -5,7 +5,7 @@ package `datasets` (`THUDM/LongBench-v2`), and the prompt from LongBench's repos
 Prompt, truncation and scoring are those of `pred.py` (commit 2e00731), without chain of thought.
 
 Ours: answers are greedy, officially sampled at temperature 0.1; an empty answer scores 0, officially it is left out of
-the results. The table `groups` shows both scores.
+the results.
 """
 
 from functools import partial

@@ -93,8 +93,8 @@ def read_everything(page: webdriver.Chrome) -> None:
     first, hostile, same = texts(page, ".dataset[open] article")
     assert first.splitlines() == [
         "row-0, 1,000 prompt tokens, cut from 1,200", "End of the prompt", "Question: why?", "Gold", "it is", "so",
-        "baseline", "score 50.0, TTFT 400.0 ms, 100.0 % of the prompt computed, 3 tokens", "so it was then",
-        "lazy", "score 25.0 (-25.0), TTFT 160.0 ms (2.50x), 75.0 % of the prompt computed, 3 tokens", "so it is",
+        "baseline", "score 50.0, TTFT 400.0 ms, 100.0 % of the prompt computed, 2 tokens", "so it was then",
+        "lazy", "score 25.0 (-25.0), TTFT 160.0 ms (2.50x), 75.0 % of the prompt computed, 2 tokens", "so it is",
     ]  # fmt: skip
     assert [line for line in hostile.splitlines() if line == HOSTILE] == [HOSTILE] * 3  # prompt, gold and answer
     assert same.splitlines()[-1] == "(the baseline's answer)"
