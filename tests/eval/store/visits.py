@@ -19,8 +19,9 @@ def changed(made: Answer, **changes: Any) -> Answer:
         elif (own := getattr(made, part)) is not None:
             made = replace(made, **{part: replace(own, **{name: value})})
         elif value is not None:
+            needed = {"kl": 0.0, "top1_agrees": 1, "leading_tokens": 0, "edit_similarity": 0.0, "same_answer": 0}
             own_names = {item.name for item in fields(_PARTS[part])}
-            given = {key: one for key, one in ({"same_answer": 0} | changes).items() if key in own_names}
+            given = {key: one for key, one in (needed | changes).items() if key in own_names}
             made = replace(made, **{part: _PARTS[part](**given)})
     return made
 
