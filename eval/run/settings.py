@@ -115,7 +115,7 @@ class RunConfig(SuiteSettings):
     )
     draft: str | None = setting(
         None,
-        "another model, by folder, hub id or preset, for arms with `${draft}`: SpecPrefill's in `experiment=field`",
+        "another model, by folder, hub id or preset: SpecPrefill's draft in `experiment=field` and `speed`",
     )
     label: str | None = setting(None, "the comparison's name, in titles and folders")
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
