@@ -4,7 +4,19 @@ from contextlib import suppress
 
 import pytest
 
+from eval.benchmarks.datasets import DATASETS, SUITES
 from eval.store import aggregate
+
+
+@pytest.fixture(autouse=True)
+def _registers() -> Iterator[None]:
+    """What a test adds to the datasets and suites, from files of a user, ends with it."""
+    datasets, suites = dict(DATASETS), dict(SUITES)
+    yield
+    DATASETS.clear()
+    DATASETS.update(datasets)
+    SUITES.clear()
+    SUITES.update(suites)
 
 
 @pytest.fixture

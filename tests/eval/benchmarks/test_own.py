@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from eval.benchmarks import SUITES
-from eval.benchmarks.datasets import DATASETS, TASKS, add_own, datasets_asked_for, load_rows
+from eval.benchmarks.datasets import TASKS, add_own, datasets_asked_for, load_rows
 from eval.benchmarks.metrics import score_example
 from eval.benchmarks.own import OwnDataset, described, missing, own_dataset
 from eval.benchmarks.prompts import build_prompt
@@ -38,15 +36,6 @@ ABOUT: dict[str, Any] = {
     "max_new_tokens": 4, "id": "n",
 }  # fmt: skip
 LEFT_OUT = object()
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names added by a test end with it."""
-    for name in ("mine", "other"):
-        for registered in (DATASETS, SUITES):
-            monkeypatch.setitem(registered, name, None)
-            del registered[name]
 
 
 def written(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> Path:
@@ -136,6 +125,13 @@ def test_lists_of_answers_and_classes_and_numbers_as_in_the_file(tmp_path: Path)
         ({"classes": "river"}, "dataset.mine.classes"),
         ({"metric": "classification"}, "dataset.mine.classes"),
         ({"answers": []}, "dataset.mine.answers"),
+        ({"question": "(who"}, "dataset.mine.question"),
+        ({"where": {"task": "a"}}, "dataset.mine.where"),
+        ({"folder": {"context": "report"}}, "dataset.mine.folder"),
+        ({"file": "", "hub": "me/rows", "where": "task"}, "dataset.mine.where"),
+        ({"file": "", "hub": "me/rows", "folder": "rows.csv"}, "dataset.mine.folder"),
+        ({"file": "", "hub": "me/rows", "folder": {"template": "{text}"}}, "dataset.mine.folder.context"),
+        ({"file": "", "hub": "me/rows", "folder": {"metric": "f1"}}, "dataset.mine.folder.file"),
         *(({key: LEFT_OUT}, f"dataset.mine.{key}") for key in [*ABOUT][:5]),
     ],
 )
@@ -230,9 +226,11 @@ def test_a_dataset_of_the_hub_without_a_network_says_what_to_do(no_hub: None) ->
 
 def test_names_of_suites_are_refused_and_own_ones_stand_alone() -> None:
     about = ABOUT | {"file": "rows.csv"}
-    for name in ("hotpotqa", "ruler", "few_shot", "all"):  # a dataset, a suite, a task, a suite's name in configs
-        with pytest.raises(UserError, match=rf"dataset\.{name}: "):
+    for name in ("hotpotqa", "embedded", "few_shot", "all"):  # a dataset, a suite, a task, a suite's name in configs
+        with pytest.raises(UserError, match=rf"dataset\.{name}: .* is named '{name}'; give another"):
             add_own({name: about})
+        with pytest.raises(UserError, match=rf"dataset\.mine: .* is named '{name}'; give another"):
+            add_own({"mine": about | {"suite": name}})
     with pytest.raises(UserError, match="own datasets alone"):
         datasets_asked_for({"mine": about, "hotpotqa": True}, "llama2")
     (own,) = datasets_asked_for({"mine": about}, "llama2")
@@ -246,15 +244,7 @@ def test_the_example_in_conf_is_a_whole_description() -> None:
     assert Path(own_dataset(name, description).file).is_absolute()
 
 
-@pytest.fixture
-def shipped() -> Iterator[None]:
-    yield
-    for name in ("graphwalks", "babilong_qa1", "babilong_qa2"):
-        DATASETS.pop(name, None)
-        SUITES.pop(name, None)
-
-
-def test_datasets_of_the_hub_in_conf_become_rows_and_scores(hub_rows: Any, shipped: None) -> None:
+def test_datasets_of_the_hub_in_conf_become_rows_and_scores(hub_rows: Any) -> None:
     graph = {"prompt": "a -> b\nOperation: find", "answer_nodes": ["b", "c"], "problem_type": "bfs", "prompt_chars": 22}
     hub_rows["openai/graphwalks", None, "train"] = [graph]
     fact = {"input": "It rained. Mary went to the garden. ", "question": "Where is Mary? ", "target": "garden"}

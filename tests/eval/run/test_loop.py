@@ -119,7 +119,7 @@ def test_run_ends_with_3_if_answers_failed(tmp_path: Path, monkeypatch, capsys, 
 def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     arms = {"mine": {"name": "lazy", "schedule": {2: 0.5}}, "drop": {"name": "random_drop", "keep": 0.5, "seeds": 2}}
-    run = small_run(None, compare=arms, dataset={"lookup": True}, limit=2, split="test", label="two")
+    run = small_run(None, compare=arms, dataset={"lookup": True}, limit=2, label="two")
     generations = Mock(side_effect=generate)
     monkeypatch.setattr(eval.run.decode, "generate", generations)
     measure(run)
@@ -127,7 +127,7 @@ def test_comparison_is_one_folder_with_one_table_and_one_picture(tmp_path: Path,
     (folder,) = Path("runs").iterdir()
     assert folder == prepare(run).folder
     assert folder.name.startswith("tiny-two-lookup-")
-    assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup, test\n")
+    assert (folder / "summary.md").read_text().startswith("# tiny, two, lookup\n")
     assert {file.name for file in (folder / "figures").iterdir()} == {"field.png"}
     out = capsys.readouterr().out
     assert all(f"  {file}" in out for file in (folder / "summary.md", folder / "figures" / "field.png"))
