@@ -440,7 +440,7 @@ def prompt_with_the_token(seed: int) -> list[int]:
 # reaches back to `PLACE`
 SURVIVES: dict[str, Method] = {
     "lazy, paper": Lazy(),
-    "lazy, a share of the depth": Lazy({"50%": 0.3}),
+    "lazy, a share of the depth": Lazy("50%:0.3"),
     "lazy, without revival": Lazy("50%:0.3", revive=False),
     "static_pruning": StaticPruning(keep=0.3),
     "gemfilter": GemFilter(keep=0.3),
