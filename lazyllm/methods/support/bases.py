@@ -271,13 +271,12 @@ class Sparse(Method):
 
     def attended(self, config: Any, n: int) -> dict[int, int]:
         """{layer, from 1: (query, key) pairs over all heads} of layers that skip some of n tokens."""
-        windows, depth = windows_of(config), Depth.of(config)
-        patterns = {layer: self.sees(layer, n, depth) for layer in range(1, len(windows) + 1)}
-        return {
-            layer: config.num_attention_heads * pattern.pairs(n, windows[layer - 1])
-            for layer, pattern in patterns.items()
-            if pattern is not None
-        }
+        depth, pairs = Depth.of(config), dict[int, int]()
+        for layer, window in enumerate(windows_of(config), start=1):
+            pattern = self.sees(layer, n, depth)
+            if pattern is not None:
+                pairs[layer] = config.num_attention_heads * pattern.pairs(n, window)
+        return pairs
 
     def groups(self, depth: Depth, n: int) -> list[Group]:
         return [Group(range(depth.count), n)]
