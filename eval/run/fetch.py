@@ -34,7 +34,7 @@ def fetched(asked: Asked) -> Iterator[str]:
     subject = asked.subject
     for spec in subject.models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
-    from lazyllm.models.load import check_loading, load_tokenizer_of
+    from lazyllm.models.load import check_loading, load_tokenizer_of, with_dtype
 
     if subject.spec not in subject.models:
         load_tokenizer_of(subject.spec)
@@ -42,7 +42,7 @@ def fetched(asked: Asked) -> Iterator[str]:
     for spec in subject.models:
         check_loading(spec)
         load_tokenizer_of(spec)
-        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec)}"
+        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(with_dtype(spec))}"
     for dataset in asked.datasets:
         rows = asked.suite.load(dataset, asked.data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"

@@ -165,7 +165,7 @@ def _of_chat(asked: Asked) -> dict[str, Any]:
 def of_local_model(
     config: RunConfig, spec: ModelSpec, model_config: PreTrainedConfig, arms: Sequence[Arm]
 ) -> dict[str, Any]:
-    """What identifies a model in this process, and its arms."""
+    """What identifies a model in this process, and its arms. spec: with the dtype in which it loads."""
     model, devices = config.model, devices_in_use(spec)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
     quantiser = packages.get(spec.quantise or quantised_by(model_config) or "")
@@ -175,7 +175,7 @@ def of_local_model(
         "model": title_of(spec),
         **({} if file is None else {"gguf": quantisation_of(file)}),
         "load_format": model.load_format,
-        "dtype": model.dtype,
+        "dtype": spec.dtype,
         "attn_implementation": model.attn_implementation,
         "sdpa_backend": model.sdpa_backend,
         "quantise": model.quantise,
