@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,10 @@ def prepare(asked: Asked) -> Run:
     arms = subject.arms(asked.datasets, asked.suite.length(asked.data), limit)
     new_tokens = max(limit_of_answers(asked, data.dataset, data.max_new_tokens) for data in rows)
     batch_size = subject.batch_size(arms, limit, new_tokens)
+    identity = identity_of(asked, arms, rows, limit, batch_size)
+    model = replace(config.model, dtype=identity.get("dtype", config.model.dtype))  # what `auto` was
     about = {
-        "config": asdict(config),
+        "config": asdict(replace(config, model=model)),
         "provenance": provenance_of(subject.device),
         "examples": {data.dataset.name: data.total for data in rows},  # `limit` chooses from these
     }
@@ -77,6 +79,6 @@ def prepare(asked: Asked) -> Run:
         batch_size=batch_size,
         cases=tuple(make_cases(asked, arms, rows, limit)),
         skipped=tuple(row for data in rows for row in data.skipped),
-        identity=identity_of(asked, arms, rows, limit, batch_size),
+        identity=identity,
         about=about,
     )
