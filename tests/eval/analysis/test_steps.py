@@ -26,8 +26,6 @@ def test_ttft_share_by_hand() -> None:
         "TTFT, % of the time": "31.2", "prompt 1-512": "25.0", "prompt 513-1024": "33.3", "answer 1-4": "50.0",
         "answer 5-16": "12.5",
     }  # fmt: skip
-    table = steps(Results([stored([example("trec", "a", token_ids=None)])]))  # of a server that does not count
-    assert [heading for heading in table.cells if "answer" in heading] == ["answer 1-4"]  # the baseline's
 
 
 def test_step_cost_is_recovered_from_the_other_tasks() -> None:
@@ -39,7 +37,13 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
         own = {"token_ids": [1] * tokens, "total_s": total, "revived_tokens": float(revived)}
         visits.append(example(dataset, str(number), ttft_s=0.2, **own))
     frame = steps(Results([stored(visits, "lazy", {"schedule": "table1"})])).frame
-    assert frame["task"].tolist() == ["all", "all", "single_doc_qa", "multi_doc_qa", "few_shot"]
+    assert frame["task"].tolist() == [
+        "all",
+        "all",
+        "few_shot",
+        "single_doc_qa",
+        "multi_doc_qa",
+    ]  # as they were measured
     frame = frame[frame["task"] != "all"]
     assert list(frame["step_cost"]) == pytest.approx([1.5] * 3)
     assert list(frame["token_cost"]) == pytest.approx([0.3] * 3)

@@ -47,15 +47,14 @@ def test_tokenizer_reads_and_writes_every_id() -> None:
 
 
 def test_speed_is_a_run_whose_table_has_shares_of_the_ideal(tmp_path: Path) -> None:
-    arms = "compare={transformers: {name: transformers}, lazy: {name: lazy, schedule: [1.5x, 2x]}}"
+    arms = "compare={lazy: {name: lazy, schedule: [1.5x, 2x]}}"
     run = run_of(*MODEL, "dataset=random", *ROWS, arms, f"out={tmp_path / 'run'}")
     stored = measure(run, show=False)
     assert stored.identity["clock"] == "CPU time of the process"
     for visit in stored.visits:
-        assert [*visit.answers] == ["baseline", "transformers", "lazy schedule=1.5x", "lazy schedule=2x"]
+        assert [*visit.answers] == ["baseline", "lazy schedule=1.5x", "lazy schedule=2x"]
         answers = {label: answer for label, [answer] in visit.answers.items()}
         assert {(len(one.token_ids), one.score) for one in answers.values()} == {(5, None)}
-        assert answers["transformers"].token_ids == answers["baseline"].token_ids
     table = run_table(Results([stored]), "speed")
     shown: Any = table.cells[table.cells["**task**, dataset"] == "**random**"].set_index("method")
     numbers: Any = table.frame[table.frame["kind"] == "task"].set_index("method")

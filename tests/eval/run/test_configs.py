@@ -151,7 +151,7 @@ def test_name_of_a_runs_folder_makes_no_folder_in_it() -> None:
                 "+compare.mine={name: lazy}",
                 "+compare.drop={name: static_pruning}",
             ],
-            {"mine": Lazy("paper"), "drop": StaticPruning(2, 0.3)},
+            {"mine": Lazy("paper"), "drop": StaticPruning(keep=0.3)},
         ),
         (
             ["method=random_drop", "method.seeds=2", "method.keep=[0.3,0.6]"],
