@@ -43,7 +43,7 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
         "few_shot",
         "single_doc_qa",
         "multi_doc_qa",
-    ]  # as they were measured
+    ]
     frame = frame[frame["task"] != "all"]
     assert list(frame["step_cost"]) == pytest.approx([1.5] * 3)
     assert list(frame["token_cost"]) == pytest.approx([0.3] * 3)
