@@ -1,5 +1,6 @@
 """The real model that `make setup` installs: its baseline beside plain transformers, and the methods' invariants."""
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -13,8 +14,10 @@ import lazyllm
 from eval.run.run import prepare
 from lazyllm.check import invariants
 from lazyllm.errors import UserError
+from lazyllm.methods import METHODS
 from lazyllm.presets import PRESETS
 from tests.eval.official import SHARED, needs
+from tests.lazyllm.methods.method_matrix import LISTED
 from tests.runs import run_of
 
 ROWS = SHARED / "minilongbench"
@@ -102,3 +105,26 @@ def test_methods_keep_their_invariants_on_it(method: Any) -> None:
     ids = tokenizer(Path(__file__).read_text(encoding="utf-8")).input_ids[:120]
     for invariant in (invariants.counts_what_it_computes, invariants.has_no_state):
         invariant(model, method, ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_method_answers_on_its_weights_as_a_folder_in_every_dtype(dtype: str, tmp_path: Path) -> None:
+    """As the hub has them, in bfloat16: the first tokens of the vocabulary have outlier activations there."""
+    own, tokenizer = plain()
+    theirs = copy.deepcopy(own).to(getattr(torch, dtype)).eval()
+    theirs.hf_quantizer = None  # of GGUF files: the weights are plain numbers, which may be saved
+    theirs.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model, _ = lazyllm.load_model(str(tmp_path), dtype=dtype, device="cpu")
+    assert model.dtype == theirs.dtype
+    ids = tokenizer(Path(__file__).read_text(encoding="utf-8")).input_ids[:60]
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([ids])).logits[0, -1]
+    for name in METHODS:
+        out = lazyllm.generate(model, ids, LISTED[name].pruning, 3, ())
+        assert len(out.token_ids) == 3, name
+        assert out.first_logits.dtype == theirs.dtype, name
+        assert out.first_logits.isfinite().all(), name
+    out = lazyllm.generate(model, ids, LISTED["baseline"].pruning, 3, ())
+    assert (out.first_logits - expected).abs().max() <= 0.05 * expected.abs().max()

@@ -159,7 +159,7 @@ def _compare_in_float32(model: PreTrainedModel, token_ids: Tensor) -> tuple[floa
 
     Raises _NotInFloat32Error if the model cannot run so.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
+    if _is_quantised(model):
         raise _NotInFloat32Error("its weights are quantised")
     try:
         with _in_float32(model), replaced(model.config, "_attn_implementation", "eager"):
@@ -168,6 +168,14 @@ def _compare_in_float32(model: PreTrainedModel, token_ids: Tensor) -> tuple[floa
         raise
     except (*_NO_RUN, UserError) as error:  # the same runs passed in the model's own dtype
         raise _NotInFloat32Error(str(error)) from error
+
+
+def _is_quantised(model: Any) -> bool:
+    """Return whether a matrix of a layer is no plain tensor of at least 16-bit floats. GGUF files are read as such."""
+    matrices = [weight for layer in model.model.layers for weight in _weights_of(layer, True) if weight.dim() > 1]
+    return not all(
+        type(weight.data) is Tensor and weight.is_floating_point() and weight.dtype.itemsize > 1 for weight in matrices
+    )
 
 
 @contextmanager

@@ -1,11 +1,15 @@
 """Presets: shapes against the published numbers of parameters, and a dummy that the loop over layers can run."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import lazyllm
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.flops import LayerShape
+from lazyllm.errors import UserError
 from lazyllm.models.load import load_config
 from lazyllm.presets import PRESETS, fields_of
 from lazyllm.spec import ModelSpec
@@ -55,3 +59,25 @@ def test_model_of_this_package_has_a_shape() -> None:
     """The model's card gives these sizes."""
     shape = fields_of("tiny")
     assert (shape["num_hidden_layers"], shape["hidden_size"]) == (8, 128)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a preset's checkpoint is a folder or a file here."""
+    try:
+        return Path(PRESETS[name].find()).exists()
+    except UserError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", [*filter(is_installed, PRESETS)])
+def test_installed_preset_loads_in_every_dtype(name: str, dtype: str) -> None:
+    model, tokenizer = lazyllm.load_model(name, dtype=dtype, device="cpu")
+    assert tokenizer is not None
+    ids = tokenizer("The quick brown fox jumps over the lazy dog.").input_ids
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0, -1]
+    found = lazyllm.generate(model, ids, lazyllm.methods.Baseline(), 2, ()).first_logits
+    assert found.dtype == getattr(torch, dtype)
+    assert (found - expected).abs().max() <= 0.05 * expected.abs().max()

@@ -203,9 +203,10 @@ def test_text_is_longer_than_the_shortest_window(variant: str) -> None:
     assert max(lengths) > (WINDOW + 2 if has_window else 2)
 
 
-def test_quantised_weights_leave_the_cause_open(caplog: pytest.LogCaptureFixture) -> None:
-    model = outlier_model(torch.bfloat16, slice(None))
-    model.config.quantization_config = {"quant_method": "awq"}
+@pytest.mark.parametrize("packed", [torch.int32, torch.float8_e4m3fn])
+def test_quantised_weights_leave_the_cause_open(packed: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = outlier_model(torch.bfloat16, slice(None))
+    model.model.layers[3].mlp.register_buffer("qweight", torch.zeros(4, 4).to(packed))
     seen = dtypes_seen(model)
     with caplog.at_level(logging.WARNING):
         check_same_as_model(model)
