@@ -143,11 +143,25 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
+    return processor_name()
+
+
+def processor_name() -> str:
+    """The name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def processor_flags() -> set[str]:
+    """The names of the CPU's sets of instructions, as Linux tells them; else none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {*next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()}
 
 
 def torch_build() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Literal
 from lazyllm.errors import UserError, nearest
 from lazyllm.presets import PRESETS, fields_of, is_sizes
 
+AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 SDPA_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
@@ -15,7 +16,7 @@ SDPA_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 QUANTISATIONS = {"int8": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
 _CHOICES = {
     "load_format": ("auto", "dummy"),
-    "dtype": DTYPES,
+    "dtype": (AUTO, *DTYPES),
     "attn_implementation": ATTENTION,
     "sdpa_backend": SDPA_BACKENDS,
     "quantise": (*QUANTISATIONS, None),
@@ -36,7 +37,8 @@ class ModelSpec:
         GGUF file and no config.json needs no `gguf`.
     load_format: "auto" reads the checkpoint (tensors only, no remote code); "dummy" builds the architecture with
         random weights and downloads nothing, for timing: times depend on shapes, not on values.
-    dtype: "bfloat16", "float16", "float32" or "float64".
+    dtype: "bfloat16", "float16", "float32" or "float64"; "auto" takes the checkpoint's on an accelerator, and on a CPU
+        float32, or bfloat16 where it is measured to be faster (`lazyllm.models.dtype`).
     device: "cuda", "cpu", ...; "auto" takes the accelerator if there is one.
     revision: branch, tag or commit of a hub id.
     tokenizer: folder or hub id of a tokenizer, if not the model's.
@@ -52,7 +54,7 @@ class ModelSpec:
 
     name: str
     load_format: str = "auto"
-    dtype: str = "bfloat16"
+    dtype: str = AUTO
     device: str = "auto"
     revision: str | None = None
     tokenizer: str | None = None

@@ -4,7 +4,7 @@
     lazyllm-bench doctor model=llama2,xgen dataset=all     # for a run or a sweep, by its own arguments
 
 Nothing is downloaded, and no network is needed. A GGUF file is read. torch is imported only on a GPU, as operators name
-its attention kernel, and for a GGUF file that is new here.
+its attention kernel, for a GGUF file that is new here, and on a CPU where `model.dtype=auto` has to measure a product.
 `missing`: the run needs it and would not find it (exit code 2). `not needed`: the run works without it.
 """
 
@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import machine_warnings, torch_build
 from lazyllm.models.checkpoint import HubError, check_weights, read_config
+from lazyllm.models.dtype import UNNAMED, choose_dtype
 from lazyllm.models.tokenizers import tokenizer_file, tokenizer_of
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
@@ -73,7 +74,23 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
     return OK, f"{gpu[0]}, {has:.0f} GB"
 
 
-def check_attention(gpu: list[str] | None, fits: bool) -> State:
+def dtype_of(spec: ModelSpec, gpu: list[str] | None) -> tuple[str, str]:
+    """Return the dtype in which a run loads a model here, and why. Raises UserError if its config is not here."""
+    return choose_dtype(spec, "cpu" if gpu is None or spec.device == "cpu" else "cuda")
+
+
+def check_dtype(specs: Collection[ModelSpec], gpu: list[str] | None) -> State:
+    """Say in which dtype each model loads."""
+    found = list[str]()
+    for spec in specs:
+        try:
+            found.append("{}: {} ({})".format(spec.name, *dtype_of(spec, gpu)))
+        except UserError:  # `check_model` says why
+            found.append(f"{spec.name}: known once its config is here")
+    return OK, "; ".join(found)
+
+
+def check_attention(gpu: list[str] | None, fits: bool, spec: ModelSpec) -> State:
     """The kernel that attention runs with the default settings of `model`. fits: torch fits the driver."""
     if gpu is None:
         return OK, "sdpa runs PyTorch's flash attention for CPUs"
@@ -84,9 +101,13 @@ def check_attention(gpu: list[str] | None, fits: bool) -> State:
 
     from lazyllm.measuring import attention_events, attention_kernel
 
-    part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=torch.bfloat16)
+    try:
+        dtype, _ = dtype_of(spec, gpu)
+    except UserError:  # its config is not here
+        dtype = UNNAMED
+    part = torch.rand(1, 8, 1024, 128, device="cuda", dtype=getattr(torch, dtype))
     kernel = attention_kernel(attention_events(lambda: attend(part, part, part, is_causal=True)))
-    return OK, ". ".join([f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), "bfloat16")])
+    return OK, ". ".join([f"sdpa runs {kernel}", *machine_warnings(gpu[0], [kernel], float("nan"), dtype)])
 
 
 def fault_of(spec: ModelSpec) -> UserError | None:
@@ -166,7 +187,19 @@ def gigabytes_of(spec: ModelSpec) -> float:
         weights = shape.linear_flops // 2 * config["num_hidden_layers"] + embeddings
     except (UserError, AttributeError, KeyError, TypeError):  # it is not here, or of a nested shape
         return 0
-    return {"float32": 4, "float64": 8}.get(spec.dtype, 2) * weights / 1e9
+    return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[spec.dtype] * weights / 1e9
+
+
+def largest_gigabytes(runs: Sequence[Asked], gpu: list[str] | None) -> float:
+    """Return the `gigabytes_of` the largest model of the runs. A run's other models load in the dtype of its own."""
+    sizes = [0.0]
+    for run in runs:
+        for spec in run.subject.models:
+            try:
+                sizes.append(gigabytes_of(replace(spec, dtype=dtype_of(run.subject.spec, gpu)[0])))
+            except UserError:  # its config is not here
+                continue
+    return max(sizes)
 
 
 def first_gpu() -> list[str] | None:
@@ -196,13 +229,15 @@ def examine(arguments: Sequence[str]) -> dict[str, State]:
     """The state of each thing that a run or a sweep needs, by its arguments. Raises UserError for unknown ones."""
     runs = [ask(config, check_rows=False) for config in jobs_of(arguments)]
     specs = dict.fromkeys(spec for run in runs for spec in run.subject.models)
+    main_specs = [*dict.fromkeys(run.subject.spec for run in runs if run.subject.models)]
     gpu, faults = first_gpu(), {spec: fault_of(spec) for spec in specs}
     absent = [spec for spec, fault in faults.items() if isinstance(fault, HubError)]
     checks: dict[str, Callable[[], State]] = {
         "Python": lambda: (OK, platform.python_version()),  # others cannot install it
         "torch": lambda: check_torch(gpu),
-        "GPU": lambda: check_gpu(gpu, max(map(gigabytes_of, specs), default=0)),
-        "attention": lambda: check_attention(gpu, states["torch"][0] == OK),
+        "GPU": lambda: check_gpu(gpu, largest_gigabytes(runs, gpu)),
+        "dtype": lambda: check_dtype(main_specs, gpu),
+        "attention": lambda: check_attention(gpu, states["torch"][0] == OK, runs[0].subject.spec),
         "disk": lambda: check_disk(absent),
         "token": lambda: check_token(absent),
         **{spec.name: partial(check_model, spec, fault) for spec, fault in faults.items()},

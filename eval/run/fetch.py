@@ -34,12 +34,12 @@ def fetched(asked: Asked) -> Iterator[str]:
     models = asked.subject.models
     for spec in models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
-    from lazyllm.models.load import check_loading, load_tokenizer_of
+    from lazyllm.models.load import check_loading, load_tokenizer_of, with_dtype
 
     for spec in models:
         check_loading(spec)
         load_tokenizer_of(spec)
-        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(spec)}"
+        yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(with_dtype(spec))}"
     for dataset in asked.datasets:
         rows = asked.suite.load(dataset, asked.data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"

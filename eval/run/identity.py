@@ -152,7 +152,7 @@ def _of_chat(asked: Asked) -> dict[str, Any]:
 
 def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
     """What identifies a run's model, and its arms."""
-    config, spec, model_config = subject.config, subject.spec, subject.model_config
+    config, spec, model_config = subject.config, subject.loaded_spec, subject.model_config
     model, devices = config.model, devices_in_use(spec)
     depth = Depth.of(model_config)
     packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
@@ -163,7 +163,7 @@ def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
         "model": title_of(spec),
         **({} if file is None else {"gguf": quantisation_of(file)}),
         "load_format": model.load_format,
-        "dtype": model.dtype,
+        "dtype": spec.dtype,
         "attn_implementation": model.attn_implementation,
         "sdpa_backend": model.sdpa_backend,
         "quantise": model.quantise,

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,18 @@ class LocalModel:
                     method.tokens_per_layer(depth, 1)
 
     @cached_property
+    def _dtype(self) -> tuple[str, str]:
+        """The dtype in which it loads, and why."""
+        from lazyllm.models.dtype import choose_dtype
+
+        return choose_dtype(self.spec, self.devices[0].type)
+
+    @property
+    def loaded_spec(self) -> ModelSpec:
+        """`spec` with the dtype in which the model loads. Raises UserError if the device is absent."""
+        return replace(self.spec, dtype=self._dtype[0])
+
+    @cached_property
     def model_config(self) -> PreTrainedConfig:
         """The model's config, after all checks that need no weights. Raises UserError."""
         from lazyllm.models.load import check_loading
@@ -147,7 +159,7 @@ class LocalModel:
 
         methods = [method for arm in arms for method in arm.methods.values()]
         memory = memory_of(*self.devices)
-        return fitting_batch(self.config.batch_size, self.spec, methods, prompt_tokens, new_tokens, memory)
+        return fitting_batch(self.config.batch_size, self.loaded_spec, methods, prompt_tokens, new_tokens, memory)
 
     @property
     def counts_cpu_time(self) -> bool:
@@ -176,13 +188,13 @@ class LocalModel:
         from lazyllm.engine.devices import devices_of
         from lazyllm.models.load import load_weights, unapplied_settings
 
-        log.info("loading %s", self.spec.name)
+        log.info("loading %s in %s: %s", self.spec.name, *self._dtype)
         if unapplied := unapplied_settings(self.spec):
             settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
             log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
-        model = load_weights(self.spec)
+        model = load_weights(self.loaded_spec)
         if self.spec.device_map is not None:
             log.info("layers run on %s", ", ".join(map(str, devices_of(model))))
         return model

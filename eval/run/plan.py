@@ -28,6 +28,7 @@ from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError, parser_of
 from lazyllm.machine import ACCELERATORS, LAYER_START_S, Accelerator
 from lazyllm.models.checkpoint import HubError, read_config
+from lazyllm.models.dtype import choose_dtype
 from lazyllm.models.tokenizers import chat_templates, tokenizer_of
 
 RATE = 0.5  # the assumed share of a data sheet's FLOP/s and bytes per second
@@ -58,12 +59,13 @@ class Group:
 class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
-    run: the model. Tokens are those of all turns. memory: bytes of each part, at the longest prompt. seconds: on the
-    device. ceiling: `attention_ceiling` of the longest prompt. is_estimate: prompts have published means, as nothing
-    was there to count.
+    run: the model. dtype: of its weights, and why. Tokens are those of all turns. memory: bytes of each part, at the
+    longest prompt. seconds: on the device. ceiling: `attention_ceiling` of the longest prompt. is_estimate: prompts
+    have published means, as nothing was there to count.
     """
 
     run: str
+    dtype: str
     arm: str
     examples: int
     prompt_tokens: int
@@ -126,7 +128,9 @@ def estimated_groups(asked: Asked) -> list[Group]:
 
 def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
-    spec, first, costs, is_estimate = asked.subject.spec, groups[0], list[Cost](), is_estimated(asked)
+    first, costs, is_estimate = groups[0], list[Cost](), is_estimated(asked)
+    dtype, reason = choose_dtype(asked.subject.spec, "cuda" if device.gigabytes else "cpu")
+    spec = replace(asked.subject.spec, dtype=dtype)
     model, arms = Model.of(spec), asked.subject.arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
     every = [method for arm in arms for method in arm.methods.values()]
     # tokens of the last turn's text
@@ -144,6 +148,7 @@ def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list
         costs.append(
             Cost(
                 run=Path(spec.name).name,
+                dtype=f"{dtype} ({reason})",
                 arm=arm.label,
                 examples=sum(group.count for group in groups),
                 prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
@@ -171,7 +176,8 @@ def device_of(asked: Asked) -> Accelerator:
         device = devices_in_use(asked.subject.spec)[0]
     except UserError as error:
         raise UserError(f"{error}; or plan for another machine: --gpu {', '.join(ACCELERATORS)}") from error
-    return this_machine(device, getattr(torch, asked.subject.spec.dtype), asked.subject.shape, asked.config.threads)
+    model = asked.subject
+    return this_machine(device, getattr(torch, model.loaded_spec.dtype), model.shape, asked.config.threads)
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[Cost]:
@@ -223,6 +229,7 @@ def as_text(planned: Sequence[Cost]) -> str:
     lines.append(
         f"most memory: {largest.peak / 1e9:.3g} GB ({parts}), {largest.run}, {largest.arm}; Python and torch take more"
     )
+    lines += dict.fromkeys(f"{one.run}: {one.dtype}" for one in planned)
     lines += dict.fromkeys(
         f"attention takes {1 - 1 / one.ceiling:.0%} of the FLOPs of {one.run}'s prefill of {one.longest:,} tokens: "
         f"methods that skip only attention are at most {one.ceiling:.2f} times as fast"

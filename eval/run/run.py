@@ -66,8 +66,9 @@ def prepare(asked: Asked) -> Run:
     arms = subject.arms(asked.datasets, asked.suite.length(asked.data), limit)
     new_tokens = max(limit_of_answers(asked, data.dataset, data.max_new_tokens) for data in rows)
     batch_size = subject.batch_size(arms, limit, new_tokens)
+    model = replace(config.model, dtype=subject.loaded_spec.dtype)  # what `auto` is here
     about = {
-        "config": asdict(config),
+        "config": asdict(replace(config, model=model)),
         "provenance": provenance_of(subject.device),
         "examples": {data.dataset.name: data.total for data in rows},  # `limit` chooses from these
     }

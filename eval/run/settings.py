@@ -18,7 +18,11 @@ class ModelConfig:
     name: str = setting(MISSING_VALUE, "a preset, a folder, a GGUF file or a hub id")
     gguf: str | None = setting(None, "a GGUF file in the folder or repository that `model.name` is")
     load_format: str = setting("auto", "`dummy` builds random weights and downloads nothing, for timing")
-    dtype: str = setting("bfloat16", "`bfloat16`, `float32` (`tiny`), `float16`, `float64`")
+    dtype: str = setting(
+        "auto",
+        "`bfloat16`, `float16`, `float32`, `float64`; `auto`: the checkpoint's on a GPU; on a CPU `float32`, or "
+        "`bfloat16` where it is measured to be faster",
+    )
     device: str = setting("auto", "`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
     revision: str | None = setting(None, "branch, tag or commit of a hub id; `null`: the newest")
     tokenizer: str | None = setting(None, "folder or hub id of another tokenizer; `null`: the model's")

@@ -13,8 +13,8 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Method, Select
 from lazyllm.spec import ModelSpec
 
-# Bytes of a number; other dtypes have 2
-_BYTES = {"float64": 8, "float32": 4, "int8": 1, "bnb_int8": 1, "bnb_nf4": 0.5}
+# Bytes of a number
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "bnb_int8": 1, "bnb_nf4": 0.5}
 WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 LARGEST_BATCH = 8  # the most answers that decode together, unless the settings give a number
 FURTHER = 1 / 8  # of a layer's start, for each further answer of a batch: 0.09 to 0.23 on an H200 (results/gpu)
@@ -49,7 +49,7 @@ class Model:
     @classmethod
     @cache
     def of(cls, spec: ModelSpec) -> Model:
-        """The shapes of a preset need no files."""
+        """The shapes of a preset need no files. spec: with a dtype, not "auto"."""
         import torch  # this and others not at the top: planning refuses arguments before it imports torch
         from transformers import AutoModelForCausalLM
 
@@ -59,10 +59,10 @@ class Model:
         config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        shape, size = LayerShape.of(config), int(_BYTES.get(spec.dtype, 2))
+        shape, size = LayerShape.of(config), int(_BYTES[spec.dtype])
         linear = shape.linear_flops // 2 * config.num_hidden_layers
         others = model.num_parameters() - linear
-        weights = int(others * size + linear * _BYTES.get(spec.quantise or spec.dtype, 2))
+        weights = int(others * size + linear * _BYTES[spec.quantise or spec.dtype])
         return cls(spec, config, weights, size, 2 * shape.kv_heads * shape.head_dim * size)
 
     def held(self, method: Method, n: int, later: int, generated: int) -> list[int]:

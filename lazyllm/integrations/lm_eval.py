@@ -39,8 +39,16 @@ from lazyllm.engine.generation import Forced, Request
 from lazyllm.engine.inputs import Prompt
 from lazyllm.integrations.transformers_generate import using
 from lazyllm.methods import about_the_method, code_of, make
-from lazyllm.models.load import as_device, check_fits, check_loading, load_config, load_tokenizer_of, load_weights
-from lazyllm.spec import DTYPES, ModelSpec
+from lazyllm.models.load import (
+    as_device,
+    check_fits,
+    check_loading,
+    load_config,
+    load_tokenizer_of,
+    load_weights,
+    with_dtype,
+)
+from lazyllm.spec import AUTO, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type
 _Request = tuple[Any, list[int], list[int]]  # key in lm-eval's cache, context, continuation
@@ -54,8 +62,8 @@ _OF_HF = frozenset(
 class PrunedLM(_HFLM):
     """A model whose contexts are prefilled by a method, for lm-eval.
 
-    pretrained, device, revision, tokenizer, attn_implementation: as in `lazyllm.load_model`. dtype: "auto" is the
-        checkpoint's. gguf_file: a GGUF file of the folder or repository, as in lm-eval's `hf`.
+    pretrained, dtype, device, revision, tokenizer, attn_implementation: as in `lazyllm.load_model`. gguf_file: a GGUF
+        file of the folder or repository, as in lm-eval's `hf`.
     batch_size: likelihoods that are computed together, each pruned by its own length; "auto" is 8. Answers come one
         after the other.
     max_batch_size: ignored; lm-eval passes it to every model.
@@ -74,7 +82,7 @@ class PrunedLM(_HFLM):
         pretrained: str,
         method: str = "lazy",
         *,
-        dtype: str = "auto",
+        dtype: str = AUTO,
         device: str = "auto",
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
@@ -84,14 +92,9 @@ class PrunedLM(_HFLM):
         gguf_file: str | None = None,
         **settings: Any,
     ) -> None:
-        spec = ModelSpec(
-            pretrained, "auto", "bfloat16", device, revision, tokenizer, attn_implementation, gguf=gguf_file
-        )
-        if dtype == "auto":  # the checkpoint's; float32 if its config has none, as in lm-eval's `hf`
-            own = str(getattr(load_config(spec), "dtype", None)).removeprefix("torch.")
-            dtype = own if own in DTYPES else "float32"
-        self._spec = replace(spec, dtype=dtype)
-        config = check_loading(self._spec)
+        spec = ModelSpec(pretrained, "auto", dtype, device, revision, tokenizer, attn_implementation, gguf=gguf_file)
+        config = check_loading(spec)
+        self._spec = with_dtype(spec)
         of_hf = {key: settings.pop(key) for key in _OF_HF & settings.keys()}
         self.method = make(method, settings)
         with about_the_method(f"method {method!r}"):

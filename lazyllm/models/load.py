@@ -21,9 +21,10 @@ from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError, reason_of
 from lazyllm.models import quantisation
 from lazyllm.models.checkpoint import CONFIGS, architecture_of, check_weights, checkpoint_folder, folder_of, read_json
+from lazyllm.models.dtype import choose_dtype
 from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
-from lazyllm.spec import QUANTISATIONS, DeviceMap, ModelSpec
+from lazyllm.spec import AUTO, QUANTISATIONS, DeviceMap, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ LEAST_SHARE = 0.9  # of a model's tokens that its own tokenizer has: models roun
 def load_model(
     name: str,
     load_format: str = "auto",
-    dtype: str = "bfloat16",
+    dtype: str = AUTO,
     device: str = "auto",
     *,
     revision: str | None = None,
@@ -82,6 +83,7 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
 def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
     """The model of `load_model`. plain: of any architecture, as only `model(...)` is called. Raises UserError."""
     config = check_loading(spec)
+    spec = with_dtype(spec)
     model = random_weights(config, spec) if spec.is_dummy else _checkpoint(spec, config)
     model.eval()
     model.sdpa_backend = spec.sdpa_backend  # pyright: ignore[reportArgumentType]  # read by `lazyllm.engine.sdpa`
@@ -93,6 +95,15 @@ def load_weights(spec: ModelSpec, plain: bool = False) -> PreTrainedModel:
             f"{spec.name}: {error} in {spec.dtype}: check that its weights are complete, or give another dtype"
         ) from error
     return model
+
+
+def with_dtype(spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the dtype that "auto" is on its device, which is logged. Raises UserError."""
+    if spec.dtype != AUTO:
+        return spec
+    dtype, reason = choose_dtype(spec, devices_in_use(spec)[0].type)
+    log.info("%s loads in %s: %s", spec.name, dtype, reason)
+    return replace(spec, dtype=dtype)
 
 
 def check_loading(spec: ModelSpec) -> PreTrainedConfig:
