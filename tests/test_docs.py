@@ -118,7 +118,7 @@ def test_memory_of_models_is_that_of_a_plan() -> None:
     for name, prompt_tokens, weights, mean, most in rows:
         cut = {"llama2": 3500, "xgen": 7500}.get(name, 84_221)
         for tokens, everything in ((int(prompt_tokens.replace(",", "")), mean), (cut, most)):
-            parts = Model.of(ModelSpec(name, "dummy")).memory(Baseline(), tokens, 512)
+            parts = Model.of(ModelSpec(name, "dummy", "bfloat16")).memory(Baseline(), tokens, 512)
             assert parts["weights"] / 1e9 == pytest.approx(float(weights), abs=0.05)
             assert sum(parts.values()) / 1e9 == pytest.approx(float(everything), rel=0.01)
 

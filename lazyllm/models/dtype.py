@@ -32,12 +32,12 @@ _KEY = "times as fast in bfloat16"
 
 def bfloat16_gain() -> float:
     """Return how many times as fast as in float32 a product is in bfloat16 on this CPU, measured once."""
-    return _gain_kept_in(_file())
+    return _gain_kept_in(gain_file())
 
 
 def kept_gain() -> float | None:
     """Return `bfloat16_gain` if it was measured before, without importing torch; else None."""
-    return _read(_file())
+    return _read(gain_file())
 
 
 def choose_dtype(spec: ModelSpec, device: str, gain: Callable[[], float] = bfloat16_gain) -> tuple[str, str]:
@@ -84,8 +84,8 @@ def _shape_of_preset(spec: ModelSpec) -> Mapping[str, Any] | None:
     return None if preset is None else preset.architecture
 
 
-def _file() -> Path:
-    """Return the file that keeps the measured number for this kind of processor and release of torch."""
+def gain_file() -> Path:
+    """Return the file, JSON, that keeps the measured number for this kind of processor and release of torch."""
     kind = [processor_name(), *sorted(_INSTRUCTIONS & processor_flags()), "torch", version_of("torch")]
     words = re.findall(r"\w+", " ".join(kind))
     return cache_folder() / "dtype" / f"{'-'.join(words)}.json"

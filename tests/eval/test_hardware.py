@@ -209,5 +209,6 @@ def test_table_of_runs_names_each_caution_of_all_runs_once(tmp_path: Path) -> No
 
 
 def test_doctor_names_the_kernel_on_a_cpu_and_waits_for_torch_on_a_gpu() -> None:
-    assert doctor.check_attention(None, True) == ("ok", "sdpa runs PyTorch's flash attention for CPUs")
-    assert doctor.check_attention([H100, "580", "81920 MiB"], False)[0] == "not needed"
+    spec = ModelSpec("tiny")
+    assert doctor.check_attention(None, True, spec) == ("ok", "sdpa runs PyTorch's flash attention for CPUs")
+    assert doctor.check_attention([H100, "580", "81920 MiB"], False, spec)[0] == "not needed"

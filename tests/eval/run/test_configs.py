@@ -467,7 +467,7 @@ def test_model_by_name_alone_has_the_settings_of_custom(arguments: list[str], na
     """Not those of the default model, `tiny`: no chat template, float32, one thread."""
     config = run_config(arguments)
     assert (config.model.name, config.model.chat) == (name, chat)
-    assert (config.model.dtype, config.threads) == (("float32", 1) if name == "tiny" else ("bfloat16", None))
+    assert (config.model.dtype, config.threads) == (("float32", 1) if name == "tiny" else ("auto", None))
 
 
 @pytest.mark.parametrize("name", ["llama2", "xgen", "smollm2", "qwen3-0.6b", "tiny"])

@@ -199,7 +199,7 @@ def test_sizes_follow_the_dtype_and_a_folders_config(tmp_path: Path) -> None:
     small = doctor.gigabytes_of(ModelSpec("tiny", dtype="bfloat16"))
     assert small == pytest.approx(Model.of(ModelSpec("tiny", dtype="bfloat16")).weights / 1e9, rel=1e-2)
     assert doctor.gigabytes_of(ModelSpec(PRESETS["tiny"].source, dtype="float32")) == 2 * small
-    assert doctor.gigabytes_of(ModelSpec(str(tmp_path))) == 0
+    assert doctor.gigabytes_of(ModelSpec(str(tmp_path), dtype="float32")) == 0
 
 
 def test_folder_of_the_hub_that_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +212,5 @@ def test_folder_of_the_hub_that_cannot_be_read_is_reported(tmp_path: Path, monke
 
 @pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.architecture is not None])
 def test_sizes_are_those_of_the_models(name: str) -> None:
-    assert doctor.gigabytes_of(ModelSpec(name)) == pytest.approx(
-        Model.of(ModelSpec(name, "dummy")).weights / 1e9, rel=1e-3
-    )
+    spec = ModelSpec(name, "dummy", "bfloat16")
+    assert doctor.gigabytes_of(spec) == pytest.approx(Model.of(spec).weights / 1e9, rel=1e-3)

@@ -171,7 +171,7 @@ def test_error_for_the_user_ends_a_run_of_batches(tmp_path: Path, monkeypatch: p
 
 
 def test_rows_are_as_many_as_fit_into_memory() -> None:
-    spec, methods = ModelSpec("llama2"), [Baseline(), Lazy()]
+    spec, methods = ModelSpec("llama2", dtype="bfloat16"), [Baseline(), Lazy()]
     model = Model.of(spec)
     weights, row = model.weights, sum(model.memory(Baseline(), 3500, 500).values()) - model.weights
     for gigabytes in (16, 24, 40, 80):
@@ -193,9 +193,9 @@ def test_memory_is_for_the_longest_answer_of_a_case(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_method_that_cannot_be_batched_is_refused_before_anything_runs() -> None:
-    assert fitting_batch(None, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9) == 1
+    assert fitting_batch(None, ModelSpec("llama2", dtype="bfloat16"), [Unbatchable()], 3500, 500, 80e9) == 1
     with pytest.raises(UserError, match=r"batch_size=1"):
-        fitting_batch(2, ModelSpec("llama2"), [Unbatchable()], 3500, 500, 80e9)
+        fitting_batch(2, ModelSpec("llama2", dtype="bfloat16"), [Unbatchable()], 3500, 500, 80e9)
 
 
 @pytest.mark.parametrize("experiment", ["table2", "figure7"])

@@ -29,7 +29,7 @@ from tests.lazyllm.methods.method_matrix import ROWS
 from tests.runs import measure, run_of
 
 TINY = ModelSpec("tiny", dtype="float32", device="cpu")
-LLAMA2 = ModelSpec("llama2", "dummy")
+LLAMA2 = ModelSpec("llama2", "dummy", "bfloat16")
 PRUNING = ["model=tiny", "method=static_pruning", "method.layer=2", "method.keep=0.3", "warmup=0"]
 PRUNING += ["batch_size=1"]  # as on a CPU
 # Llama 2, by hand: its weights; FLOPs of a token in a layer's linear maps, of a row of logits, of a query with a key
@@ -273,7 +273,7 @@ def test_without_a_gpu_times_are_this_machines(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_models_are_in_the_memory() -> None:
-    model, draft = Model.of(ModelSpec("llama3.1-8b", "dummy")), "llama3.2-1b"
+    model, draft = Model.of(ModelSpec("llama3.1-8b", "dummy", "bfloat16")), "llama3.2-1b"
     method = lazyllm.methods.make("specprefill", {"draft": draft})
     # its 1,235,814,400 weights, and K and V: 2 vectors of 8 heads of 64 in each of 16 layers for each prompt token
     assert model.memory(method, 1000, 1)["other models"] == 2 * 1_235_814_400 + 2 * 2 * 8 * 64 * 16 * 1000

@@ -1,6 +1,7 @@
 """lm-evaluation-harness: without pruning its own `hf`'s numbers, with pruning those of a slow, obvious oracle."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +30,10 @@ from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
 from lazyllm.integrations.lm_eval import PrunedLM
 from lazyllm.methods import Lazy
+from lazyllm.models.dtype import gain_file
+from lazyllm.models.load import load_weights
 from lazyllm.presets import PRESETS
+from lazyllm.spec import ModelSpec
 from tests.reference import lazy_reference
 
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -214,6 +218,21 @@ def test_settings_are_refused_before_the_weights_load(monkeypatch, settings: dic
     monkeypatch.setattr("lazyllm.models.load._checkpoint", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(UserError, match=message):
         PrunedLM(**({"pretrained": "tiny", "device": "cpu"} | settings))
+
+
+@pytest.mark.parametrize(("gain", "dtype"), [(8.0, torch.bfloat16), (0.2, torch.float32)])
+def test_dtype_of_a_checkpoint_on_a_cpu_is_the_faster_one(
+    gain: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gain: how many times as fast a product is in bfloat16, as an earlier measurement would have left it."""
+    monkeypatch.setenv("LAZYLLM_BENCH_CACHE", str(tmp_path / "cache"))
+    gain_file().parent.mkdir(parents=True)
+    gain_file().write_text(json.dumps({"times as fast in bfloat16": gain}))
+    folder = Path(shutil.copytree(PRESETS["tiny"].source, tmp_path / "half"))
+    load_weights(ModelSpec("tiny", dtype="bfloat16", device="cpu")).save_pretrained(folder)
+    model = PrunedLM(str(folder), "lazy", schedule=SCHEDULE, device="cpu")
+    assert model.get_model_info()["model_dtype"] == model.model.dtype == dtype
+    assert PrunedLM("tiny", "lazy", schedule=SCHEDULE, device="cpu").model.dtype == torch.float32
 
 
 def test_requests_in_a_batch_give_what_each_gives_alone(pruned: PrunedLM, monkeypatch: pytest.MonkeyPatch) -> None:
