@@ -128,41 +128,34 @@ def attention_kernel(events: Sequence[str]) -> str:
     return next((kernel for part, kernel in _KERNELS.items() if part in names), names or "not told by its operators")
 
 
-def reset_peak(*devices: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     """Reset the peak memory. Without effect on a CPU if the system is not Linux."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        elif device.type == "cpu" and _CLEAR.exists():
-            _CLEAR.write_text("5")  # resets VmHWM, see proc(5)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu" and _CLEAR.exists():
+        _CLEAR.write_text("5")  # resets VmHWM, see proc(5)
 
 
-def read_peak(*devices: torch.device) -> int | None:
-    """The sum of the devices' peak bytes since `reset_peak`: allocated on a GPU, resident on a CPU; None if unknown."""
-    total = 0
-    for device in devices:
-        if device.type == "cuda":
-            total += torch.cuda.max_memory_allocated(device)
-        elif device.type == "cpu" and _CLEAR.exists():
-            line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-            total += int(line.split()[1]) * 1024
-        else:
-            return None
-    return total
+def read_peak(device: torch.device) -> int | None:
+    """Read the device's peak bytes since `reset_peak`: allocated on a GPU, resident on a CPU; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "cpu" and _CLEAR.exists():
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return None
 
 
-def memory_of(*devices: torch.device) -> int | None:
-    """Bytes of memory of all these devices together; None unless all are CUDA's."""
-    if any(device.type != "cuda" for device in devices):
-        return None
-    return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of the device's memory; None unless it is CUDA's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def release_memory(*devices: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Return unused memory to the system, so that a later peak shows new use only."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # glibc has it, musl has not
         trim(0)
-    if any(device.type == "cuda" for device in devices):
+    if device.type == "cuda":
         torch.cuda.empty_cache()  # of all GPUs

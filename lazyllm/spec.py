@@ -1,9 +1,7 @@
 """Which model, and how it is loaded. Needs neither torch nor transformers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from lazyllm.errors import UserError, nearest
 from lazyllm.presets import PRESETS, fields_of, is_sizes
@@ -12,19 +10,14 @@ AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 SDPA_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
-# Name -> the package that quantises
-QUANTISATIONS = {"int8": "torchao", "bnb_int8": "bitsandbytes", "bnb_nf4": "bitsandbytes"}
 _CHOICES = {
     "load_format": ("auto", "dummy"),
     "dtype": (AUTO, *DTYPES),
     "attn_implementation": ATTENTION,
     "sdpa_backend": SDPA_BACKENDS,
-    "quantise": (*QUANTISATIONS, None),
 }
 
 GGUF = ".gguf"  # how the name of a GGUF file ends
-
-DeviceMap = Literal["auto"] | Mapping[str, int | str]
 
 
 @dataclass(frozen=True)
@@ -45,10 +38,6 @@ class ModelSpec:
     attn_implementation: "sdpa", "eager" or "flash_attention_2".
     sdpa_backend: the first choice of SDPA on a GPU: "flash", "cudnn" (in prefill only), "efficient" or "math"; "auto"
         takes cuDNN on Hopper and flash elsewhere. A backend that cannot run an input leaves it to the next one.
-    quantise: quantise the weights while they are read: "int8" by torchao, "bnb_int8" (LLM.int8) or "bnb_nf4" by
-        bitsandbytes. None reads the weights as they are stored, quantised already or not.
-    device_map: "auto" spreads the layers over all accelerators, then over the host's memory; a mapping
-        {module: accelerator's number, "cpu" or "disk"} places each module. Needs accelerate, and `device="auto"`.
     seed: seed of random weights.
     """
 
@@ -60,8 +49,6 @@ class ModelSpec:
     tokenizer: str | None = None
     attn_implementation: str = "sdpa"
     sdpa_backend: str = "auto"
-    quantise: str | None = None
-    device_map: DeviceMap | None = field(default=None, hash=False)
     seed: int = 0
     gguf: str | None = None
 
@@ -94,19 +81,6 @@ class ModelSpec:
                 f"sdpa_backend={self.sdpa_backend} chooses among the backends of attn_implementation=sdpa, but this is "
                 f"{self.attn_implementation}: leave one of them out"
             )
-        if self.is_dummy and (self.quantise is not None or self.device_map is not None):
-            raise UserError(
-                "load_format=dummy makes random weights in one dtype on one device: leave out quantise and device_map"
-            )
-        if self.quantise is not None and self.dtype == "float64":
-            raise UserError(f"quantise={self.quantise} with dtype=float64 is of no use: leave out one of them")
-        is_map = isinstance(self.device_map, Mapping) and len(self.device_map) > 0
-        if self.device_map not in (None, "auto") and not is_map:
-            raise UserError(
-                f"unknown device_map {self.device_map!r}: give 'auto', or a mapping from modules to devices"
-            )
-        if self.device_map is not None and self.device != "auto":
-            raise UserError(f"device_map places every layer: leave out device={self.device}")
 
 
 def source_of(name: str, gguf: str | None = None) -> str:

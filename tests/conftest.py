@@ -97,12 +97,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What needs an extra that `make setup` does not install is skipped without it, and says so."""
-    if item.get_closest_marker("quantised"):
-        pytest.importorskip("torchao", reason="needs the extra [quantised]")
-
-
 @pytest.fixture
 def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Empty caches, and a hub that does not answer."""

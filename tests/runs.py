@@ -18,7 +18,6 @@ from eval.run.memory import Memory
 from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig
 from eval.store.runs import StoredRun
-from lazyllm.engine.devices import devices_of
 
 registered = cache(register_schema)  # takes as long as half a run's settings; who registers another restores this one
 
@@ -61,7 +60,7 @@ def bench_of(
     model: Any, tokenizer: Any, arms: Any, baseline: str | None = "baseline", chat: Any = None, **settings: Any
 ) -> Visits:
     """Visits of arms made by hand. settings: `fidelity`, `batch_size` of the run."""
-    bench = Bench(model, Memory(devices_of(model)), settings.get("batch_size", 1), settings.get("fidelity") is not None)
+    bench = Bench(model, Memory(model.device), settings.get("batch_size", 1), settings.get("fidelity") is not None)
     return Visits(bench, tokenizer, chat or ChatFormat(), tuple(arms), baseline)
 
 

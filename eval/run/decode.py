@@ -195,8 +195,8 @@ class Bench:
 
     def _rehearse(self, case: Case, arm: Arm) -> None:
         """Run what is timed next once before, untimed, if its shapes may be new to a backend that builds plans."""
-        devices = self.memory.devices
-        if not any(builds_plans(model, devices) for model in (self.model, *HELPERS.loaded.values())):
+        device = self.memory.device
+        if not any(builds_plans(model, device) for model in (self.model, *HELPERS.loaded.values())):
             return
         method = arm.method(case.dataset.name)
         if case.prompt.turns and arm.turns == "recompute":  # how long later prefills are follows from the answers
@@ -216,7 +216,7 @@ class Bench:
         waiting = deque((case, arm) for case in cases for arm in case.arms)
         while waiting:
             lost = yield from self._in_a_batch(waiting)
-            free(*self.memory.devices)  # of the batch, which is gone
+            free(self.memory.device)  # of the batch, which is gone
             for case, arm in lost:
                 yield case, arm, self._alone(case, arm, packed=True)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,20 +21,21 @@ POLL_S = 0.5
 
 
 @contextmanager
-def held(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Hold these accelerators until the block ends; wait while another run of this user holds one.
+def held(device: torch.device) -> Iterator[None]:
+    """Hold this accelerator until the block ends; wait while another run of this user holds it.
 
-    A lock is a file in the cache folder, which containers and jobs may share. All runs take devices in the same order,
-    so no two wait for each other. The CPU is not held. A thread may hold a device twice.
+    A lock is a file in the cache folder, which containers and jobs may share. The CPU is not held. A thread may hold a
+    device twice.
     """
-    with ExitStack() as stack:
-        for device in sorted((device for device in devices if device.type != "cpu"), key=_device_id):
-            lock = FileLock(
-                cache_folder() / "locks" / f"{_device_id(device)}.lock", poll_interval=POLL_S, is_singleton=True
-            )
-            _acquire(lock, device)
-            stack.callback(lock.release)
+    if device.type == "cpu":
         yield
+        return
+    lock = FileLock(cache_folder() / "locks" / f"{_device_id(device)}.lock", poll_interval=POLL_S, is_singleton=True)
+    _acquire(lock, device)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _acquire(lock: FileLock, device: torch.device) -> None:

@@ -70,7 +70,7 @@ def check_gpu(gpu: list[str] | None, weights_gb: float) -> State:
         return OK, f"{gpu[0]}, it does not report its memory"
     has = int(gpu[2].split()[0]) * 2**20 / 1e9
     if has < weights_gb:
-        return MISSING, f"{gpu[0]}, {has:.0f} GB: less than {weights_gb:.0f}: try model.quantise=int8"
+        return MISSING, f"{gpu[0]}, {has:.0f} GB: less than {weights_gb:.0f}: give a smaller model"
     return OK, f"{gpu[0]}, {has:.0f} GB"
 
 

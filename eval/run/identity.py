@@ -28,9 +28,8 @@ from lazyllm.methods import about_the_method, by_name, code_of
 from lazyllm.models.checkpoint import gguf_of, title_of
 from lazyllm.models.gguf_file import quantisation_of
 from lazyllm.models.gguf_file import sha256_of as sha256_of_file
-from lazyllm.models.load import devices_in_use, load_config, load_end_ids
-from lazyllm.models.quantisation import quantised_by
-from lazyllm.spec import QUANTISATIONS, ModelSpec
+from lazyllm.models.load import load_config, load_end_ids, quantised_by
+from lazyllm.spec import ModelSpec
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score", "fuzzywuzzy")
 # The code that can change a number of any run
@@ -153,12 +152,9 @@ def _of_chat(asked: Asked) -> dict[str, Any]:
 def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
     """What identifies a run's model, with the dtype in which it loads, and its arms."""
     config, spec, model_config = subject.config, subject.loaded_spec, subject.model_config
-    model, devices = config.model, devices_in_use(spec)
-    depth = Depth.of(model_config)
-    packages = {**QUANTISATIONS, "torchao": "torchao", "bitsandbytes": "bitsandbytes"}
-    quantiser = packages.get(spec.quantise or quantised_by(model_config) or "")
-    file = gguf_of(spec)
-    readers = [*([quantiser] if quantiser else []), *(["gguf"] if file else [])]
+    model, depth, file = config.model, Depth.of(model_config), gguf_of(spec)
+    readers = [name for name in ("torchao", "bitsandbytes") if name == quantised_by(model_config)]
+    readers += ["gguf"] if file else []
     return {
         "model": title_of(spec),
         **({} if file is None else {"gguf": quantisation_of(file)}),
@@ -166,15 +162,13 @@ def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
         "dtype": spec.dtype,
         "attn_implementation": model.attn_implementation,
         "sdpa_backend": model.sdpa_backend,
-        "quantise": model.quantise,
-        "device_map": model.device_map,  # times depend on it, and results, as kernels of devices differ
         "revision": model.revision or getattr(model_config, "_commit_hash", None),
         "weights": f"random, seed {config.seed}" if spec.is_dummy else weights_sha256(spec),
         "end_ids": list(load_end_ids(spec)),
         "engine": code_sha256(ENGINE),
         "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
-        "device": " + ".join(map(device_name, devices)),
-        "threads": (config.threads or torch.get_num_threads()) if devices[0].type == "cpu" else None,
+        "device": subject.device,
+        "threads": (config.threads or torch.get_num_threads()) if subject.torch_device.type == "cpu" else None,
         "arms": {arm.label: _of_method(arm, depth) for arm in arms},
         **({"clock": "CPU time of the process"} if subject.counts_cpu_time else {}),
     }

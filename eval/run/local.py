@@ -88,7 +88,7 @@ class LocalModel:
         """The dtype in which it loads, and why."""
         from lazyllm.models.dtype import choose_dtype
 
-        return choose_dtype(self.spec, self.devices[0].type)
+        return choose_dtype(self.spec, self.torch_device.type)
 
     @property
     def loaded_spec(self) -> ModelSpec:
@@ -158,7 +158,7 @@ class LocalModel:
         from lazyllm.measuring import memory_of
 
         methods = [method for arm in arms for method in arm.methods.values()]
-        memory = memory_of(*self.devices)
+        memory = memory_of(self.torch_device)
         return fitting_batch(self.config.batch_size, self.loaded_spec, methods, prompt_tokens, new_tokens, memory)
 
     @property
@@ -166,26 +166,25 @@ class LocalModel:
         """Whether times are the process's CPU time: of prompts that only measure time, by one thread of a CPU."""
         import torch
 
-        is_cpu = {device.type for device in self.devices} == {"cpu"}
+        is_cpu = self.torch_device.type == "cpu"
         return is_cpu and self.own_tokenizer is not None and (self.config.threads or torch.get_num_threads()) == 1
 
     @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The devices that it may use."""
-        from lazyllm.models.load import devices_in_use
+    def torch_device(self) -> torch.device:
+        """The device that computes. Raises UserError if it is not here."""
+        from lazyllm.models.load import as_device
 
-        return devices_in_use(self.spec)
+        return as_device(self.spec.device)
 
     @property
     def device(self) -> str:
         """The name of what computes."""
-        return device_name(self.devices[0])
+        return device_name(self.torch_device)
 
     def load(self) -> PreTrainedModel:
         """The model, ready to answer. Raises as `lazyllm.load_model`."""
         from transformers.utils import logging as transformers_logging
 
-        from lazyllm.engine.devices import devices_of
         from lazyllm.models.load import load_weights, unapplied_settings
 
         log.info("loading %s in %s: %s", self.spec.name, *self._dtype)
@@ -194,14 +193,11 @@ class LocalModel:
             log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
-        model = load_weights(self.loaded_spec)
-        if self.spec.device_map is not None:
-            log.info("layers run on %s", ", ".join(map(str, devices_of(model))))
-        return model
+        return load_weights(self.loaded_spec)
 
     @contextmanager
     def loaded_once(self) -> Iterator[Load]:
-        """A function that loads the model when it is first called. From then on until the block ends, its devices are
+        """A function that loads the model when it is first called. From then on until the block ends, its device is
         held."""
         from eval.run.memory import held_and_released
 
@@ -209,7 +205,7 @@ class LocalModel:
 
             @cache
             def load() -> PreTrainedModel:
-                stack.enter_context(held_and_released(self.devices))
+                stack.enter_context(held_and_released(self.torch_device))
                 stack.callback(load.cache_clear)
                 return self.load()
 
@@ -227,11 +223,11 @@ class LocalModel:
         from eval.run.answers import Visits
         from eval.run.decode import Bench
         from eval.run.memory import Memory, held_and_released
-        from lazyllm.engine.devices import cpu_time, devices_of
+        from lazyllm.engine.devices import cpu_time
 
-        with held_and_released(self.devices), cpu_time(self.counts_cpu_time):
+        with held_and_released(self.torch_device), cpu_time(self.counts_cpu_time):
             model, keeps = (load or self.load)(), self.config.fidelity is not None
-            bench = Bench(model, Memory(devices_of(model)), batch_size, keeps)
+            bench = Bench(model, Memory(model.device), batch_size, keeps)
             yield Visits(bench, self.tokenizer, self.chat, arms, baseline)
 
 

@@ -1,4 +1,4 @@
-"""The memory of a model's devices while several arms answer: failures, other arms' models, kept prefills, peaks."""
+"""The memory of a model's device while several arms answer: failures, other arms' models, kept prefills, peaks."""
 
 import logging
 import traceback
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 @dataclass
 class Memory:
-    """The devices of a model. Besides the arm that answers, they hold other arms' models and kept prefills.
+    """The device of a model. Besides the arm that answers, it holds other arms' models and kept prefills.
 
     kept: prefills of answers in the visits so far, for forced answers after them.
     """
 
-    devices: tuple[torch.device, ...]
+    device: torch.device
     kept: list[Prefilled] = field(default_factory=list)
     _highest: int | None = None  # the peak before the last reset
 
@@ -43,28 +43,27 @@ class Memory:
             raise
         except Exception as error:
             failure = failure_of(case, error)
-        free(*self.devices)  # not in the handler, as the error's frames hold memory
+        free(self.device)  # not in the handler, as the error's frames hold memory
         return failure
 
     def begin_peak(self) -> None:
         """From now on, watch the peak of one arm."""
         self._highest = None
-        reset_peak(*self.devices)
+        reset_peak(self.device)
 
     def peak(self, method: Method) -> int | None:
         """Its peak in bytes so far, without other arms' models and kept prefills; None if the device tells none."""
-        peak = read_peak(*self.devices)
+        peak = read_peak(self.device)
         if peak is None:
             return None
-        others = sum(HELPERS.nbytes(method.models(), device) for device in self.devices)
-        now = peak - others - sum(prefilled.nbytes for prefilled in self.kept)
+        now = peak - HELPERS.nbytes(method.models(), self.device) - sum(prefilled.nbytes for prefilled in self.kept)
         return now if self._highest is None else max(now, self._highest)
 
     def keep(self, method: Method, prefilled: Prefilled) -> Prefilled:
         """A copy of a prompt that has run, in no peak. It is held until `forget`."""
         self._highest = self.peak(method)
         self.kept.append(prefilled.fork())
-        reset_peak(*self.devices)
+        reset_peak(self.device)
         return self.kept[-1]
 
     def forget(self, prefills: Collection[Prefilled | None]) -> None:
@@ -83,33 +82,33 @@ def failure_of(case: Case, error: Exception) -> Failure:
     """The error that is being handled, as a visit stores it."""
     advice = f" ({place_of(error)})"
     if is_out_of_memory(error):
-        tokens, more = len(case.prompt.token_ids), "give model.quantise=int8 or model.device_map=auto"
-        advice = f"; out of memory at {tokens} prompt tokens: lower model.max_prompt_tokens, or {more}"
+        tokens = len(case.prompt.token_ids)
+        advice = f"; out of memory at {tokens} prompt tokens: lower model.max_prompt_tokens, or give a smaller model"
     return Failure(reason=reason_of(error) + advice, traceback=traceback.format_exc())
 
 
-def free(*devices: torch.device) -> None:
-    """Free the memory that a failed example left. Raises UserError if a device has failed."""
+def free(device: torch.device) -> None:
+    """Free the memory that a failed example left. Raises UserError if the device has failed."""
     try:
-        release_memory(*devices)
-        read_clock(*devices)  # waits for them
+        release_memory(device)
+        read_clock(device)  # waits for it
     except RuntimeError as error:
-        names, why = ", ".join(map(str, devices)), " ".join(str(error).split())
+        why = " ".join(str(error).split())
         raise UserError(
-            f"{names} does not recover from the last failure ({why}). Finished examples are safe: give the same "
+            f"{device} does not recover from the last failure ({why}). Finished examples are safe: give the same "
             "command again"
         ) from error
 
 
 @contextmanager
-def held_and_released(devices: tuple[torch.device, ...]) -> Iterator[None]:
-    """Hold the devices until the block ends, and then free their memory, before another run gets them."""
-    with held(devices):
+def held_and_released(device: torch.device) -> Iterator[None]:
+    """Hold the device until the block ends, and then free its memory, before another run gets it."""
+    with held(device):
         try:
             yield
         finally:
             HELPERS.unload()
             try:
-                release_memory(*devices)
+                release_memory(device)
             except RuntimeError as error:  # only logged: the run's own error is raised
-                log.warning("%s: its memory could not be freed (%s)", ", ".join(map(str, devices)), error)
+                log.warning("%s: its memory could not be freed (%s)", device, error)

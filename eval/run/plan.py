@@ -92,7 +92,7 @@ def groups_of(asked: Asked) -> list[Group]:
     """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
     if is_estimated(asked):
         return estimated_groups(asked)
-    here = replace(asked.config.model, device="cpu", quantise=None, device_map=None)
+    here = replace(asked.config.model, device="cpu")
     cases = prompts_of(asked.changed(model=here))
     messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
     names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
@@ -170,10 +170,9 @@ def device_of(asked: Asked) -> Accelerator:
     import torch  # this and others not at the top: planning refuses arguments before it imports torch
 
     from lazyllm.measuring import this_machine
-    from lazyllm.models.load import devices_in_use
 
     try:
-        device = devices_in_use(asked.subject.spec)[0]
+        device = asked.subject.torch_device
     except UserError as error:
         raise UserError(f"{error}; or plan for another machine: --gpu {', '.join(ACCELERATORS)}") from error
     model = asked.subject
@@ -245,8 +244,7 @@ def as_text(planned: Sequence[Cost]) -> str:
     lines.append(f"{duration(total_s)} one after the other at {RATE:.0%} of {' and '.join(rates)}")
     if device.gigabytes and largest.peak > 0.95e9 * device.gigabytes:
         lines.append(
-            f"does not fit into {device.gigabytes:.0f} GB: try model.quantise=int8, a smaller "
-            "model.max_prompt_tokens, or model.device_map=auto"
+            f"does not fit into {device.gigabytes:.0f} GB: try a smaller model.max_prompt_tokens, or a smaller model"
         )
     return "\n".join(lines)
 

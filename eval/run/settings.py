@@ -30,12 +30,6 @@ class ModelConfig:
     sdpa_backend: str = setting(
         "auto", "of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's fastest"
     )
-    quantise: str | None = setting(
-        None, "`int8`, `bnb_int8`, `bnb_nf4` round linear weights while loading (extra `[quantised]`)"
-    )
-    device_map: Any = setting(
-        None, "`auto` spreads the layers over all GPUs, then the host's memory (extra `[devices]`); or {module: device}"
-    )
     max_prompt_tokens: int | None = setting(
         None, "longer prompts lose their middle, as in LongBench; `null`: LongBench's share of the model's positions"
     )

@@ -13,8 +13,7 @@ from lazyllm.errors import UserError
 from lazyllm.methods import Method, Select
 from lazyllm.spec import ModelSpec
 
-# Bytes of a number
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "bnb_int8": 1, "bnb_nf4": 0.5}
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number
 WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 LARGEST_BATCH = 8  # the most answers that decode together, unless the settings give a number
 FURTHER = 1 / 8  # of a layer's start, for each further answer of a batch: 0.09 to 0.23 on an H200 (results/gpu)
@@ -55,15 +54,11 @@ class Model:
 
         from lazyllm.models.load import shape_of
 
-        # the machine that plans may lack the run's devices
-        config = shape_of(replace(spec, device="cpu", device_map=None, quantise=None))
+        config = shape_of(spec)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        shape, size = LayerShape.of(config), int(_BYTES[spec.dtype])
-        linear = shape.linear_flops // 2 * config.num_hidden_layers
-        others = model.num_parameters() - linear
-        weights = int(others * size + linear * _BYTES[spec.quantise or spec.dtype])
-        return cls(spec, config, weights, size, 2 * shape.kv_heads * shape.head_dim * size)
+        shape, size = LayerShape.of(config), _BYTES[spec.dtype]
+        return cls(spec, config, model.num_parameters() * size, size, 2 * shape.kv_heads * shape.head_dim * size)
 
     def held(self, method: Method, n: int, later: int, generated: int) -> list[int]:
         """The tokens in each layer's K and V: of the prompt's n and of `later` of later prompts those that the method

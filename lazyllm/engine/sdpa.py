@@ -63,11 +63,10 @@ def _settle_order(gpu: torch.device) -> None:
         torch.ops.aten._fused_sdp_choice(some, some, some)  # chooses as attention does, and runs nothing
 
 
-def builds_plans(model: Any, devices: Sequence[torch.device]) -> bool:
+def builds_plans(model: Any, device: torch.device) -> bool:
     """Whether the model's prefill runs on cuDNN, so that a shape's first run takes longer than later ones."""
-    return model.config._attn_implementation == "sdpa" and any(
-        device.type == "cuda" and backend_of(model, device) == "cudnn" for device in devices
-    )
+    is_fast = model.config._attn_implementation == "sdpa" and device.type == "cuda"
+    return is_fast and backend_of(model, device) == "cudnn"
 
 
 def shares_heads(model: Any, query: Tensor) -> bool:

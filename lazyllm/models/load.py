@@ -2,11 +2,11 @@
 
 import logging
 import pickle
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -16,15 +16,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils.import_utils import is_accelerate_available
 
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.errors import UserError, reason_of
-from lazyllm.models import quantisation
 from lazyllm.models.checkpoint import CONFIGS, architecture_of, check_weights, checkpoint_folder, folder_of, read_json
 from lazyllm.models.dtype import choose_dtype
-from lazyllm.models.quantisation import quantised_by
 from lazyllm.models.tokenizers import load_tokenizer, tokenizer_of
-from lazyllm.spec import AUTO, QUANTISATIONS, DeviceMap, ModelSpec
+from lazyllm.spec import AUTO, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,6 @@ def load_model(
     tokenizer: str | None = None,
     attn_implementation: str = "sdpa",
     sdpa_backend: str = "auto",
-    quantise: str | None = None,
-    device_map: DeviceMap | None = None,
     seed: int = 0,
     gguf: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -101,7 +99,7 @@ def with_dtype(spec: ModelSpec) -> ModelSpec:
     """Return the spec with the dtype that "auto" is on its device, which is logged. Raises UserError."""
     if spec.dtype != AUTO:
         return spec
-    dtype, reason = choose_dtype(spec, devices_in_use(spec)[0].type)
+    dtype, reason = choose_dtype(spec, as_device(spec.device).type)
     log.info("%s loads in %s: %s", spec.name, dtype, reason)
     return replace(spec, dtype=dtype)
 
@@ -109,44 +107,36 @@ def with_dtype(spec: ModelSpec) -> ModelSpec:
 def check_loading(spec: ModelSpec) -> PreTrainedConfig:
     """The model's config, after all checks of `load_weights` that need no weights. Raises UserError."""
     spec.check()
-    devices_in_use(spec)
-    if spec.device_map is not None:
-        quantisation.require_package("accelerate", "device_map")
-    if spec.quantise is not None:
-        for package in (QUANTISATIONS[spec.quantise], "accelerate"):
-            quantisation.require_package(package, f"quantise={spec.quantise}")
+    as_device(spec.device)
     config = load_config(spec)
     kind = quantised_by(config)
     if kind is not None and spec.is_dummy:
         raise UserError(f"{spec.name} is quantised ({kind}), but random weights are not: give another model")
-    if kind is not None and spec.quantise is not None:
-        raise UserError(f"{spec.source} is already quantised ({kind}): leave out quantise={spec.quantise}")
-    if not spec.is_dummy:
-        quantisation.check_quantised(spec.source, config, spec.device_map)
-        if spec.is_local:
-            check_weights(spec)
+    if kind is not None:
+        _check_quantised(spec.source, config, kind)
+    if not spec.is_dummy and spec.is_local:
+        check_weights(spec)
     return config
 
 
-def devices_in_use(spec: ModelSpec) -> tuple[torch.device, ...]:
-    """The devices that a model may use, before it loads; all accelerators for `device_map="auto"`. Raises UserError."""
-    if spec.device_map is None:
-        return (as_device(spec.device),)
-    first = as_device("auto")
-    count = 0 if first.type == "cpu" else torch.accelerator.device_count()
-    accelerators = [torch.device(first.type, number) for number in range(count)]
-    if isinstance(spec.device_map, str):
-        return tuple(accelerators) or (first,)
-    names = dict.fromkeys(place for place in spec.device_map.values() if place not in ("cpu", "disk"))
-    named = {str(name): device for device in accelerators for name in (device.index, device)}
-    for name in names:
-        if str(name) not in named:
-            raise UserError(
-                f"device_map names {name!r}, but torch sees {', '.join(map(str, accelerators)) or 'no accelerator'}: "
-                "give an accelerator's number, 'cpu' or 'disk'"
-            )
-    # layers whose weights are on the host or on disk run on the map's first accelerator, or on the CPU
-    return tuple(named[str(name)] for name in names) or (torch.device("cpu"),)
+def quantised_by(config: Any) -> str | None:
+    """Name the quantisation method in a checkpoint's config; None if it is not quantised."""
+    settings = getattr(config, "quantization_config", None)
+    return None if settings is None else str(settings.get("quant_method", "unknown"))
+
+
+def _check_quantised(source: str, config: Any, kind: str) -> None:
+    """Refuse a quantised checkpoint that transformers cannot read, or would read as unquantised. Raises UserError."""
+    if not is_accelerate_available():
+        raise UserError(
+            f"{source}, which is quantised ({kind}), needs the package accelerate, which is not installed, or too old "
+            f"for transformers {transformers.__version__}: pip install accelerate"
+        )
+    try:
+        quantizer = AutoHfQuantizer.from_config(config.quantization_config, pre_quantized=True)
+        quantizer.validate_environment(device_map=None, weights_only=True)
+    except (ImportError, ValueError, RuntimeError, TypeError, AssertionError) as error:
+        raise UserError(f"{source} is quantised by {kind!r} and cannot be read here: {error}") from error
 
 
 def load_config(spec: ModelSpec) -> PreTrainedConfig:
@@ -220,11 +210,8 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
     """The checkpoint's model; all of its weights are read from the checkpoint. Raises UserError."""
     source, dtype, device = spec.source, getattr(torch, spec.dtype), as_device(spec.device)
     folder = checkpoint_folder(spec)
-    placement: Any = dict(spec.device_map) if isinstance(spec.device_map, Mapping) else spec.device_map
-    if placement is None and (spec.quantise is not None or quantised_by(config) is not None):
-        placement = {"": device}  # quantised weights are packed for a device, so they are made on it
-    # left out if there is none, as None would override the quantisation in the checkpoint's config
-    own = {} if spec.quantise is None else {"quantization_config": quantisation.config_of(spec.quantise, dtype)}
+    # quantised weights are packed for a device, so they are made on it
+    placement = None if quantised_by(config) is None else {"": device}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -235,7 +222,6 @@ def _checkpoint(spec: ModelSpec, config: PreTrainedConfig) -> PreTrainedModel:
             dtype=dtype,
             attn_implementation=spec.attn_implementation,
             device_map=placement,
-            **own,
         )
     except torch.OutOfMemoryError:
         raise

@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from copy import deepcopy
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,6 @@ from eval.run.config import (
 from eval.run.job import jobs_of
 from eval.run.run import prepare
 from eval.run.settings import ModelConfig, RunConfig, documented
-from eval.store.folder import fingerprint
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Baseline, Lazy, RandomDrop, StaticPruning, settings_of
@@ -218,7 +216,6 @@ def test_published_experiments_have_their_arms() -> None:
         (["warmup=many"], "warmup=many: Value 'many' of type 'str' could not be converted to Integer"),
         (["method.name=nosuch"], "unknown method 'nosuch': the nearest names are "),
         (["model.load_format=fast"], "unknown load_format 'fast': give one of auto, dummy"),
-        (["model.quantise=int9"], "int9"),
         (["model=custom", "model.name=nosuch"], "no preset: the nearest names are"),
         (["model=custom"], "model.name=FOLDER_OR_HUB_ID"),
         (["model=org/x"], "model=org/x: expected a preset's name, or model.name=org/x"),
@@ -441,17 +438,6 @@ def test_too_long_prompt_is_refused_with_number_to_set(tmp_path: Path, later: in
     else:
         with pytest.raises(UserError, match="turns=2: the rows of qasper hold one question each"):
             _ = prepare(run_of(*arguments, "turns=2")).cases
-
-
-@pytest.mark.quantised
-def test_identity_holds_quantisation_and_devices() -> None:
-    identities = {
-        setting: prepare(run_of("model=tiny", "dataset=lookup", "limit=1", *setting)).identity
-        for setting in ((), ("model.quantise=int8",), ("model.device_map=auto",), ("+model.device_map.lm_head=cpu",))
-    }
-    assert len({fingerprint(identity) for identity in identities.values()}) == len(identities)
-    assert "torchao" not in identities[()]["versions"]
-    assert identities["model.quantise=int8",]["versions"]["torchao"] == version("torchao")
 
 
 @pytest.mark.parametrize(

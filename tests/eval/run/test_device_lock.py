@@ -21,7 +21,7 @@ HOLD = """
 import logging, sys, torch
 from eval.run.device_lock import held
 logging.basicConfig(level=logging.INFO)
-with held([torch.device("mps")]):
+with held(torch.device("mps")):
     print("has it", flush=True)
     sys.stdin.read()
 """
@@ -38,7 +38,7 @@ def test_run_waits_for_the_device_until_the_holder_is_killed(monkeypatch, caplog
     order = []
 
     def run() -> None:
-        with held([DEVICE]):
+        with held(DEVICE):
             order.append("held")
 
     with subprocess.Popen(
@@ -62,35 +62,25 @@ def test_run_waits_for_the_device_until_the_holder_is_killed(monkeypatch, caplog
 def test_device_held_twice_is_free_when_both_have_ended(tmp_path: Path) -> None:
     """As in a comparison, which holds the lock for its model and again for each run."""
     file = tmp_path / "locks" / "mps-0.lock"
-    with held([DEVICE]):
-        with held([DEVICE]):
+    with held(DEVICE):
+        with held(DEVICE):
             pass
         with pytest.raises(Timeout):
             FileLock(file).acquire(timeout=0)
     FileLock(file).acquire(timeout=0).lock.release()
 
 
-def test_devices_are_taken_in_one_order(tmp_path: Path, monkeypatch) -> None:
-    """Otherwise two runs that name the same two devices in different order would wait for each other forever."""
-    uuids = {0: "bbb", 1: "aaa"}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
-    taken: list[str] = []
-    acquire = device_lock._acquire
-    monkeypatch.setattr(
-        device_lock, "_acquire", lambda lock, device: (taken.append(Path(lock.lock_file).stem), acquire(lock, device))
-    )
-    devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 1)]
-    for given in (devices, devices[::-1]):
-        with held(given), held([torch.device("cpu")]):
-            for uuid in uuids.values():
-                with pytest.raises(Timeout):
-                    FileLock(tmp_path / "locks" / f"{uuid}.lock").acquire(timeout=0)
-    assert taken == ["aaa", "bbb", "aaa", "bbb"]
+def test_a_gpu_is_locked_by_its_uuid_and_a_cpu_is_not(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu {device.index}"))
+    with held(torch.device("cuda", 1)), held(torch.device("cpu")):
+        with pytest.raises(Timeout):
+            FileLock(tmp_path / "locks" / "gpu 1.lock").acquire(timeout=0)
+        assert [file.name for file in (tmp_path / "locks").iterdir()] == ["gpu 1.lock"]
 
 
 def test_file_system_without_locks_is_a_warning(monkeypatch, caplog) -> None:
     no_locks = Mock(side_effect=OSError(37, "No locks available"))
     monkeypatch.setattr("eval.run.device_lock.FileLock.acquire", no_locks)
-    with held([DEVICE]):
+    with held(DEVICE):
         pass
     assert "cannot be locked" in caplog.text

@@ -77,7 +77,7 @@ def test_disk_must_hold_what_is_missing(examined, monkeypatch: pytest.MonkeyPatc
     [
         (f"echo '{A100}'", "torch", "for the CPU, but there is .* A100.*pip install .* torch --index-url .*/cu126"),
         (f"echo '{K80}'", "torch", "update the driver"),
-        (f"echo '{K80}'", "GPU", "12 GB: less than 13: try model.quantise=int8"),
+        (f"echo '{K80}'", "GPU", "12 GB: less than 13: give a smaller model"),
         ("echo 'no answer'", "torch", "could not be examined"),
         ("exit 6", "GPU", "nvidia-smi fails or hangs: run it, and mend the driver"),
     ],

@@ -144,7 +144,7 @@ def test_other_models_and_kept_prefills_count_in_no_others_peak(monkeypatch: pyt
     drafted = PromptCompression(0.5, scorer="tiny")
     monkeypatch.setattr("lazyllm.methods.support.other_models.HELPERS.loaded", {(ModelSpec("tiny"), True): Draft()})
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 10_000)
-    here = Memory((GPU,))
+    here = Memory(GPU)
     assert (here.peak(METHOD), here.peak(drafted)) == (10_000 - 4000, 10_000)
     kept: Any = SimpleNamespace(nbytes=500)
     here.kept = [kept]

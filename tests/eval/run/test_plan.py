@@ -64,8 +64,6 @@ def test_llama_2_by_hand() -> None:
     steps = 32 * (2 * LINEAR + (n + 1 + n + 2) * PAIR) + 2 * LOGITS
     read = 2 * model.weights + 32 * (n + 1 + n + 2) * KV_BYTES
     assert model.conversation(Baseline(), [n], 3) == [Work(prefill, model.weights, 32), Work(steps, read, 2 * 32)]
-    quantised = Model.of(replace(LLAMA2, load_format="auto", quantise="int8"))
-    assert quantised.weights == pytest.approx(model.weights / 2, rel=0.05)
     eager = Model.of(replace(LLAMA2, attn_implementation="eager")).memory(Baseline(), n, 1)
     assert eager["working"] == 2 * 32 * n * n * 2 > model.memory(Baseline(), n, 1)["working"]
     assert seconds_on(ACCELERATORS["l4"], Work(steps, read, 64)) == pytest.approx(read / 0.3e12 / RATE)

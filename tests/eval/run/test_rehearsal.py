@@ -79,7 +79,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     for module in (decoder, session):
         monkeypatch.setattr(module, "backends", chosen)
     monkeypatch.setattr(Bench, "_rehearse", rehearsing)
-    monkeypatch.setattr(decode, "builds_plans", lambda model, devices: True)
+    monkeypatch.setattr(decode, "builds_plans", lambda model, device: True)
     monkeypatch.setattr(other_models.HELPERS, "loaded", {})
     return found
 

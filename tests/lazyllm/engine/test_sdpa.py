@@ -53,7 +53,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_auto_is_cudnn_on_hopper_only(card: Any, capability: Any, cudnn: Any, expected: str) -> None:
     card(capability, cudnn)
     assert backend_of(model_with("auto"), GPU) == expected
-    assert builds_plans(model_with("auto"), [GPU]) == (expected == "cudnn")
+    assert builds_plans(model_with("auto"), GPU) == (expected == "cudnn")
     assert backend_of(model_with("efficient"), GPU) == "efficient"  # as asked, whatever the card
 
 
@@ -80,8 +80,8 @@ def test_without_a_gpu_nothing_changes() -> None:
     before = order_of_backends()
     with backends(model_with("math"), [CPU], decodes=False):
         assert order_of_backends() == before
-    assert not builds_plans(model_with("cudnn"), [CPU])
-    assert not builds_plans(model_with("cudnn", "eager"), [GPU])
+    assert not builds_plans(model_with("cudnn"), CPU)
+    assert not builds_plans(model_with("cudnn", "eager"), GPU)
 
 
 @pytest.mark.parametrize(

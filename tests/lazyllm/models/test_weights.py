@@ -1,16 +1,17 @@
-"""Quantised weights and layers on several devices: every method's result equals that of plain weights on one device."""
+"""Quantised checkpoints, and models that transformers spread: every method's result is that of one device."""
 
 import copy
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
 from lazyllm import measuring
@@ -19,11 +20,11 @@ from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.devices import devices_of, main_device, read_clock
 from lazyllm.errors import UserError
 from lazyllm.methods import GemFilter, Lazy, Method, SpecPrefill
-from lazyllm.models import load, quantisation
-from lazyllm.models.load import devices_in_use, load_weights
+from lazyllm.models import load
+from lazyllm.models.load import load_weights
 from lazyllm.spec import ModelSpec
 from tests.helpers import prompt_tensor, slow
-from tests.lazyllm.methods.method_matrix import KEEPING, PRUNING
+from tests.lazyllm.methods.method_matrix import PRUNING
 from tests.lazyllm.models.pretend_devices import CPU, Placed, placed, pretending
 from tests.reference import random_model
 
@@ -62,62 +63,6 @@ def check_batched(model: PreTrainedModel, method: Method, expected: lazyllm.Gene
             assert found.computed.tolist() == expected.computed.tolist()
 
 
-@pytest.mark.quantised
-@KINDS
-def test_int8_weights_in_every_method(saved: str, dtype: str, attention: str) -> None:
-    model = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention, quantise="int8"))
-    prompt = prompt_tensor(30)
-    # the model's own generation is the oracle if everything is kept
-    theirs = model.generate(prompt[None], max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0)
-    for name, method in KEEPING.items():
-        out = lazyllm.generate(model, prompt, method, STEPS, ())
-        assert out.token_ids == theirs[0, len(prompt) :].tolist(), name
-    for name, method in PRUNING.items():
-        out = lazyllm.generate(model, prompt, method, STEPS, ())
-        check_batched(model, method, out)
-        assert out.first_logits.isfinite().all(), name
-        assert out.first_logits.dtype == model.dtype == getattr(torch, dtype)
-        assert out.computed.shape == (STEPS, 4)
-
-
-@pytest.mark.quantised
-def test_int8_weights_are_rounded_to_the_nearest_of_255(saved: str) -> None:
-    plain = load_weights(ModelSpec(saved, dtype="float32", device="cpu"))
-    model = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
-    rounded = 0
-    for name, weight in plain.named_parameters():
-        found = model.get_parameter(name)
-        if not re.search(r"_proj\.weight$", name):
-            assert torch.equal(found, weight), name  # norms, embedding and head are as they were
-            continue
-        rounded += 1
-        assert found.qdata.dtype == torch.int8
-        step = weight.detach().abs().amax(dim=1, keepdim=True) / 127  # a row's largest is the last step
-        assert ((found.dequantize() - weight).abs() <= step * 0.51).all(), name
-    assert rounded == 4 * 7
-    assert (model.dtype, model.device.type) == (torch.float32, "cpu")
-
-
-@pytest.mark.quantised
-def test_quantised_checkpoint_loads_as_it_is(saved: str, tmp_path: Path) -> None:
-    once = load_weights(ModelSpec(saved, dtype="float32", device="cpu", quantise="int8"))
-    once.save_pretrained(tmp_path / "int8")
-    again = load_weights(ModelSpec(str(tmp_path / "int8"), dtype="float32", device="cpu"))
-    weights = [model.model.layers[1].mlp.up_proj.weight for model in (once, again)]
-    assert torch.equal(weights[0].qdata, weights[1].qdata)
-    assert torch.equal(weights[0].scale, weights[1].scale)
-    one, two = (
-        lazyllm.generate(model, prompt_tensor(30), Lazy({1: 0.6, 3: 0.5}), STEPS, ()) for model in (once, again)
-    )
-    assert (one.token_ids, one.selected) == (two.token_ids, two.selected)
-    # not bit for bit: the memory alignment of a file's bytes determines the CPU's order of summation
-    torch.testing.assert_close(one.first_logits, two.first_logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(UserError, match="leave out quantise=int8"):
-        load_weights(ModelSpec(str(tmp_path / "int8"), device="cpu", quantise="int8"))
-    with pytest.raises(UserError, match="random weights"):
-        load_weights(ModelSpec(str(tmp_path / "int8"), "dummy", device="cpu"))
-
-
 def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(saved: str, tmp_path: Path, monkeypatch):
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     for method, message in (("bitsandbytes", "bitsandbytes"), ("gptq", "cannot be read here"), ("mine", "'mine'")):
@@ -130,24 +75,30 @@ def test_checkpoint_quantised_by_a_missing_package_is_refused_before_it_loads(sa
             load_weights(ModelSpec(str(folder), device="cpu"))
 
 
-@pytest.mark.parametrize("quantise", ["bnb_int8", "bnb_nf4"])
-def test_bitsandbytes_gets_its_config_and_the_device(saved: str, monkeypatch, quantise: str) -> None:
-    told = {}
+def test_quantised_checkpoint_is_made_on_its_device_by_its_own_config(saved: str, tmp_path: Path, monkeypatch) -> None:
+    """Nothing that can be installed everywhere quantises, so that what transformers would do is only noted."""
+    told: dict[str, Any] = {}
 
     def from_pretrained(source: str, **how: object) -> tuple[PreTrainedModel, dict]:
         told.update(how, source=source)
         info = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys"), ())
         return random_model("llama", 2, num_layers=4), info
 
-    monkeypatch.setattr(quantisation, "is_bitsandbytes_available", lambda: True)
+    folder = shutil.copytree(saved, tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    own = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": own}))
+    monkeypatch.setattr(load.AutoHfQuantizer, "from_config", lambda *_, **__: Mock())
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    load_weights(ModelSpec(saved, dtype="bfloat16", device="cpu", quantise=quantise))
-    config = told["quantization_config"]
-    assert (config.load_in_8bit, config.load_in_4bit) == (quantise == "bnb_int8", quantise == "bnb_nf4")
-    if quantise == "bnb_nf4":
-        assert (config.bnb_4bit_quant_type, config.bnb_4bit_compute_dtype) == ("nf4", torch.bfloat16)
+    load_weights(ModelSpec(str(folder), dtype="bfloat16", device="cpu"))
     assert (told["device_map"], told["dtype"]) == ({"": torch.device("cpu")}, torch.bfloat16)
     assert told["weights_only"] is True
+    assert "quantization_config" not in told  # as None it would override the checkpoint's
+    with pytest.raises(UserError, match="random weights"):
+        load_weights(ModelSpec(str(folder), "dummy", device="cpu"))
+    monkeypatch.setattr(load, "is_accelerate_available", lambda: False)
+    with pytest.raises(UserError, match=r"needs the package accelerate.*pip install accelerate"):
+        load_weights(ModelSpec(str(folder), device="cpu"))
 
 
 PARTS = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)), "model.norm", "lm_head"]
@@ -157,7 +108,8 @@ PARTS = ["model.embed_tokens", *(f"model.layers.{layer}" for layer in range(4)),
 def test_weights_on_disk_change_nothing(saved: str, dtype: str, attention: str) -> None:
     place = {part: "cpu" if part == "model.layers.2" else "disk" for part in PARTS} | {"model.rotary_emb": "cpu"}
     plain = load_weights(ModelSpec(saved, dtype=dtype, device="cpu", attn_implementation=attention))
-    model = load_weights(ModelSpec(saved, dtype=dtype, attn_implementation=attention, device_map=place))
+    how: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention, "device_map": place}
+    model = AutoModelForCausalLM.from_pretrained(saved, **how).eval()
     assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"  # it is read when it is its turn
     assert devices_of(model) == (main_device(model),) == (torch.device("cpu"),)
     for method in PRUNING.values():
@@ -165,19 +117,6 @@ def test_weights_on_disk_change_nothing(saved: str, dtype: str, attention: str) 
         same(lazyllm.generate(model, prompt_tensor(30), method, 3, ()), expected)
         if isinstance(method, Lazy):
             check_batched(model, method, expected)
-
-
-def test_auto_is_the_cpu_on_a_machine_without_accelerators(saved: str) -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("this machine has what the test expects to be absent")
-    model = load_weights(ModelSpec(saved, dtype="float32", device_map="auto"))
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-    assert (
-        devices_in_use(ModelSpec("tiny", device_map="auto"))
-        == devices_in_use(ModelSpec("tiny", device="cpu"))
-        == (torch.device("cpu"),)
-    )
-    assert devices_in_use(ModelSpec("tiny", device_map={"model": "disk", "lm_head": "cpu"})) == (torch.device("cpu"),)
 
 
 FIRST, SECOND, THIRD = (torch.device("cuda", number) for number in range(3))
@@ -278,24 +217,22 @@ def test_pretended_devices_tell_when_something_is_not_moved(monkeypatch, synchro
         lazyllm.generate(model, prompt_tensor(30), Lazy({1: 0.6, 3: 0.5}), STEPS, ())
 
 
-def test_peaks_of_several_devices_add_up_and_the_clock_waits_for_each(monkeypatch, synchronised) -> None:
-    reset: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * (device.index + 1))
-    measuring.reset_peak(FIRST, SECOND)
-    assert reset == [FIRST, SECOND]
-    assert measuring.read_peak(FIRST, SECOND) == 300
-    assert measuring.read_peak(FIRST, torch.device("mps")) is None
+def test_the_clock_waits_for_each_device(synchronised: list[torch.device]) -> None:
     read_clock(FIRST, torch.device("cpu"), SECOND)
     assert synchronised == [FIRST, SECOND]
 
 
-def test_devices_in_use_are_those_of_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_is_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100 * (device.index + 1))
+    measuring.reset_peak(SECOND)
+    assert reset == [SECOND]
+    assert measuring.read_peak(SECOND) == 200
+    assert measuring.read_peak(torch.device("mps")) is None
+
+
+def test_auto_is_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
-    assert devices_in_use(ModelSpec("tiny", device="auto")) == (torch.device("cuda"),)
-    assert devices_in_use(ModelSpec("tiny", device_map="auto")) == (FIRST, SECOND, THIRD)
-    assert devices_in_use(ModelSpec("tiny", device_map={"a": 2, "b": "cuda:0", "c": "disk", "d": 2})) == (THIRD, FIRST)
-    with pytest.raises(UserError, match="names 3, but torch sees cuda:0, cuda:1, cuda:2"):
-        devices_in_use(ModelSpec("tiny", device_map={"a": 3}))
+    assert load.as_device("auto") == torch.device("cuda")
