@@ -332,7 +332,7 @@ def test_folder_s_own_tokenizer_must_fit_the_model(tiny_copy: Path, monkeypatch:
 
 def test_another_tokenizer_with_another_end_is_named(tiny_copy: Path, caplog: pytest.LogCaptureFixture) -> None:
     lazyllm.load_model("tiny", tokenizer=str(tiny_copy))
-    assert not caplog.text
+    assert not any(record.levelname == "WARNING" for record in caplog.records)
     file = tiny_copy / "tokenizer_config.json"
     about = json.loads(file.read_text())
     file.write_text(json.dumps(about | {"eos_token": about["pad_token"]}))
