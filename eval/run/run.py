@@ -66,8 +66,7 @@ def prepare(asked: Asked) -> Run:
     arms = subject.arms(asked.datasets, asked.suite.length(asked.data), limit)
     new_tokens = max(limit_of_answers(asked, data.dataset, data.max_new_tokens) for data in rows)
     batch_size = subject.batch_size(arms, limit, new_tokens)
-    identity = identity_of(asked, arms, rows, limit, batch_size)
-    model = replace(config.model, dtype=identity.get("dtype", config.model.dtype))  # what `auto` was
+    model = replace(config.model, dtype=subject.loaded_spec.dtype)  # what `auto` is here
     about = {
         "config": asdict(replace(config, model=model)),
         "provenance": provenance_of(subject.device),
@@ -79,6 +78,6 @@ def prepare(asked: Asked) -> Run:
         batch_size=batch_size,
         cases=tuple(make_cases(asked, arms, rows, limit)),
         skipped=tuple(row for data in rows for row in data.skipped),
-        identity=identity,
+        identity=identity_of(asked, arms, rows, limit, batch_size),
         about=about,
     )
