@@ -76,7 +76,8 @@ def made(value: Any) -> Any:
 
 def publish(results: Results, content: Content, report: Block) -> str:
     """Save the images as a W&B run, then the report; returns its address. Raises UserError if W&B refuses it."""
-    import wandb  # not at the top: slow to import
+    import matplotlib.pyplot  # noqa: F401 - wandb.Image needs it for a figure, and does not import it
+    import wandb  # not at the top, both: slow to import
 
     report_made = made(report)
     place = {"project": report["project"], "entity": report["entity"], "config": {"report": report_id(results)}}

@@ -60,7 +60,7 @@ def test_finished_visits_are_safe_and_the_same_command_goes_on(tmp_path: Path, o
     assert "Traceback" not in stderr
     finished = read_visits(folder)
     assert [sorted(visit.answers) for visit in finished] == [["baseline", "lazy"]] * 2
-    ((_, end),) = read_jobs(folder).values()
+    _, end = read_jobs(folder)
     assert end["error"].startswith("KeyboardInterrupt")
     assert main(arguments) == 0
     assert read_visits(folder)[:2] == finished
