@@ -137,6 +137,8 @@ class Method(ABC):
     def warn_of_windows(self, config: Any) -> None:
         """Log once, for this method and the model of this config, if `scoring_layers` have sliding windows."""
         depth = Depth.of(config)
+        if not depth.windows:  # every generation asks, and declaring the groups of a long prompt takes a while
+            return
         blind = [layer for layer in self.scoring_layers(depth) if depth.window(layer) is not None]
         if not blind:
             return
