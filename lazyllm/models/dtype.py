@@ -35,11 +35,6 @@ def bfloat16_gain() -> float:
     return _gain_kept_in(gain_file())
 
 
-def kept_gain() -> float | None:
-    """Return `bfloat16_gain` if it was measured before, without importing torch; else None."""
-    return _read(gain_file())
-
-
 def choose_dtype(spec: ModelSpec, device: str, gain: Callable[[], float] = bfloat16_gain) -> tuple[str, str]:
     """Return the dtype in which a model loads, and why.
 

@@ -13,7 +13,7 @@ import torch
 
 import lazyllm
 from lazyllm.errors import UserError
-from lazyllm.models.dtype import bfloat16_gain, choose_dtype, gain_file, kept_gain
+from lazyllm.models.dtype import bfloat16_gain, choose_dtype, gain_file
 from lazyllm.models.load import load_weights
 from lazyllm.presets import PRESETS
 from lazyllm.spec import ModelSpec
@@ -32,6 +32,14 @@ def keep_gain(gain: float) -> None:
     """Leave the file that an earlier measurement on this machine would have left."""
     gain_file().parent.mkdir(parents=True, exist_ok=True)
     gain_file().write_text(json.dumps({"times as fast in bfloat16": gain}))
+
+
+def kept_gain() -> float | None:
+    """The number in the file of an earlier measurement; None without one."""
+    try:
+        return json.loads(gain_file().read_text())["times as fast in bfloat16"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def unasked() -> float:
