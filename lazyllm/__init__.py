@@ -19,7 +19,7 @@ from lazyllm.methods.support.schedule import Schedule
 
 if TYPE_CHECKING:
     from lazyllm.engine.batch import generate_many
-    from lazyllm.engine.generation import Generation, generate, start
+    from lazyllm.engine.generation import Generation, generate
     from lazyllm.integrations.transformers_generate import using
     from lazyllm.models.load import load_model
 
@@ -28,7 +28,6 @@ _HEAVY = {
     "Generation": "lazyllm.engine.generation",
     "generate": "lazyllm.engine.generation",
     "generate_many": "lazyllm.engine.batch",
-    "start": "lazyllm.engine.generation",
     "load_model": "lazyllm.models.load",
     "using": "lazyllm.integrations.transformers_generate",
 }
@@ -42,7 +41,6 @@ __all__ = [
     "generate_many",
     "load_model",
     "methods",
-    "start",
     "using",
 ]
 

@@ -326,7 +326,7 @@ class ReferenceOutput:
     selected: {boundary: sorted positions of the step's set after it, generated tokens and the newest included}.
     revived: {boundary: sorted positions that left the Aux Cache there and entered the next layer}.
     importance: {boundary: {position: mean attention probability of the newest token}} of the step's set before it.
-    computed: [steps, L] int, distinct prompt tokens, of all turns, computed in each layer since the first turn.
+    computed: [steps, L] int, distinct prompt tokens computed so far in each layer.
     compute_counts: {(layer, position): how many times the token was computed in the layer}; nothing above 1.
     aux: {boundary: positions whose hidden state is held there at the end of the answer}.
     kv_bytes, aux_bytes: held at the end of the answer.
@@ -353,50 +353,48 @@ def kv_bytes_of(hand: HandModel, model: PreTrainedModel, num_pairs: int) -> int:
     return num_pairs * 2 * hand.head_dim * model.dtype.itemsize
 
 
-class LazyTurns:
-    """LazyLLM (sections 3.2 to 3.4 of the paper) over several turns. With an empty schedule: the baseline.
+class LazyReference:
+    """LazyLLM (sections 3.2 to 3.4 of the paper). With an empty schedule: the baseline.
 
     There is no Aux Cache here: every layer remembers all hidden states of its output. A selected token that was not in
     the next layer yet enters it from there. The size of the Aux Cache follows by counting.
 
     model: a Hugging Face model that `HandModel` knows; only its weights are used.
+    prompt: the prompt's tokens.
     schedule: {pruning layer, from 1: keep ratio in (0, 1]}.
     prune_generated: in decoding, all generated tokens except the newest are candidates too, and count.
     revive: False for the ablation without section 3.3: decoding uses the prefill's selections.
     """
 
     def __init__(
-        self, model: PreTrainedModel, schedule: Mapping[int, float], prune_generated: bool = False, revive: bool = True
+        self,
+        model: PreTrainedModel,
+        prompt: Sequence[int],
+        schedule: Mapping[int, float],
+        prune_generated: bool = False,
+        revive: bool = True,
     ) -> None:
         self.model, self.hand, self.schedule = model, HandModel(model), dict(schedule)
         self.prune_generated, self.revive = prune_generated, revive
         self.layers = range(1, self.hand.num_layers + 1)
 
-        self.text: list[int] = []
-        self.prompt: set[int] = set()  # positions of prompt tokens
+        self.text = [*prompt]
+        self.prompt = set(range(len(prompt)))  # positions of prompt tokens
         self.num_run = 0  # number of the text's first tokens that have been in a step
         self.reach: dict[int, int] = {}
         self.kv: dict[int, dict[int, Pair]] = {layer: {} for layer in self.layers}
         self.after: dict[int, dict[int, np.ndarray]] = {layer: {} for layer in (0, *self.layers)}  # 0: embeddings
         self.counts: Counter[tuple[int, int]] = Counter()  # of (layer, position): how often it was computed
-        self.first_selected: dict[int, set[int]] = {}  # by the first prefill
-        self.first_length = 0
+        self.first_selected: dict[int, set[int]] = {}  # by the prefill
 
     def answer(
-        self,
-        new_ids: Sequence[int],
-        max_new_tokens: int,
-        eos_token_ids: Collection[int] = (),
-        forced: Sequence[int] = (),
+        self, max_new_tokens: int, eos_token_ids: Collection[int] = (), forced: Sequence[int] = ()
     ) -> ReferenceOutput:
-        """Append a turn's tokens to the text and generate greedily.
+        """Generate greedily.
 
         eos_token_ids: generation stops after one of these. forced: the first generated tokens, whatever the logits are.
         """
         out, computed = ReferenceOutput(), []
-        self.prompt |= set(range(len(self.text), len(self.text) + len(new_ids)))
-        self.text += new_ids
-        self.first_length = self.first_length or len(self.text)
         while len(out.token_ids) < max_new_tokens and not set(out.token_ids) & set(eos_token_ids):
             self._step(out)
             computed.append([len(self.prompt & set(self.after[layer])) for layer in self.layers])
@@ -460,7 +458,7 @@ class LazyTurns:
     def _select(self, boundary: int, active: set[int], importance: dict[int, float], out: ReferenceOutput) -> set[int]:
         """The tokens of the step's set that continue."""
         if not self.revive and boundary in self.first_selected:
-            return {p for p in active if p in self.first_selected[boundary] or p >= self.first_length}
+            return {p for p in active if p in self.first_selected[boundary] or p not in self.prompt}
         newest = max(active)
         counted = set(active) if self.prune_generated else active & self.prompt
         if newest not in self.prompt:
@@ -485,8 +483,9 @@ def lazy_reference(
     forced: Sequence[int] = (),
     revive: bool = True,
 ) -> ReferenceOutput:
-    """The first turn of `LazyTurns`, which describes the arguments."""
-    return LazyTurns(model, schedule, prune_generated, revive).answer(input_ids, max_new_tokens, eos_token_ids, forced)
+    """The answer of `LazyReference`, which describes the arguments."""
+    reference = LazyReference(model, input_ids, schedule, prune_generated, revive)
+    return reference.answer(max_new_tokens, eos_token_ids, forced)
 
 
 # --- Small random models that are float64 all the way through ---

@@ -1,11 +1,10 @@
 """Generation with any method, timed, with the counts that the paper reports.
 
-`generate` chooses greedily. `start` begins a conversation of several turns.
+`generate` chooses tokens greedily. `answer` takes a request whose sampler chooses them.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lazyllm.engine.checks import check_same_as_model
-from lazyllm.engine.decoder import Decoder, check_longrope, concat, longest_text, open_decoder
+from lazyllm.engine.decoder import Decoder, concat, longest_text, open_decoder
 from lazyllm.engine.devices import read_clock
-from lazyllm.engine.inputs import TURNS, Prompt
+from lazyllm.engine.inputs import Prompt
 from lazyllm.engine.method import Method
 from lazyllm.engine.session import Session, step_together
 from lazyllm.errors import UserError
@@ -61,7 +60,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that has run. Of a generation that goes on, `fork` takes a copy.
+    """A prompt that has run. The generation goes on, so `fork` takes a copy.
 
     first_logits: [v] after the prompt.
     """
@@ -125,10 +124,9 @@ class Generation:
     revived: [layers] tokens of earlier steps that each layer computed in this answer.
     kv_bytes, aux_bytes: bytes of K and V of stored tokens, and of hidden states of tokens that may be revived, at the
         end. Room for more tokens is not counted: the Aux Cache has a row for each token of the longest text.
-    prompt_tokens: number of prompt tokens, of all turns so far.
+    prompt_tokens: number of prompt tokens.
     scoring_tokens: tokens that any model ran to score the prompt before its prefill, each time that it ran; a run
         through a share of a model's layers counts as that share. Rounded up.
-    scored_before: the `scoring_tokens` of earlier turns that this one continues from.
     """
 
     token_ids: list[int]
@@ -144,7 +142,6 @@ class Generation:
     aux_bytes: int
     prompt_tokens: int
     scoring_tokens: int = 0
-    scored_before: int = 0
 
     @property
     def pct_prompt_tokens_computed(self) -> float:
@@ -152,8 +149,7 @@ class Generation:
 
         The mean over layers, plus the tokens of scoring: more than 100 if scoring costs more than pruning saves.
         """
-        scored = self.scored_before + self.scoring_tokens
-        return float(100 * (self.computed[-1].mean() + scored) / self.prompt_tokens)
+        return float(100 * (self.computed[-1].mean() + self.scoring_tokens) / self.prompt_tokens)
 
 
 def generate(
@@ -180,33 +176,28 @@ def generate(
     Raises ValueError for bad arguments, TypeError if `method` is not a method, UserError for a model that the loop over
     layers cannot reproduce or that is generating already, FloatingPointError if the logits are not finite.
     """
-    with start(model, input_ids, method) as conversation:
-        return conversation.answer(None, max_new_tokens, eos_token_ids, min_new_tokens, after_prefill)
+    end_ids = end_ids_of(model) if eos_token_ids is None else eos_token_ids
+    sampler = Greedy(end_ids, min_new_tokens)
+    return answer(model, make_request(model, input_ids, method, max_new_tokens, sampler, after_prefill))
 
 
-def start(
-    model: PreTrainedModel,
-    input_ids: Tensor | Sequence[int] | Prompt,
-    method: Method,
-    turns: str = "continue",
-) -> Conversation:
-    """A conversation that begins with this prompt. Nothing runs before its first `answer`.
-
-    model, input_ids, method: as in `generate`.
-    turns: later turns "continue" from the caches: a method that drops tokens for good drops nothing more. Or they run
-        the whole text ("recompute"), with tokens selected for the new question.
-    Raises ValueError for bad arguments, TypeError if `method` is not a method.
-    """
-    if turns not in TURNS:
-        raise ValueError(f"turns={turns!r}: give {' or '.join(TURNS)}")
-    return Conversation(model, prompt_for(model, input_ids, method), method, turns)
+@torch.inference_mode()
+def answer(model: PreTrainedModel, request: Request) -> Generation:
+    """Answer one request alone, with the tokens that its sampler chooses. Raises as `generate` and the sampler do."""
+    check_same_as_model(model)
+    request.method.prepare(model)
+    with open_decoder(model) as decoder:
+        running = begin(decoder, request)
+        while not running.is_done:
+            advance([running])
+    return running.result()
 
 
 @dataclass
 class RunningGeneration:
     """A generation whose tokens are being chosen.
 
-    began: the clock before scoring and prefill; in a later turn, before its tokens run.
+    began: the clock before scoring and prefill.
     first_logits: [v] after the prompt.
     token_ids: the tokens so far.
     times: the clock after each token.
@@ -245,21 +236,19 @@ class RunningGeneration:
             aux_bytes=session.aux_bytes,
             prompt_tokens=session.prompt_tokens,
             scoring_tokens=session.scoring.tokens,
-            scored_before=session.scored_before,
         )
 
 
-def begin(decoder: Decoder, request: Request, session: Session | None = None) -> RunningGeneration:
-    """Score and prefill a prompt and choose the first token. session: of earlier turns; the prompt is a later turn."""
+def begin(decoder: Decoder, request: Request) -> RunningGeneration:
+    """Score and prefill a prompt and choose the first token."""
     began, prompt = read_clock(*decoder.devices), request.prompt
-    begun = session or request.method.start(decoder, prompt, request.max_new_tokens)
-    with _naming_bad_selections(begun):
-        token_ids = prompt.token_ids.to(decoder.device)
-        logits = begun.turn(token_ids, request.max_new_tokens) if session else begun.prefill(token_ids)
-        running = RunningGeneration(begun, request, began, logits)
+    session = request.method.start(decoder, prompt, request.max_new_tokens)
+    with _naming_bad_selections(session):
+        logits = session.prefill(prompt.token_ids.to(decoder.device))
+        running = RunningGeneration(session, request, began, logits)
         _choose([running], logits[None])
     if request.after_prefill is not None:
-        request.after_prefill(Prefilled(begun, logits))
+        request.after_prefill(Prefilled(session, logits))
         running.leave_out(read_clock(*decoder.devices) - running.times[0])
     return running
 
@@ -294,127 +283,6 @@ def _naming_bad_selections(*sessions: Session) -> Iterator[None]:
         for session in sessions:
             session.check_selected_values()
         raise
-
-
-class Conversation:
-    """A prompt, its answer, and later turns on the same text. A context manager; `start` makes one.
-
-    The next turn runs the last token of an answer, as in transformers, even if it is an end token.
-
-    token_ids: the whole text so far, prompts and answers.
-    """
-
-    def __init__(self, model: PreTrainedModel, prompt: Prompt, method: Method, turns: str) -> None:
-        self.token_ids: list[int] = prompt.token_ids.tolist()
-        self._model = model
-        self._method = method
-        self._prompt = prompt
-        self._continues = turns == "continue"
-        self._decoder: Decoder | None = None
-        self._session: Session | None = None
-        self._is_closed = False
-
-    def __enter__(self) -> Conversation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free the memory. No answer can follow."""
-        self._session, self._is_closed = None, True
-
-    @torch.inference_mode()
-    def fork(self) -> Conversation:
-        """An independent copy of the conversation, its caches included. Raises UserError for a closed conversation."""
-        self._check_open()
-        other = copy.copy(self)
-        other._session = None if self._session is None else self._session.fork()
-        return other
-
-    def answer(
-        self,
-        more_ids: Tensor | Sequence[int] | None = None,
-        max_new_tokens: int = 64,
-        eos_token_ids: Sequence[int] | None = None,
-        min_new_tokens: int = 0,
-        after_prefill: Callable[[Prefilled], None] | None = None,
-    ) -> Generation:
-        """Answer greedily: the prompt in the first turn; in later turns the text so far and `more_ids` after it.
-
-        more_ids: the turn's new tokens, [m] or [1, m], m >= 1; None in the first turn. Other arguments: as in
-        `generate`. `computed` and `prompt_tokens` of the result count all turns so far, all else is of this turn.
-        Raises as `generate` and `answer_with`.
-        """
-        end_ids = end_ids_of(self._model) if eos_token_ids is None else eos_token_ids
-        return self.answer_with(Greedy(end_ids, min_new_tokens), more_ids, max_new_tokens, after_prefill)
-
-    @torch.inference_mode()
-    def answer_with(
-        self,
-        sampler: Sampler,
-        more_ids: Tensor | Sequence[int] | None = None,
-        max_new_tokens: int = 64,
-        after_prefill: Callable[[Prefilled], None] | None = None,
-    ) -> Generation:
-        """`answer` with the tokens that `sampler` chooses, in inference mode.
-
-        Raises ValueError for a closed conversation, a turn without tokens, and a text or model that cannot be run; the
-        conversation is then unchanged. After an exception while layers run, or in the sampler, it is closed if the turn
-        continued from its caches, else unchanged.
-        """
-        text = [*self.token_ids, *self._check_turn(more_ids, max_new_tokens)]
-        check_same_as_model(self._model)
-        self._method.prepare(self._model)
-        with open_decoder(self._model, self._decoder) as self._decoder:
-            session, self._session = self._session, None
-            try:
-                prompt = self._prompt
-                if session is not None and self._continues:
-                    prompt = Prompt(torch.tensor(text[len(self.token_ids) - 1 :]))  # an answer's last token has not run
-                elif self._has_answered:
-                    session, prompt = None, with_more(prompt, text)  # frees the memory of the old session
-                request = Request(prompt, self._method, max_new_tokens, sampler, after_prefill)
-                running = begin(self._decoder, request, session)
-                while not running.is_done:
-                    advance([running])
-                generation = running.result()
-            except BaseException:
-                self._is_closed = self._has_answered and self._continues
-                raise
-        self._session, self.token_ids = running.session, [*text, *generation.token_ids]
-        return generation
-
-    @property
-    def _has_answered(self) -> bool:
-        return len(self.token_ids) > len(self._prompt)
-
-    def _check_turn(self, more_ids: Tensor | Sequence[int] | None, max_new_tokens: int) -> list[int]:
-        """The turn's tokens; none in the first turn. Raises ValueError as `answer_with`."""
-        self._check_open()
-        if self._has_answered and more_ids is None:
-            raise UserError("a later turn needs tokens: give at least one in more_ids")
-        if not self._has_answered and more_ids is not None:
-            raise UserError("the first turn runs the prompt: leave out more_ids")
-        turn = [] if more_ids is None else as_prompt(self._model, more_ids).token_ids.tolist()
-        before = len(self.token_ids) + len(turn)
-        check_length(self._model, before, max_new_tokens, ", or start a new conversation" if self._has_answered else "")
-        if turn and self._continues:
-            check_longrope(self._model, len(self._prompt), before + max_new_tokens - len(self._prompt))
-        elif turn:
-            self._method.check_prompt(with_more(self._prompt, [*self.token_ids, *turn]))
-        return turn
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise UserError("the conversation is closed: start a new one with lazyllm.start")
-
-
-def with_more(prompt: Prompt, token_ids: Sequence[int]) -> Prompt:
-    """The prompt, continued to all of `token_ids`. Methods that read its text keep the tokens after the prompt."""
-    end = len(prompt.text), len(prompt.text)
-    spans = (*prompt.spans, *[end] * (len(token_ids) - len(prompt))) if prompt.spans else ()
-    return replace(prompt, token_ids=torch.tensor(token_ids), spans=spans)
 
 
 def prompt_for(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt, method: Method) -> Prompt:
@@ -454,18 +322,16 @@ def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int] | Prompt
     return replace(whole, token_ids=prompt.to(torch.long))
 
 
-def check_length(model: PreTrainedModel, tokens: int, max_new_tokens: int, advice: str = "") -> None:
+def check_length(model: PreTrainedModel, tokens: int, max_new_tokens: int) -> None:
     """Refuse a text that is longer than the model's positions (UserError), or an answer without tokens (ValueError).
 
-    tokens: of the text before the answer. advice: what else to do.
+    tokens: of the prompt.
     """
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: give 1 or more, a whole number")
     total, most = tokens + max_new_tokens, longest_text(model.config)
     if total - 1 > most:  # the last new token is not run
-        raise UserError(
-            f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens{advice}"
-        )
+        raise UserError(f"the text would have {total} tokens, but the model has {most} positions: give fewer tokens")
 
 
 def check_method(method: object) -> None:

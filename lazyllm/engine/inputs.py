@@ -95,8 +95,6 @@ class Triangle:
 NO_SCORES = ScoreSpec()
 # The least number of spare slots of a cache, so that one growth of it serves several steps
 SPARE_SLOTS = 64
-# How later turns of a conversation run: on from the caches, or through the whole text, with tokens selected anew
-TURNS = ("continue", "recompute")
 
 
 def with_spare(slots: int, most: int) -> int:

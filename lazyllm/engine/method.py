@@ -111,13 +111,6 @@ class Method(ABC):
         """How many of n prompt tokens each layer's K and V hold after the prefill; by default all that entered it."""
         return self.tokens_per_layer(depth, n)
 
-    def stored_after_turns(self, depth: Depth, n: int, later: int) -> list[int]:
-        """`stored_per_layer` after later turns of a conversation, which ran `later` tokens; without generated tokens.
-
-        By default all later tokens are stored: what the prefill dropped is gone, and nothing more is dropped.
-        """
-        return [tokens + later for tokens in self.stored_per_layer(depth, n)]
-
     def aux_rows(self, depth: Depth, max_positions: int) -> int:
         """Rows of the Aux Cache, each a hidden state, for a text of at most `max_positions` tokens."""
         return 0

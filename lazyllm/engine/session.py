@@ -42,11 +42,11 @@ class Scoring:
 class Session:
     """The state of one generation. A method that decodes with more than the stored tokens has a subclass.
 
-    Call `prefill` once, then `step` or `step_together` with each generated token; a later turn begins with `turn`.
+    Call `prefill` once, then `step` or `step_together` with each generated token.
 
     decoder: the model's; it must be open in every call.
     groups: all layers, in order.
-    prompt_tokens: n; after later turns, the prompt tokens of all turns so far.
+    prompt_tokens: n.
     max_new_tokens: the maximum number of generated tokens.
     method: the `Method` that chooses tokens at the boundaries of the prefill (untyped, as its module imports this one).
         None: all tokens go on, and stay stored.
@@ -72,7 +72,6 @@ class Session:
         self.prompt_tokens = prompt_tokens
         self.max_positions = prompt_tokens + max_new_tokens
         self.scoring = Scoring()
-        self.scored_before = 0  # `Scoring.tokens` of earlier turns
         self.length = 0  # tokens run so far, prompt and generated
         self.computed: list[list[int | Tensor]] = []  # per step and layer: distinct prompt tokens computed so far
         self.caches = [
@@ -98,7 +97,7 @@ class Session:
 
     @property
     def revived(self) -> list[int]:
-        """Per layer: the number of tokens of earlier steps that the layer computed in this turn."""
+        """Per layer: the number of tokens of earlier steps that the layer computed later."""
         return self.by_layer([int(count) for count in self._num_revived])
 
     @property
@@ -131,40 +130,19 @@ class Session:
         self._in_prefill = False
         return logits
 
-    def turn(self, token_ids: Tensor, max_new_tokens: int) -> Tensor:
-        """Run the text's last token and a turn's m new ones [1 + m]: logits [v]. Resets `computed` and `selections`."""
-        self._begin_turn(token_ids.shape[0], max_new_tokens)
-        return self.step(token_ids)
-
-    def _begin_turn(self, m: int, max_new_tokens: int) -> None:
-        """Prepare for a turn that runs m tokens first."""
-        self.computed, self._selected = [], []
-        self._num_revived = [0] * len(self.groups)
-        self.prompt_tokens += m - 1
-        self.scored_before += self.scoring.tokens
-        self.scoring = Scoring()
-        self._lengthen(max(self.max_positions, self.length + m + max_new_tokens - 1))
-
-    def _lengthen(self, max_positions: int) -> None:
-        """Let the text grow to `max_positions` tokens."""
-        self.max_positions = max_positions
-        self._all_positions = torch.arange(max_positions, device=self.decoder.device)
-        for cache in self.caches:
-            cache.max_length = max_positions
-
     def fork(self) -> Self:
         """An independent copy of the state."""
         return copy.deepcopy(self, {id(shared): shared for shared in (self.decoder, self._method)})
 
-    def step(self, token_ids: Tensor) -> Tensor:
-        """Run the tokens [m] of a decoding step: the logits [v] after them. Waits for the device at boundaries only."""
-        return step_together([self], [token_ids])[0]
+    def step(self, token_id: Tensor) -> Tensor:
+        """Run the token [1] of a decoding step: the logits [v] after it. Waits for the device at boundaries only."""
+        return step_together([self], [token_id])[0]
 
-    def begin_step(self, m: int) -> Tensor:
-        """Lengthen the text by the m tokens of a decoding step, or of a later turn: their positions [m]."""
+    def begin_step(self) -> Tensor:
+        """Lengthen the text by the token of a decoding step: its position [1]."""
         self._selected.append({})
-        start, self.length = self.length, self.length + m
-        return self._all_positions[start : self.length]
+        self.length += 1
+        return self._all_positions[self.length - 1 : self.length]
 
     def enter(self, index: int, tokens: Tokens) -> None:
         """Prepare a run through group `index`: slots, masks, scores to record. Counts the tokens as computed."""
@@ -174,7 +152,7 @@ class Session:
         self.context = AttentionContext(cache, tokens.positions, self.length, scores, self.chosen(cache), tokens.ranks)
         if self._in_prefill:
             self.context.sees = self._sees
-        # in decoding one token was generated: the newest; in a later turn the first, as it ended the answer before
+        # in decoding one token was generated: the newest
         of_prompt = len(tokens) if self._in_prefill else len(tokens) - 1
         self._num_computed[index] = self._num_computed[index] + of_prompt  # not `+=`: `computed` holds this tensor
 
@@ -276,8 +254,8 @@ class Session:
 
 
 def step_together(sessions: Sequence[Session], token_ids: Sequence[Tensor]) -> Tensor:
-    """Run the tokens [m] of a decoding step, or of a later turn, in each session: the logits [r, v] after them."""
-    positions = [session.begin_step(len(own)) for session, own in zip(sessions, token_ids, strict=True)]
+    """Run the token [1] of a decoding step in each session: the logits [r, v] after them."""
+    positions = [session.begin_step() for session in sessions]
     decoder = sessions[0].decoder
     with backends(decoder.model, decoder.devices, decodes=True):
         return _run(sessions, decoder.embed_each(token_ids, positions))

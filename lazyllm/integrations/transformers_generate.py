@@ -23,8 +23,7 @@ from transformers import GenerationConfig, GenerationMixin, MaxLengthCriteria, P
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.batch import generate_requests
-from lazyllm.engine.generation import Generation, check_method, make_request
+from lazyllm.engine.generation import Generation, Sampler, answer, check_method, make_request
 from lazyllm.engine.method import Method
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"
@@ -160,8 +159,7 @@ class _Decoding:
             scores=() if wanted and generation_config.output_scores else None,
             logits=() if wanted and generation_config.output_logits else None,
         )
-        request = make_request(model, input_ids, self.method, max_new_tokens, sampler)
-        [(_, generation)] = generate_requests(model, [request], 1)
+        generation = answer(model, make_request(model, input_ids, self.method, max_new_tokens, sampler))
         if self.streamer is not None:
             self.streamer.end()
         if not wanted:

@@ -77,12 +77,6 @@ class Lazy(Method):
             for group in groups
         ]
 
-    def stored_after_turns(self, depth: Depth, n: int, later: int) -> list[int]:
-        """A later turn prunes the prompts of all turns anew. Without revivals, whose number depends on the prompt."""
-        if not self.revive:  # decoding and later turns keep the first prefill's selection
-            return super().stored_after_turns(depth, n, later)
-        return self.tokens_per_layer(depth, n + later)
-
     def aux_rows(self, depth: Depth, max_positions: int) -> int:
         return max_positions if self.revive and len(self.groups(depth, max_positions)) > 1 else 0
 

@@ -37,20 +37,6 @@ class StepSet:
     stays: Tensor
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A turn of the conversation.
-
-    start: position of the first token that it runs. end: position after its prompt.
-    generated: [max_positions] bool, the generated tokens of earlier turns, `num_generated`; None in the first turn.
-    """
-
-    start: int
-    end: int
-    generated: Tensor | None = None
-    num_generated: int = 0
-
-
 class LazySession(Session):
     """LazyLLM's generation: in every step, each group gets some of the tokens that entered the group before it.
 
@@ -58,8 +44,8 @@ class LazySession(Session):
     at the boundary, from the Aux Cache. So no token is computed twice in a layer (sections 3.1 to 3.3). The Aux Cache
     has a row for each token: its hidden state at the last boundary that it reached.
 
-    Candidates are the prompt tokens of all turns; with `prune_generated`, all tokens but the newest. The best of them
-    go on, and so do all tokens that are no candidates. A later turn is one step of several tokens; the newest goes on.
+    Candidates are the prompt tokens; with `prune_generated`, all tokens but the newest. The best of them go on, and so
+    do all tokens that are no candidates.
 
     method: the `lazyllm.methods.Lazy` (untyped, as its module imports this one).
     """
@@ -72,9 +58,8 @@ class LazySession(Session):
         groups = method.groups(decoder.depth, prompt_tokens)
         super().__init__(decoder, groups, prompt_tokens, max_new_tokens, method)
         self._schedule = Schedule.parse(method.schedule, decoder.depth)
-        self._turn = Turn(0, prompt_tokens)
         self._everything = torch.ones(self.max_positions, dtype=torch.bool, device=decoder.device)
-        self._stays = self._all_positions >= prompt_tokens  # as in `StepSet`, the same in all steps of most turns
+        self._stays = self._all_positions >= prompt_tokens  # as in `StepSet`, while generated tokens stay
         self._lowest: Tensor | None = None  # [max_positions] -1: lower than any importance
         self._selected_in_prefill: dict[int, Tensor] = {}
 
@@ -92,32 +77,9 @@ class LazySession(Session):
         self._set = StepSet(self._everything[: self.prompt_tokens], self.prompt_tokens, self._stays)
         return super().prefill(token_ids)
 
-    def _begin_turn(self, m: int, max_new_tokens: int) -> None:
-        super()._begin_turn(m, max_new_tokens)
-        if not self._method.revive:
-            return  # the turn attends to what the prefill kept
-        last, answer = self._turn, self.length + 1 - self._turn.end  # its last token has no slot yet: the turn runs it
-        generated = torch.zeros_like(self._everything)
-        if last.generated is not None:
-            generated[: last.end] = last.generated[: last.end]
-        generated[last.end : self.length + 1] = True
-        self._turn = Turn(self.length, self.length + m, generated, last.num_generated + answer)
-        self._stays = self._all_positions >= self._turn.end
-        if not self._method.prune_generated:
-            self._stays |= generated
-
-    def _lengthen(self, max_positions: int) -> None:
-        if self._revives_after(0):
-            more = 0, 0, 0, max_positions - self.max_positions
-            self._aux, self._rope = F.pad(self._aux, more), F.pad(self._rope, more)
-        super()._lengthen(max_positions)
-        self._everything = torch.ones(max_positions, dtype=torch.bool, device=self.decoder.device)
-        self._lowest = None
-
-    def begin_step(self, m: int) -> Tensor:
-        positions = super().begin_step(m)
-        is_of_turn = self._num_candidates == self._turn.end
-        stays = self._stays if is_of_turn else self._all_positions >= self._num_candidates
+    def begin_step(self) -> Tensor:
+        positions = super().begin_step()
+        stays = self._all_positions >= self._num_candidates if self._method.prune_generated else self._stays
         self._set = StepSet(self._everything[: self.length], self.length, stays)
         return positions
 
@@ -131,19 +93,9 @@ class LazySession(Session):
         return self._method.revive and index < len(self.groups) - 1
 
     @property
-    def _opens_turn(self) -> bool:
-        """Whether the step runs the tokens of a prompt, or of a later turn."""
-        return self.length == self._turn.end
-
-    @property
     def _num_candidates(self) -> int:
-        """Tokens at positions below this number are ranked at each boundary, except those of `_unranked`."""
-        return self.length - 1 if self._method.prune_generated and not self._opens_turn else self._turn.end
-
-    @property
-    def _unranked(self) -> Tensor | None:
-        """[max_positions] bool, generated tokens of earlier turns, which are never pruned; None for none."""
-        return None if self._method.prune_generated else self._turn.generated
+        """Tokens at positions below this number are ranked at each boundary of a decoding step."""
+        return self.length - 1 if self._method.prune_generated else self.prompt_tokens
 
     def choose(self, index: int) -> None:
         for layer in self.groups[index].layers:
@@ -153,8 +105,6 @@ class LazySession(Session):
             return
         layer = self.groups[index].layers.stop
         others = self.length - self._num_candidates  # tokens without a rank, which go on
-        if self._unranked is not None:
-            others += self._turn.num_generated
         keep = keep_count(self._schedule.keep[layer], self._set.count - others)
         if self._method.revive:
             best = rank(self._importance_of_candidates(index))[:keep]
@@ -197,19 +147,9 @@ class LazySession(Session):
         if len(tokens) > 1 or not goes_alone:
             self._aux.index_copy_(0, tokens.positions, tokens.hidden[0])
         newest = tokens if len(tokens) == 1 else replace(tokens[-1:], is_newest=True)
-        if positions is None:
+        if positions is None or len(positions) < 2:
             return newest
-        revived = positions[:-1]
-        if self._method.prune_generated and self._turn.generated is not None:
-            # `computed` counts prompt tokens: no generated ones among the revived. `enter` has left out one token more,
-            # the newest, which is a prompt token in the step that opens a turn
-            generated = self._turn.generated[revived].sum() - int(self._opens_turn)
-            self._num_computed[index + 1] = self._num_computed[index + 1] - generated
-        if goes_alone:
-            return newest
-        # in the step that opens a turn, `revived` also holds the turn's own tokens, which are new
-        old = (revived < self._turn.start).sum() if self._opens_turn else len(revived)
-        self._num_revived[index + 1] = self._num_revived[index + 1] + old
+        self._num_revived[index + 1] = self._num_revived[index + 1] + len(positions) - 1
         hidden = self._aux[positions][None]
         rope = self._rope[:, positions].split([part.shape[2] for part in newest.rope], dim=2)
         heads, dtype = self.decoder.shape, self.decoder.dtype
@@ -224,20 +164,15 @@ class LazySession(Session):
         return self.context.take_each()[0]
 
     def _importance_of_candidates(self, index: int) -> Tensor:
-        """[candidates] importance by position; below any importance for tokens without a rank or outside the set."""
-        importance, cache, unranked = self.importance(index), self.caches[index], self._unranked
-        end = self._num_candidates
+        """[candidates] importance by position; below any importance for tokens outside the set."""
+        importance, cache, end = self.importance(index), self.caches[index], self._num_candidates
         if self._lowest is None:
             self._lowest = importance.new_full((self.max_positions,), -1.0)
         if not cache.is_contiguous:
             importance = self._lowest[: self.length].index_copy(0, cache.positions, importance)
         importance = importance[:end]
-        if self._set.count < self.length or unranked is not None:
-            ranked = self._set.mask[:end] if unranked is None else self._set.mask[:end] & ~unranked[:end]
-            importance = torch.where(ranked, importance, self._lowest[:end])
-        if self._opens_turn:  # the newest token is a candidate, and goes on as in prefill
-            importance = importance.clone()
-            importance[-1:] = float("inf")
+        if self._set.count < self.length:
+            importance = torch.where(self._set.mask[:end], importance, self._lowest[:end])
         return importance
 
     def chosen(self, cache: GroupCache) -> Chosen | None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.lazyllm.engine.test_turns import DROPPING, entering
+from tests.reference_turns import ContinuedTurns
 
 import lazyllm
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
@@ -30,10 +32,8 @@ from tests.eval.run.test_fidelity import compared
 from tests.eval.store.visits import flat
 from tests.field_oracles import on_the_rest
 from tests.helpers import TOLERANCE, VOCABULARY, byte_tokenizer, slow, tiny
-from tests.lazyllm.engine.test_turns import DROPPING, entering
 from tests.lazyllm.methods.method_matrix import LISTED
 from tests.reference import LazyTurns, casts_in_float64, random_model, random_variant
-from tests.reference_turns import ContinuedTurns
 from tests.runs import measure, small_run
 from tests.runs import run_of as written
 

@@ -18,7 +18,7 @@ import lazyllm
 from lazyllm.engine import kernels
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.depth import Depth
-from lazyllm.engine.generation import Conversation, Greedy
+from lazyllm.engine.generation import Greedy, answer, make_request
 from lazyllm.methods import Method
 from tests.helpers import TOLERANCE
 from tests.lazyllm.methods.method_matrix import KEEPING, LISTED, ROWS
@@ -143,20 +143,19 @@ def answer_of(
 ) -> tuple[lazyllm.Generation, list[np.ndarray]]:
     """The generation of a prompt alone, and the logits of each of its steps."""
     watched = Recording()
-    return lazyllm.start(model, prompt, method).answer_with(watched, None, steps), watched.logits
+    return answer(model, make_request(model, prompt, method, steps, watched)), watched.logits
 
 
 def assert_same(
-    session: Conversation, more_ids: Sequence[int] | None, steps: int, expected: ReferenceOutput
+    model: PreTrainedModel, prompt: Sequence[int], method: Method, steps: int, expected: ReferenceOutput
 ) -> lazyllm.Generation:
     """Answer, and raise AssertionError if the answer, its counts or the bytes held are not those of a reference."""
-    watched = Recording()
-    found = session.answer_with(watched, more_ids, steps)
+    found, logits = answer_of(model, method, prompt, steps)
     assert expected.margin > TOLERANCE, "something is decided by rounding"
     assert found.token_ids == expected.token_ids
     assert found.selected == expected.selected
     assert found.computed.tolist() == expected.computed.tolist()
-    for ours, theirs in zip(watched.logits, expected.logits, strict=True):
+    for ours, theirs in zip(logits, expected.logits, strict=True):
         assert np.abs(ours - theirs).max() < TOLERANCE
     assert (found.kv_bytes, found.aux_bytes) == (expected.kv_bytes, expected.aux_bytes)
     return found

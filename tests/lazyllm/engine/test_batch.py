@@ -1,6 +1,7 @@
 """Batched generations against the same alone, and against the slow reference of `tests/reference.py`, in float64."""
 
 import random
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from lazyllm.engine import kernels
 from lazyllm.engine.batch import Batch, generate_requests
 from lazyllm.engine.checks import check_same_as_model
 from lazyllm.engine.decoder import open_decoder
-from lazyllm.engine.generation import Generation, Greedy, Request, advance, as_prompt
+from lazyllm.engine.generation import Generation, Greedy, Request, advance, answer, as_prompt
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy, Method
 from tests.helpers import TOLERANCE, Waits, prompt_of, prompt_tensor
@@ -44,7 +45,7 @@ def check(model: Any, requests: list[Request], batch_size: int) -> list[Generati
         batched, sampler = found[index], request.sampler
         assert isinstance(sampler, Recording)
         again = Recording(sampler._end_ids)
-        alone = lazyllm.start(model, request.prompt, request.method).answer_with(again, None, request.max_new_tokens)
+        alone = answer(model, replace(request, sampler=again))
         assert (batched.token_ids, batched.selected) == (alone.token_ids, alone.selected)
         assert batched.computed.tolist() == alone.computed.tolist()
         assert batched.revived.tolist() == alone.revived.tolist()

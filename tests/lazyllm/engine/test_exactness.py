@@ -16,7 +16,7 @@ from tests.reference import ARCHITECTURES, lazy_reference, random_model
 def check(model, prompt: list[int], schedule: dict[int, float], steps: int, prune_generated: bool) -> None:
     expected = lazy_reference(model, prompt, schedule, steps, (), prune_generated)
     assert max(expected.compute_counts.values()) == 1
-    assert_same(lazyllm.start(model, prompt, Lazy(schedule, prune_generated)), None, steps, expected)
+    assert_same(model, prompt, Lazy(schedule, prune_generated), steps, expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

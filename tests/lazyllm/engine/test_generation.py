@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lazyllm
-from lazyllm.engine.generation import Greedy
+from lazyllm.engine.generation import Greedy, answer, make_request
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline, Lazy
 from tests.reference import random_model, random_variant
@@ -83,15 +83,13 @@ def test_generate_refuses_bad_prompts(prompt, message: str) -> None:
         lazyllm.generate(MODEL, prompt, Baseline(), 3, ())
 
 
-def test_generate_and_start_refuse_bad_settings() -> None:
+def test_generate_refuses_bad_settings() -> None:
     for bad in (0, 2.0, True, "3", None):
         with pytest.raises(ValueError, match=f"max_new_tokens={bad!r}: give 1 or more, a whole number"):
             lazyllm.generate(MODEL, PROMPT, Baseline(), bad, ())
     for ids in ("45", 45, [4.5]):
         with pytest.raises(ValueError, match=r"eos_token_ids=.* give a list of token ids"):
             lazyllm.generate(MODEL, PROMPT, Baseline(), 3, ids)
-    with pytest.raises(ValueError, match="turns='never': give continue or recompute"):
-        lazyllm.start(MODEL, PROMPT, Baseline(), turns="never")
     with pytest.raises(ValueError, match="only 4 layers"):
         lazyllm.generate(MODEL, PROMPT, Lazy({5: 0.5}), 3, ())
     model: Any = random_model("llama", 2, num_layers=2)
@@ -101,8 +99,8 @@ def test_generate_and_start_refuse_bad_settings() -> None:
 
 
 def test_second_generation_is_refused_while_one_runs() -> None:
-    session, waiting = (lazyllm.start(MODEL, PROMPT, Lazy({1: 0.5})) for _ in range(2))
-    expected = waiting.answer(None, 3, ()).token_ids
+    method = Lazy({1: 0.5})
+    expected = lazyllm.generate(MODEL, PROMPT, method, 3, ()).token_ids
 
     class AnsweringTwice(Greedy):
         def read(self, sampled: list[float]) -> tuple[int, bool]:
@@ -112,14 +110,15 @@ def test_second_generation_is_refused_while_one_runs() -> None:
     def answer_twice() -> None:
         for run in (map, ThreadPoolExecutor().map):  # in the same thread, and in another one
             with pytest.raises(UserError, match="generating already"):
-                list(run(waiting.answer, [[4]], [3], [()]))
+                list(run(lazyllm.generate, [MODEL], [PROMPT], [method]))
 
-    assert session.answer_with(AnsweringTwice(), None, 3).token_ids == expected
+    request = make_request(MODEL, PROMPT, method, 3, AnsweringTwice())
+    assert answer(MODEL, request).token_ids == expected
     assert MODEL.config._attn_implementation == "sdpa"
-    assert waiting.answer([4], 3, ()).token_ids == session.answer([4], 3, ()).token_ids
+    assert lazyllm.generate(MODEL, PROMPT, method, 3, ()).token_ids == expected
 
 
-def test_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
+def test_text_beyond_the_models_positions_is_refused() -> None:
     model = random_variant("llama", 3, max_position_embeddings=32)
     assert len(lazyllm.generate(model, range(20), Baseline(), 13, ()).token_ids) == 13  # the last one has no position
     with pytest.raises(UserError, match="would have 34 tokens, but the model has 32 positions: give fewer tokens"):
@@ -128,11 +127,6 @@ def test_text_beyond_the_models_positions_is_refused_in_every_turn() -> None:
         lazyllm.generate(model, range(36), Baseline(), 2, ())
     with pytest.raises(UserError, match="would have 34 tokens"), lazyllm.using(model, Baseline()):
         model.generate(torch.tensor([[*range(20)]]), max_new_tokens=14)  # type: ignore[operator]
-    session = lazyllm.start(model, range(20), Baseline())
-    session.answer(None, 8, ())
-    with pytest.raises(UserError, match="would have 34 tokens"):
-        session.answer([1, 2, 3], 3, ())
-    assert len(session.answer([1, 2, 3], 2, ()).token_ids) == 2
     growing = random_variant("llama, dynamic NTK", 3)
     assert len(lazyllm.generate(growing, range(20), Baseline(), 13, ()).token_ids) == 13
 
@@ -148,7 +142,6 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("method", ["lazy", None, Lazy])
-def test_generate_and_start_refuse_other_objects_as_methods(method: object) -> None:
-    for call in (lazyllm.generate, lazyllm.start):
-        with pytest.raises(TypeError, match=r"lazyllm\.methods\.Lazy"):
-            call(MODEL, PROMPT, method)  # type: ignore[operator]
+def test_generate_refuses_other_objects_as_methods(method: Any) -> None:
+    with pytest.raises(TypeError, match=r"lazyllm\.methods\.Lazy"):
+        lazyllm.generate(MODEL, PROMPT, method)

@@ -85,11 +85,6 @@ def test_only_boundaries_ask_the_device(row: Row, revived: int, attention: str, 
                 logits = session.step(torch.full((1,), token_id, device=META))
             assert step.asked == asks
             assert (step.host, logits.shape) == ([], (97,))
-        rows = PROMPT[:6].to(META)
-        with OnDevice(revived) as turn:
-            logits = session.turn(rows, STEPS)
-        assert turn.asked == asks
-        assert (turn.host, logits.shape) == ([], (97,))
 
 
 def test_watch_notices_transfers() -> None:

@@ -46,15 +46,13 @@ class Row:
 
     pruning: with parameters that prune. reference: their result for (model, prompt, steps), by `tests/reference.py`;
     `selected` may end early. asks: number of boundaries that may ask the device for the tokens to revive. scores:
-    whether a model runs before the prefill. first: for the same arguments, the first turn by `tests/field_oracles.py`,
-    from which later ones continue.
+    whether a model runs before the prefill.
     """
 
     pruning: Method
     reference: Reference | None = None
     asks: int = 0
     scores: bool = False
-    first: Callable[[PreTrainedModel, Sequence[int], int], field_oracles.FieldOutput] | None = None
 
 
 def _lazy(schedule: dict[int, float], asks: int, **settings: bool) -> Row:
@@ -125,14 +123,11 @@ def _by_field(
 ) -> Row:
     """A method of the field, held by its oracle in `tests/field_oracles.py` with the same settings."""
 
-    def first(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> field_oracles.FieldOutput:
-        return oracle(model, prompt, **settings, steps=steps)
-
     def reference(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> ReferenceOutput:
-        out = first(model, prompt, steps)
+        out = oracle(model, prompt, **settings, steps=steps)
         return ReferenceOutput(out.token_ids, out.logits, [out.selected], margin=out.margin)
 
-    return Row(kind(**settings), reference, scores=scores, first=first)
+    return Row(kind(**settings), reference, scores=scores)
 
 
 _CLAA: dict[str, Any] = {"layer": 3, "keep": 0.5, "layers": 2, "window": 3}

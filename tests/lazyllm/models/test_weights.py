@@ -183,17 +183,6 @@ def test_no_tensors_of_two_devices_meet(which: str, attention: str, synchronised
                 check_batched(model, method, expected)
 
 
-def test_later_turn_takes_tokens_on_the_models_device(synchronised: list[torch.device]) -> None:
-    model, method = spread(random_model("llama", 2, num_layers=4), SPREADS["two"]), Lazy({1: 0.6, 3: 0.5})
-    answers = []
-    for place in (CPU, FIRST):
-        with pretending():
-            session = lazyllm.start(model, prompt_tensor(30), method)
-            session.answer(None, STEPS, ())
-            answers.append(session.answer(placed(torch.tensor([4, 5, 6]), place), STEPS, ()).token_ids)
-    assert answers[0] == answers[1]
-
-
 def test_spread_model_costs_one_move_a_boundary_between_devices(synchronised: list[torch.device]) -> None:
     model = spread(random_model("llama", 2, num_layers=4, dtype=torch.float32), SPREADS["two"])
     with pretending():
