@@ -137,7 +137,7 @@ def tune(config: TuneConfig) -> Path:
             measured = measure(replace(trial, cases=cases[part]), show=False, load=load)
             if measured.failed:
                 raise FailedExamplesError(measured.failures)
-            found: Any = [visit.answers["tuned"][0].fidelity for visit in measured.visits if "tuned" in visit.answers]
+            found: Any = [visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers]
             return mean(one.answer_kl for one in found), mean(one.gold_kl for one in found)
 
         drawn = partial(draw, lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens), target, depth)

@@ -15,8 +15,8 @@ from eval.analysis.paper_tables import TASK_NAMES, is_table1_preset
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import KEPT_WITHIN, Column, forms
 from eval.store.aggregate import FEWEST, by_task, drawn_mean, drawn_means, on_common_examples
-from eval.store.results import Results, first_turns
-from eval.store.visit import read_trace
+from eval.store.results import Results
+from eval.store.trace import read_trace
 
 AGREES, HIGHER, LOWER = "agrees", "differs (higher)", "differs (lower)"
 HOLDS, FAILS, UNDECIDED, NOT_RUN, NO_NUMBER = "holds", "does not hold", "undecided", "not run", "-"
@@ -199,14 +199,13 @@ def _by_task(section: Section, rows: Any, column: str, only: str | None = None) 
 
 def _ttft_in(section: Section, rows: Any, unit: str, scale: float = 1) -> list[Value]:
     """The baseline's TTFT, divided by another time of the same answer."""
-    rows = first_turns(rows)
     values = on_common_examples(rows.assign(ratio=scale * rows["ttft_s"] / rows[unit], label=BASELINE), "ratio")
     return [with_ends(drawn_means(values)[:, 0])] if len(values) else []
 
 
 def _mean_of(section: Section, rows: Any, column: str) -> list[Value]:
     """The baseline's mean over all examples."""
-    values = first_turns(rows).drop_duplicates(["dataset", "id"])[column].dropna().to_numpy(dtype=float)
+    values = rows.drop_duplicates(["dataset", "id"])[column].dropna().to_numpy(dtype=float)
     return [with_ends(drawn_mean(values))] if len(values) else []
 
 
@@ -226,7 +225,7 @@ _SIGN = {"score": 1, "kl": -1, "answer_kl": -1}  # of what is better
 def _leads(section: Section, rows: Any, column: str, other: str) -> list[Value]:
     """LazyLLM's lead over another method in each task: the mean over the speedups that both were solved for."""
     others = section.of("figure5", other)
-    rows = first_turns(pd.concat([rows, others[others["model"].isin(rows["model"])]]))
+    rows = pd.concat([rows, others[others["model"].isin(rows["model"])]])
     rows = rows.assign(target=rows["settings"].map(target_of), label=rows["method"]).dropna(subset=column)
     leads = []
     for _, of_task in rows.groupby("task", sort=False):
@@ -257,9 +256,9 @@ def _gains_along(section: Section, rows: Any, column: str, along: str) -> list[V
 
 
 def _counts(section: Section, rows: Any) -> list[tuple[int, np.ndarray]]:
-    """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's first turns."""
-    answers = section.results.answers(first_turns(rows))
-    return [(turn.tokens, np.array(answer.cost.computed)) for turn, answer in answers]
+    """(prompt tokens, [steps, groups of layers] prompt tokens computed so far) of LazyLLM's answers."""
+    answers = section.results.answers(rows)
+    return [(visit.prompt_tokens, np.array(answer.computed)) for visit, answer in answers]
 
 
 def _largest_share(section: Section, rows: Any) -> list[Value]:

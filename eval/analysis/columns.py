@@ -50,12 +50,6 @@ def with_sums(rows: Any, *names: str) -> Any:
     return rows
 
 
-def prompt_lengths(rows: Any) -> Any:
-    """Of each row of `Results.frame`, the tokens of its example's prompt. rows: must hold the first turns."""
-    firsts = rows["prompt_tokens"].where(rows["turn"] == 1)
-    return firsts.groupby([rows[name] for name in ("model", "dataset", "id")]).transform("first")
-
-
 def with_ends(drawn: np.ndarray) -> tuple[float, float, float]:
     """A value and both ends of its 95 % interval. drawn: the value, then those of the resamples (`drawn_means`)."""
     low, high = np.percentile(drawn[1:], [2.5, 97.5])

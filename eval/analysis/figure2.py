@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from eval.analysis.style import COLOURS, REFERENCE, new_figure, of_trace, styled
 from eval.analysis.table import as_figure
 from eval.store.results import Results
-from eval.store.visit import Trace
+from eval.store.trace import Trace
 
 COLUMNS = 700  # of the heat map; more would not be visible in print
 FIRST = 30  # tokens in the inset

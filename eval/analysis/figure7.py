@@ -1,7 +1,7 @@
 """Figure 7: the share of prompt tokens computed after each step, in each group of layers."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from matplotlib.ticker import FuncFormatter
 from eval.analysis import style
 from eval.analysis.columns import STUDIED
 from eval.analysis.table import as_figure
-from eval.store.results import Results, first_turns
+from eval.store.record import Answer
+from eval.store.results import Results
 from eval.store.runs import counted
-from eval.store.visit import Cost
 
 _LINEAR_STEPS = 40  # longer generations get a logarithmic axis, as most changes happen in the first steps
 
@@ -25,10 +25,10 @@ def data(results: Results) -> pd.DataFrame:
     pct_computed: 0 to 100, distinct prompt tokens computed so far in the group's layers, mean over all `examples`. An
     example that has ended keeps its last value; `generating` counts those that have not.
     """
-    rows: Any = first_turns(style.studied(results))
+    rows: Any = style.studied(results)
     parts = []
     for (model, label), part in rows.groupby(["model", "label"], sort=False):
-        answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(part)]
+        answers = [(visit.prompt_tokens, answer) for visit, answer in results.answers(part)]
         parts.append(_curves(answers).assign(model=model, label=label))
     if not parts:
         return pd.DataFrame()
@@ -81,9 +81,14 @@ def plot(frame: Any) -> MplFigure:
     return figure
 
 
-def _curves(answers: Sequence[tuple[int, Cost]]) -> pd.DataFrame:
+def _starts(answer: Answer) -> list[int]:
+    """The first layer, from 1, of each group of layers."""
+    return [1, *(1 + end for end in accumulate(answer.group_layers[:-1]))]
+
+
+def _curves(answers: Sequence[tuple[int, Answer]]) -> pd.DataFrame:
     """The curves of all groups in any answer, which merges equal neighbours. answers: each with its prompt tokens."""
-    examples: list[Any] = [(n, cost.group_starts, cost.computed) for n, cost in answers]
+    examples: list[Any] = [(n, _starts(answer), answer.computed) for n, answer in answers]
     starts = sorted({start for _, own_starts, _ in examples for start in own_starts})
     lengths = np.array([len(computed) for _, _, computed in examples])
     steps = np.arange(lengths.max())
@@ -93,7 +98,7 @@ def _curves(answers: Sequence[tuple[int, Cost]]) -> pd.DataFrame:
         rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]  # an ended example keeps its last value
         shares[:, :, number] = 100 * rows[:, groups].T / n
     names = [f"layers {a}\u2013{b - 1}" if b > a + 1 else f"layer {a}" for a, b in pairwise(starts)]
-    names.append(f"layers {starts[-1]} and up" if names else "all layers")  # answers lack the number of layers
+    names.append(f"layers {starts[-1]} and up" if names else "all layers")
     group, step = np.indices(shares.shape[:2]).reshape(2, -1)
     return pd.DataFrame(
         {

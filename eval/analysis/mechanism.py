@@ -1,6 +1,5 @@
 """The mechanism in one picture: the state of each token in each layer and step of a traced example."""
 
-from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
@@ -15,7 +14,7 @@ from eval.analysis.columns import STUDIED
 from eval.analysis.style import GREY, new_figure, of_trace, styled
 from eval.analysis.table import as_figure
 from eval.store.results import Results
-from eval.store.visit import Trace
+from eval.store.trace import Trace
 
 State = IntEnum("State", "FUTURE PRUNED STORED CACHED COMPUTED REVIVED", start=0)  # of a token in a layer in a step
 _LOOKS: dict[State, tuple[str, str, dict[str, Any]]] = {  # fills of different lightness, and marks: more than hues
@@ -41,7 +40,7 @@ def token_states(trace: Trace) -> np.ndarray:
             present = selected.get(layer, present)
             in_set[step, layer, present] = True
     held = np.logical_or.accumulate(np.concatenate([np.zeros_like(in_set[:1]), in_set]))  # before each step, and after
-    counted = np.repeat(np.array(trace.computed), np.diff([*trace.group_starts, layers + 1]), axis=1)
+    counted = np.repeat(np.array(trace.computed), trace.group_layers, axis=1)
     if (held[1:, :, :n].sum(axis=2) != counted).any():
         raise ValueError(f"{trace.dataset}, row {trace.id}: the trace's selections and its counters disagree")
     kinds = [State.CACHED, State.COMPUTED, State.STORED]
@@ -59,7 +58,8 @@ def mechanism_frame(trace: Trace) -> pd.DataFrame:
     revived = (token_states(trace)[:STEPS, :, :n] == State.REVIVED).sum(axis=(0, 1))
     start = int(np.convolve(revived, np.ones(min(WINDOW, n), dtype=int), "valid").argmax())
     positions = np.array([*range(start, min(start + WINDOW, n)), *range(n, n + min(STEPS, steps) - 1)])
-    unpruned = replace(trace, selected=[{}] * steps, group_starts=[1], computed=[[n]] * steps)
+    whole = {"selected": [{}] * steps, "group_layers": [len(trace.importance)], "computed": [[n]] * steps}
+    unpruned = trace.model_copy(update=whole)
     standard = _cells(unpruned, STANDARD, positions, STANDARD_STEPS)
     return pd.concat([standard, _cells(trace, PRUNED, positions, STEPS)], ignore_index=True)
 

@@ -33,8 +33,8 @@ from eval.analysis.table import (
     measured,
 )
 from eval.store.aggregate import beside, drawn_means, on_common_examples
-from eval.store.results import Results, first_turns
-from eval.store.visit import Cost
+from eval.store.record import Answer
+from eval.store.results import Results
 
 NEAR = 0.05  # of the baseline's bytes: settings that differ by more are not at equal memory
 END, PREFILL = "end", "prefill"
@@ -113,7 +113,7 @@ def memory(results: Results) -> Rows:
 
 def _by_step(results: Results) -> Iterator[dict[str, Any]]:
     """A row for each range of decoding steps of each of LazyLLM's settings that has an Aux Cache."""
-    frame: Any = first_turns(results.counting)
+    frame: Any = results.counting
     rows = frame[(frame["method"] == STUDIED) & frame.groupby(SETTING)["aux_bytes"].transform("max").gt(0)]
     rows = rows.assign(reference=_bytes_of_a_token(beside(rows, results.frame)))
     for setting, part in rows.groupby(SETTING, sort=False):
@@ -131,12 +131,12 @@ def _bytes_of_a_token(baselines: Any) -> Any:
 
 def _steps_of(results: Results, rows: Any) -> Iterator[dict[str, Any]]:
     """A row for the prefill and for each decoding step of each of these answers of one setting."""
-    answers = [(asked.tokens, answer.cost) for asked, answer in results.answers(rows) if answer.cost is not None]
-    state_bytes = next(cost.aux_bytes / _held(n, cost, -1) for n, cost in answers if cost.aux_bytes)
-    for number, ((n, cost), reference) in enumerate(zip(answers, rows["reference"], strict=True)):
-        revived = np.diff(np.array(cost.computed), axis=0).max(axis=1)
-        for step in range(len(cost.computed)):
-            held = _held(n, cost, step)
+    answers = [(visit.prompt_tokens, answer) for visit, answer in results.answers(rows)]
+    state_bytes = next(answer.aux_bytes / _held(n, answer, -1) for n, answer in answers if answer.aux_bytes)
+    for number, ((n, answer), reference) in enumerate(zip(answers, rows["reference"], strict=True)):
+        revived = np.diff(np.array(answer.computed), axis=0).max(axis=1)
+        for step in range(len(answer.computed)):
+            held = _held(n, answer, step)
             yield {
                 "answer": number,
                 "step": step,
@@ -147,9 +147,9 @@ def _steps_of(results: Results, rows: Any) -> Iterator[dict[str, Any]]:
             }
 
 
-def _held(n: int, cost: Cost, step: int) -> int:
+def _held(n: int, answer: Answer, step: int) -> int:
     """The prompt's tokens that the last layers have not run after this step: each has one state in the Aux Cache."""
-    return n - cost.computed[step][-1]
+    return n - answer.computed[step][-1]
 
 
 def _means(steps: Any) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _leads(settings: Any, results: Results) -> pd.DataFrame:
     """LazyLLM's leads, with the index of the settings that are neither the baseline nor ablations."""
     rivals: Any = as_published(settings).dropna(subset="cache_ratio")
     rivals = rivals[rivals["method"] != BASELINE]
-    answers = first_turns(results.counting)
+    answers = results.counting
     leads = [_lead(row, rivals, answers) for row in rivals.to_dict("records")]
     return pd.DataFrame(leads, index=rivals.index, columns=["lazy", *forms(*_LEADS)])
 

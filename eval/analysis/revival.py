@@ -9,7 +9,7 @@ import pandas as pd
 from eval.analysis.columns import KLS, SECTION, STUDIED, target_of, with_ends
 from eval.analysis.table import MODEL, Cell, Column, Rows, as_table, cells, forms
 from eval.store.aggregate import drawn_means, on_common_examples
-from eval.store.results import Results, first_turns
+from eval.store.results import Results
 from eval.store.runs import is_ablation
 
 WITH, WITHOUT, STATIC, RANDOM = "LazyLLM", "without revival", "static pruning", "random drop"
@@ -35,7 +35,7 @@ _KEYS = [*SECTION, "target", "kl", "examples"]
 )
 def revival(results: Results) -> Rows:
     """Ratios of KLs of LazyLLM with and without revival, static pruning and random drop, by ideal speedup."""
-    rows: Any = first_turns(results.counting)
+    rows: Any = results.counting
     rows = rows.assign(target=rows["settings"].map(target_of), label=list(map(_kind, rows["method"], rows["settings"])))
     rows = rows.dropna(subset=["target", "label"])
     made = []

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import kind_of, prompt_lengths, range_of, ranges_in, unsolved
+from eval.analysis.columns import kind_of, range_of, ranges_in, unsolved
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.aggregate import NO_INTERVAL, VALUES, rows_of
+from eval.store.record import Visit
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun, counted
-from eval.store.visit import Visit
 from lazyllm.machine import accelerator
 from lazyllm.methods import Baseline, Sparse, by_name, settings_of
 
@@ -47,7 +47,7 @@ SHOWN_OF_SPEED = (
 )
 _OF_FAILED = (Column("failed", "failed"), Column("score_failed_as_zero", "score, failed as 0", 2))
 _COLUMNS = [
-    "run", "name", "kind", "task", "method", "examples", "turns",
+    "run", "name", "kind", "task", "method", "examples",
     *(column.name for column in _OF_FAILED), *forms(*VALUES),
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def run_table(results: Results, title: str) -> Table:
     """The arms of each run by task; each task follows its datasets. Seeds of one setting are one row.
 
     frame: run (its folder's name), name, kind ("dataset", "task", "all", or "length": a range of prompt tokens, if
-    there are several), task, method (the arm, for people), examples, turns, failed (answers that are missing; no other
+    there are several), task, method (the arm, for people), examples, failed (answers that are missing; no other
     column counts them), score_failed_as_zero (the score if they count as 0), and the columns of
     `eval.store.aggregate.by_task`.
     """
@@ -70,7 +70,7 @@ def run_table(results: Results, title: str) -> Table:
     )
     columns = [*several, Column("shown_name", "**task**, dataset"), Column("method", "method")]
     first, *others = shown_in(shown)
-    text = cells(shown, [*columns, *counts(frame), first, *failed, *others])
+    text = cells(shown, [*columns, EXAMPLES, first, *failed, *others])
     is_long = frame.groupby(["run", "name"], sort=False)["method"].nunique().max() > MANY
     brief: Any = text[_whole(frame)] if is_long else None
     return Table("summary", title, _caption(results, frame), frame, text, keys=len(columns), brief=brief)
@@ -107,12 +107,6 @@ def _whole(frame: Any) -> Any:
     return frame["kind"].eq(several.map({True: "all", False: "task"}))
 
 
-def counts(frame: Any) -> list[Column]:
-    """The column of examples, and that of turns if there are more of them."""
-    has_turns = (frame["turns"] > frame["examples"]).any()
-    return [EXAMPLES, Column("turns", "turns")] if has_turns else [EXAMPLES]
-
-
 def run_json(table: Table, about: Mapping[str, Any]) -> str:
     """A run's table at full precision, after `about`. A value: mean and both ends of its interval, null if missing."""
     rows = table.frame.to_dict("records")
@@ -140,7 +134,7 @@ def arm_groups(run: StoredRun) -> dict[str, list[str]]:
 def _rows(run: StoredRun) -> list[dict[str, Any]]:
     """The rows of one run, by dataset or task, then by arm."""
     frame: Any = Results([run]).frame
-    frame = frame.assign(range=range_of(prompt_lengths(frame)))
+    frame = frame.assign(range=range_of(frame["prompt_tokens"]))
     by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for name, labels in arm_groups(run).items():
         rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
@@ -172,8 +166,7 @@ def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[s
     answers: rows of the frame. failures: by dataset. Both are of all its seeds.
     """
     zeroed: dict[str, float] = dict.fromkeys(failures, 0.0)
-    of_turns: Any = answers.groupby(["dataset", "id", "arm"])["score"].mean()
-    for name, scores in of_turns.groupby(level="dataset"):
+    for name, scores in answers.groupby("dataset")["score"]:
         zeroed[name] = round(scores.sum() / (len(scores) + failures[name]), 2)
     by_task: dict[str, list[float]] = {}
     for name, score in zeroed.items():
@@ -208,8 +201,8 @@ def _caption(results: Results, frame: Any) -> str:
         *filter(None, [unsolved(results.frame)]),
     ]
     lines += list(_hardware_notes(results.runs))
-    prompts = {(run.folder, *visit.key): visit.turns[0] for run in results.runs for visit in run.visits}
-    cut = sum(turn.tokens < turn.tokens_before_truncation for turn in prompts.values())
+    prompts = {(run.folder, *visit.key): visit for run in results.runs for visit in run.visits}
+    cut = sum(visit.prompt_tokens < visit.uncut_tokens for visit in prompts.values())
     if cut:
         shown = f"{cut} of {counted(len(prompts), 'prompt')}"
         lines.append(f"Longer than model.max_prompt_tokens: {shown}, whose middle is cut out, as in LongBench.")
@@ -279,14 +272,14 @@ def _is_sparse(arm: StoredArm) -> bool:
 
 def _is_dense(visit: Visit, label: str, baseline: str | None) -> bool:
     """Whether an arm's prefill took the FLOPs of the baseline's; False if the visit has no baseline."""
-    costs = [visit.answers[name][0].cost for name in (label, baseline) if name in visit.answers]
+    costs = [visit.answers[name] for name in (label, baseline) if name in visit.answers]
     return len(costs) == 2 and len({cost.prefill_flops for cost in costs}) == 1
 
 
 def _is_whole_prompt(visit: Visit, label: str) -> bool:
     """Whether an arm's prefill computed all tokens of the visit's prompt in every layer."""
-    cost = visit.answers[label][0].cost
-    return min(cost.computed[0]) >= visit.turns[0].tokens
+    cost = visit.answers[label]
+    return min(cost.computed[0]) >= visit.prompt_tokens
 
 
 def is_unforced(values: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import SECTION, SETTING, in_order, prompt_lengths, range_names, range_of, rows_by
-from eval.analysis.run_table import counts, is_unforced, shown_in
+from eval.analysis.columns import SECTION, SETTING, in_order, range_names, range_of, rows_by
+from eval.analysis.run_table import EXAMPLES, is_unforced, shown_in
 from eval.analysis.table import LABEL, UNFORCED, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.aggregate import NO_INTERVAL
@@ -59,7 +59,7 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     Columns: model, suite, part ("all", a task, or a range of prompt tokens), method, label, score, score_difference
     (from the baseline's on the same examples), ttft_speedup, equal_length_speedup, generation_speedup,
     pct_prompt_tokens_computed, kl, answer_kl, gold_kl, gold_log_likelihood, each with `_low` and `_high`, examples,
-    turns, seeds (of the setting; those of an example count as one), unfinished.
+    seeds (of the setting; those of an example count as one), unfinished.
     """
     values = forms(
         "score",
@@ -76,7 +76,7 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     table: Any = results.by_task
     table = table[table["level"].isin(["all"] if by != "task" else ["all", "task"])].rename(columns={"name": "part"})
     if by == "length":
-        counting = results.counting.assign(part=range_of(prompt_lengths(results.counting)))
+        counting = results.counting.assign(part=range_of(results.counting["prompt_tokens"]))
         lengths: Any = pd.DataFrame(rows_by(counting, "part", results.frame))
         table = pd.concat([table, lengths[lengths["level"] == "all"]])
         table["seeds"] = table.groupby(SETTING)["seeds"].transform("max").astype(int)  # lengths have none
@@ -84,7 +84,7 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
     table = table.assign(unfinished=[", ".join(dict.fromkeys(unfinished.get(key, ()))) for key in keys])
     places = ["all", *TASKS, *range_names()]
     table = in_order(table).assign(place=lambda rows: rows["part"].map(places.index))
-    columns = [*SECTION, "part", "method", "label", *values, "examples", "turns", "seeds", "unfinished"]
+    columns = [*SECTION, "part", "method", "label", *values, "examples", "seeds", "unfinished"]
     return table.sort_values([*SECTION, "place"], kind="stable")[columns].reset_index(drop=True)
 
 
@@ -121,5 +121,5 @@ def table_of(frame: Any) -> Table:
     seeds = [Column("seeds", "seeds")] if (frame["seeds"] > 1).any() else []
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     keys = Column("section", "model, suite, part"), LABEL
-    shown = cells(sections, [*keys, score, *counts(frame), *seeds, *others, *unfinished])
+    shown = cells(sections, [*keys, score, EXAMPLES, *seeds, *others, *unfinished])
     return Table("results", "Results", " ".join(sentences), frame, shown, keys=len(keys))

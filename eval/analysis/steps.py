@@ -10,7 +10,7 @@ from eval.analysis.claims import Section, sections
 from eval.analysis.columns import SETTING, in_order, range_of, ranges_in, with_sums
 from eval.analysis.table import LABEL, MODEL, Column, Rows, as_table, cells, forms, measured
 from eval.store.aggregate import beside
-from eval.store.results import Results, first_turns
+from eval.store.results import Results
 
 _ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
 _LENGTHS = ["prompt_tokens", "answer_tokens"]
@@ -65,7 +65,7 @@ def steps(results: Results) -> Rows:
 
 def _shares(results: Results) -> tuple[pd.DataFrame, list[str]]:
     """A row for each setting with TTFT in steps and its shares of the generation time; and the names of the shares."""
-    frame: Any = first_turns(results.counting)
+    frame: Any = results.counting
     frame = frame.dropna(subset="total_s")  # answers that decoded together have no total time
     frame = frame.assign(
         prompt_tokens=range_of(frame["prompt_tokens"]),
@@ -86,7 +86,7 @@ def _shares(results: Results) -> tuple[pd.DataFrame, list[str]]:
 
 def _costs(section: Section) -> Iterator[dict[str, Any]]:
     """A row for each task of a section."""
-    rows = first_turns(section.of("studied"))
+    rows = section.of("studied")
     theirs = beside(rows, section.frame)
     rows = rows.assign(**{f"theirs_{name}": theirs[name] for name in ("ttft_s", "total_s", "step_s")})
     rows = rows.dropna(subset=["revived_tokens", "total_s", "theirs_total_s"])

@@ -23,7 +23,7 @@ from eval.analysis.columns import BASELINE, SECTION, STUDIED, kind_of, place_of
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
 from eval.store.runs import is_ablation, label_of
-from eval.store.visit import Trace, read_trace
+from eval.store.trace import Trace, read_trace
 
 # Figure 4's schedule with all other settings at their defaults
 PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})

@@ -18,9 +18,9 @@ from markupsafe import Markup
 
 from eval.analysis.table import Column, Table, cells, legend
 from eval.report.content import Content
+from eval.store.record import Answer, Visit
 from eval.store.results import Results
-from eval.store.runs import StoredRun
-from eval.store.visit import Answer
+from eval.store.runs import StoredRun, numbers_of
 
 _HERE = Path(__file__).parent
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -101,51 +101,46 @@ def warnings(runs: Sequence[StoredRun], most: int | None) -> list[str]:
 
 
 def answers_of(run: StoredRun, most: int | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Gather the answers of a run: {dataset: an entry for each turn of each example, with the answers of all arms}.
+    """Gather the answers of a run: {dataset: an entry for each example, with the answers of all arms}.
 
     most: as of `render`. An arm's answer is compared with the baseline's of the same visit.
     """
-    found = dict[str, dict[tuple[str, int], dict[str, Any]]]()
+    datasets = dict[str, dict[str, dict[str, Any]]]()
     for visit in run.visits:
-        of_dataset = found.setdefault(visit.dataset, {})
-        if most is not None and visit.id not in (ids := {name for name, _ in of_dataset}) and len(ids) >= most:
+        entries = datasets.setdefault(visit.dataset, {})
+        if most is not None and visit.id not in entries and len(entries) >= most:
             continue
-        for place, turn in enumerate(visit.turns):
-            entry = of_dataset.setdefault((visit.id, place), {"asked": turn, "answers": {}})
-            entry["name"] = f"{visit.id}, turn {place + 1}" if len(visit.turns) > 1 else visit.id
-            for name, answers in visit.answers.items():
-                baseline = visit.answers.get(run.identity["baseline"]) if not run.arms[name].is_baseline else None
-                shown = _shown(answers[place], baseline[place] if baseline else None)
-                entry["answers"].setdefault(name, shown)
+        entry = entries.setdefault(visit.id, {"visit": visit, "answers": {}})
+        baseline = visit.answers.get(run.identity["baseline"])
+        for name, answer in visit.answers.items():
+            compared = None if run.arms[name].is_baseline else baseline
+            entry["answers"].setdefault(name, _shown(visit, answer, compared))
     return {
         dataset: [
-            {**entry, "answers": {name: entry["answers"][name] for name in run.arms if name in entry["answers"]}}
+            entry | {"answers": {name: entry["answers"][name] for name in run.arms if name in entry["answers"]}}
             for entry in entries.values()
             if entry["answers"]
         ]
-        for dataset, entries in found.items()
+        for dataset, entries in datasets.items()
     }
 
 
-def _shown(answer: Answer, baseline: Answer | None) -> dict[str, Any]:
+def _shown(visit: Visit, answer: Answer, baseline: Answer | None) -> dict[str, Any]:
     """An answer's text (None if it is not stored), its numbers, and whether its text is the baseline's."""
     is_same = baseline is not None and answer.text is not None and answer.text == baseline.text
-    return {"text": answer.text, "numbers": ", ".join(_numbers(answer, baseline)), "is_same": is_same}
+    return {"text": answer.text, "numbers": ", ".join(_numbers(visit, answer, baseline)), "is_same": is_same}
 
 
-def _numbers(answer: Answer, baseline: Answer | None) -> Iterator[str]:
+def _numbers(visit: Visit, answer: Answer, baseline: Answer | None) -> Iterator[str]:
     """The numbers of an answer that were measured, each beside the baseline's."""
     if answer.score is not None:
         gain = None if baseline is None or baseline.score is None else 100 * (answer.score - baseline.score)
         yield f"score {100 * answer.score:.1f}" + ("" if gain is None else f" ({gain:+.1f})")
-    if (ttft := answer.times.ttft_s) is not None:
-        theirs = None if baseline is None else baseline.times.ttft_s
-        yield f"TTFT {1000 * ttft:,.1f} ms" + ("" if theirs is None else f" ({theirs / ttft:.2f}x)")
-    if answer.cost is not None:
-        yield f"{answer.cost.pct_prompt_tokens_computed:.1f} % of the prompt computed"
-    if answer.fidelity is not None and answer.fidelity.kl is not None:
-        yield f"KL {answer.fidelity.kl:.3g}"
-    if answer.fidelity is not None and answer.fidelity.answer_kl is not None:
-        yield f"answer's KL {answer.fidelity.answer_kl:.3g}"
-    if answer.token_ids is not None:
-        yield f"{len(answer.token_ids)} tokens"
+    ratio = "" if baseline is None else f" ({baseline.ttft_s / answer.ttft_s:.2f}x)"
+    yield f"TTFT {1000 * answer.ttft_s:,.1f} ms{ratio}"
+    yield f"{numbers_of(visit, answer)['pct_prompt_tokens_computed']:.1f} % of the prompt computed"
+    if answer.kl is not None:
+        yield f"KL {answer.kl:.3g}"
+    if answer.answer_kl is not None:
+        yield f"answer's KL {answer.answer_kl:.3g}"
+    yield f"{len(answer.token_ids)} tokens"

@@ -14,12 +14,11 @@ from eval.run.config import CONF
 from eval.run.settings import RunConfig
 from eval.run.targets import Target, is_tuned, with_layers
 from lazyllm.engine.depth import Depth
-from lazyllm.engine.inputs import TURNS
 from lazyllm.errors import UserError, require
 from lazyllm.methods import Method, by_name, make, name_of, settings_of
 
 BASELINE = "baseline"  # the method's name, and the label of its arm unless `compare` gives another
-_NOT_THE_METHODS = ("name", "turns", "seeds")  # settings of an arm that are no hyperparameters
+_NOT_THE_METHODS = ("name", "seeds")  # settings of an arm that are no hyperparameters
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,12 @@ class Arm:
         """Its method for a dataset, by name."""
         return self.methods[dataset]
 
-    @property
-    def turns(self) -> str:
-        """What later turns of a conversation do, as in `lazyllm.start`."""
-        return self.settings.get("turns", "continue")
-
 
 @dataclass(frozen=True)
 class MethodAsked:
     """A method as an arm's settings ask for it, before the model is known.
 
-    settings: `name`, hyperparameters and `turns`, as written, or as the model resolves them (`Method.resolve`).
+    settings: `name` and hyperparameters, as written, or as the model resolves them (`Method.resolve`).
     hyperparameters: without the one that `target` gives.
     """
 
@@ -67,8 +61,6 @@ class MethodAsked:
             settings = kind.resolve(settings, depth)
             if "schedule" in settings:
                 settings["schedule"] = with_layers(settings["schedule"], depth)
-        turns = settings.get("turns", "continue")
-        require(turns in TURNS, "method.turns", turns, " or ".join(TURNS))
         for key, value in settings.items():
             target = Target.parse(value)
             if key in _NOT_THE_METHODS:
@@ -123,8 +115,7 @@ class MethodAsked:
             value = settings.get(key, default)
             if key in (kind.target_parameter, "seed", *kind.shown_parameters) or value != default:
                 written[key] = value
-        turns = settings.get("turns", "continue")
-        return written if turns == "continue" else written | {"turns": turns}
+        return written
 
     def arm(
         self,

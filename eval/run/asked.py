@@ -146,7 +146,6 @@ def _data_settings(config: RunConfig, suite: Suite, subject: LocalModel) -> Data
         options=None if suite.options is None else getattr(config, suite.name),
         model=subject.spec,
         chat=subject.chat,
-        turns=config.turns,
         subset=config.subset if is_own else None,
     )
 
@@ -166,19 +165,12 @@ def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings
 
 
 def read_rows(asked: Asked) -> list[LoadedDataset]:
-    """The datasets with their examples after `limit`, `subset` and `turns`; total: the rows before that.
-
-    Raises UserError.
-    """
+    """The datasets with their examples after `limit` and `subset`; total: the rows before that. Raises UserError."""
     config, chosen = asked.config, list[LoadedDataset]()
-    last = None if config.turns is None else config.turns - 1
     for dataset in asked.datasets:
         data = load(dataset, asked.data)
-        if last and not any(example.turns for example in data.examples):
-            raise UserError(f"turns={config.turns}: the rows of {dataset.name} hold one question each; leave it out")
         subset = in_subset(data.examples, asked.limit, config.subset, config.seed)
-        examples = tuple(replace(example, turns=example.turns[:last]) for example in subset)
-        chosen.append(replace(data, examples=examples, total=data.total or len(data.examples)))
+        chosen.append(replace(data, examples=tuple(subset), total=data.total or len(data.examples)))
     return chosen
 
 

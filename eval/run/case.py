@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from eval.benchmarks.metrics import score_example, second_score
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.benchmarks.suite import Dataset, Example
 from eval.run.arms import Arm
-from eval.store.visit import PROMPT_END, Answer, Failure, Turn, Visit
+from eval.store.record import PROMPT_END, Answer, Failure, Visit
 
 if TYPE_CHECKING:
     from lazyllm.engine.generation import Greedy
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 class Case:
     """One example with its prompt.
 
-    end_ids: tokens that end an answer. cut: tokens before a hidden question (`eval.run.hidden`); None without one.
-    arms: those that a visit is to measure, in order.
+    end_ids: tokens that end an answer. arms: those that a visit is to measure, in order.
     """
 
     dataset: Dataset
@@ -30,17 +28,11 @@ class Case:
     prompt: BuiltPrompt
     max_new_tokens: int
     end_ids: tuple[int, ...]
-    cut: int | None = None
     arms: tuple[Arm, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
         return self.dataset.name, self.example.id
-
-    @property
-    def prompts(self) -> tuple[Any, ...]:
-        """The prompt, and the messages of later turns."""
-        return self.prompt, *self.prompt.turns
 
     @property
     def options(self) -> dict[str, Any]:
@@ -55,38 +47,35 @@ class Case:
         return Greedy(self.end_ids, self.options["min_new_tokens"])
 
 
-def scored(case: Case, decoded: str, chat: ChatFormat, turn: int = 0) -> dict[str, Any]:
+def score_of(case: Case, decoded: str, chat: ChatFormat) -> dict[str, Any]:
     """The fields of `Answer` that its text determines."""
-    text = post_process(decoded, chat, case.dataset.chat_wrap)
-    answers, is_scored = list((case.example, *case.example.turns)[turn].answers), case.dataset.metric != ""
+    text, gold = post_process(decoded, chat, case.dataset.chat_wrap), list(case.example.answers)
+    is_scored, classes = case.dataset.metric != "", list(case.example.all_classes)
     return {
         "text": text,
-        "score": score_example(case.dataset, text, answers, list(case.example.all_classes)) if is_scored else None,
-        "rouge_l": second_score(case.dataset, text, answers),
+        "score": score_example(case.dataset, text, gold, classes) if is_scored else None,
+        "rouge_l": second_score(case.dataset, text, gold),
     }
 
 
 def visit_of(
-    case: Case, arms: Sequence[Arm], outcomes: Mapping[str, list[Answer] | Failure], kernel: str | None = None
+    case: Case,
+    arms: dict[str, Answer | Failure],
+    kernel: str | None = None,
+    attention_ceiling: float | None = None,
 ) -> Visit:
-    """The visit of a case. arms: the run's, in order. outcomes: by arm. kernel: of attention."""
-    turns = [
-        Turn(
-            sha256=message.sha256,
-            tokens=len(message.token_ids),
-            tokens_before_truncation=getattr(message, "tokens_before_truncation", len(message.token_ids)),
-            end=message.text[-PROMPT_END:],
-            answers=list(question.answers),
-        )
-        for message, question in zip(case.prompts, (case.example, *case.example.turns), strict=True)
-    ]
+    """The visit of a case. Other arguments are fields of `Visit`."""
     return Visit(
         dataset=case.dataset.name,
         id=case.example.id,
         groups=list(case.example.groups),
-        turns=turns,
+        gold=list(case.example.answers),
+        prompt_sha256=case.prompt.sha256,
+        prompt_tokens=len(case.prompt.token_ids),
+        uncut_tokens=case.prompt.tokens_before_truncation,
+        prompt_end=case.prompt.text[-PROMPT_END:],
         order=[arm.label for arm in case.arms],
-        answers={arm.label: own for arm in arms if isinstance(own := outcomes.get(arm.label), list)},
-        failures={label: own for label, own in outcomes.items() if isinstance(own, Failure)},
-        attention_kernel=kernel,
+        kernel=kernel,
+        attention_ceiling=attention_ceiling,
+        arms=arms,
     )

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 
-from eval.benchmarks.prompts import BuiltPrompt, build_prompt, end_token_ids
+from eval.benchmarks.prompts import build_prompt, end_token_ids
 from eval.benchmarks.suite import Dataset, LoadedDataset
 from eval.run.arms import Arm
 from eval.run.asked import Asked, read_rows
@@ -12,8 +12,6 @@ from eval.run.config import prompt_limit
 from lazyllm.errors import UserError
 
 log = logging.getLogger(__name__)
-
-HIDDEN = "question=hidden"
 
 
 def limit_of_prompts(asked: Asked, positions: int) -> int:
@@ -63,15 +61,13 @@ def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -
     max_new_tokens = limit_of_answers(asked, dataset, data.max_new_tokens)
     for example in data.examples:
         prompt = build_prompt(example, dataset, subject.tokenizer, limit if dataset.truncate else None, subject.chat)
-        where, new_tokens = f"{dataset.name}, row {example.id}", max_new_tokens * (1 + len(prompt.turns))
+        where, tokens = f"{dataset.name}, row {example.id}", len(prompt.token_ids)
         try:
-            cut = None if asked.config.question is None else question_start(prompt)
             for method in methods:
-                method.check_prompt(prompt.as_input(cut))
+                method.check_prompt(prompt.as_input())
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
-        tokens = sum(len(message.token_ids) for message in (prompt, *prompt.turns))
-        needed = tokens + new_tokens - 1  # the last new token is not run
+        needed = tokens + max_new_tokens - 1  # the last new token is not run
         if needed > positions:
             fits = positions - needed + min(prompt.tokens_before_truncation, limit)
             instead = f"set model.max_prompt_tokens={fits}, or less"
@@ -79,26 +75,8 @@ def _cases(asked: Asked, arms: Sequence[Arm], data: LoadedDataset, limit: int) -
                 instead = asked.suite.shorter
             elif fits < 1:
                 instead = "give a lower max_new_tokens or model.thinking_tokens"
-            of_turns = f" of {1 + len(prompt.turns)} turns" if prompt.turns else ""
             raise UserError(
-                f"{where}: {tokens} prompt tokens{of_turns} and up to {new_tokens} new ones exceed the model's "
+                f"{where}: {tokens} prompt tokens and up to {max_new_tokens} new ones exceed the model's "
                 f"{positions} positions: {instead}"
             )
-        yield Case(dataset, example, prompt, max_new_tokens, end_ids, cut)
-
-
-def question_start(prompt: BuiltPrompt) -> int:
-    """The number of tokens before a hidden question: before the first token with a part of it. Raises UserError."""
-    if prompt.turns:
-        raise UserError(f"{HIDDEN} asks one question of each row: give turns=1")
-    if prompt.spans is None:
-        raise UserError(f"{HIDDEN}: the question's place in the tokens is unknown (no fast tokenizer, or a template)")
-    if prompt.question is None:
-        raise UserError(f"{HIDDEN}: the prompt's question is empty or cut away: give a larger model.max_prompt_tokens")
-    starts, stops = prompt.spans.T
-    cut, tokens = int(((starts <= prompt.question) & (prompt.question < stops)).argmax()), len(prompt.token_ids)
-    if not 1 <= cut <= tokens - 2:  # the question's first token ends one turn, the others are the next
-        raise UserError(
-            f"{HIDDEN}: {cut} of {tokens} tokens precede the question: expected 1 or more, and 2 or more behind them"
-        )
-    return cut
+        yield Case(dataset, example, prompt, max_new_tokens, end_ids)

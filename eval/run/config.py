@@ -47,7 +47,7 @@ _OPTIONS = (
     "-m", "--multirun", "-h", "--help", "--hydra-help", "-c", "--cfg", "--resolve", "-p", "--package", "-i", "--info",
     "--version", "-sc", "--shell-completion",
 )  # fmt: skip
-_COUNTS = ("limit", "max_new_tokens", "threads", "turns", "batch_size", "model.max_prompt_tokens")
+_COUNTS = ("limit", "max_new_tokens", "threads", "batch_size", "model.max_prompt_tokens")
 _MAY_BE_0 = ("warmup", "trace", "model.thinking_tokens", "seed")
 
 # The files in conf/hydra/launcher have the names of the plugins' configs, and Hydra checks them against these
@@ -112,7 +112,7 @@ def model_nodes() -> dict[str, dict[str, Any]]:
 
 
 def _defaults(name: str) -> dict[str, Any]:
-    """{setting: default} in a config's syntax, with `turns`, the run's `seed`, and `seeds`."""
+    """{setting: default} in a config's syntax, with the run's `seed`, and `seeds`."""
     defaults: dict[str, Any] = {}
     for key, default in settings_of(by_name(name)).items():
         written = MISSING_VALUE if default is MISSING else default
@@ -122,7 +122,7 @@ def _defaults(name: str) -> dict[str, Any]:
             expected = "a number, text, true, false, null, or a list or mapping of these"
             raise UserError(f"method {name!r} has the default {default!r} of {key!r}: expected {expected}") from error
         defaults[key] = "${seed}" if key == "seed" else written
-    return defaults | {"turns": "continue"} | ({"seeds": None} if "seed" in defaults else {})
+    return defaults | ({"seeds": None} if "seed" in defaults else {})
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -317,7 +317,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
     choices = {
         "data.on_error": ("raise", "skip"),
         "subset": (*SUBSETS, *(name for suite in SUITES.values() for name in suite.subsets)),
-        "question": (None, "hidden"),
         "fidelity": (None, "answer"),
         "tracker.name": ("none", "wandb"),
         "tracker.mode": ("online", "offline", "disabled"),
@@ -334,10 +333,6 @@ def to_run_config(config: DictConfig) -> RunConfig:
     require((plain.threads or 1) <= 1024, "threads", plain.threads, "at most 1024")  # OpenMP ends the process
     require(plain.seed < 2**63, "seed", plain.seed, "less than 2^63")  # as torch does
     require(plain.fidelity is None or plain.baseline, "fidelity", plain.fidelity, "baseline=true with it")
-    is_traced = plain.question is None or plain.trace == 0
-    require(
-        is_traced, "trace", plain.trace, "0, as traces show whole prompts and question=hidden runs them in two parts"
-    )
     folder = plain.data.dir
     require(folder is None or Path(folder).is_dir(), "data.dir", folder, "an existing folder")
     require(plain.out != "", "out", plain.out, "a folder, or null")

@@ -41,11 +41,9 @@ ENGINE = (
     "lazyllm/models",
     "lazyllm/methods/support",
     "eval/run/case.py",
-    "eval/run/decode.py",
-    "eval/run/hidden.py",
-    "eval/run/memory.py",
-    "eval/run/answers.py",
-    "eval/run/fidelity.py",
+    "eval/run/bench.py",
+    "eval/run/device.py",
+    "eval/run/answer.py",
 )
 # In eval/benchmarks, of all suites
 _SUITES = ("chat_format", "downloads", "metrics", "prompts", "rows", "subsets", "suite", "tables")
@@ -107,7 +105,7 @@ def identity_of(
 ) -> dict[str, Any]:
     """What must agree for two visits of a run to share a folder. limit: tokens of a prompt."""
     config, own = asked.config, _of_model(asked.subject, arms)
-    optional = {"turns": config.turns, "fidelity": config.fidelity, "question": config.question}
+    optional = {"fidelity": config.fidelity}
     optional["batch_size"] = batch_size if batch_size > 1 else None  # rounding differs by it
     of_arms = own.pop("arms")
     identity = {

@@ -20,7 +20,7 @@ from eval.run.settings import RunConfig
 from eval.run.targets import OutOfReachError
 from eval.run.work import fitting_batch
 from lazyllm.engine.depth import Depth
-from lazyllm.errors import UserError, require
+from lazyllm.errors import UserError
 from lazyllm.machine import device_name
 from lazyllm.methods import Method, about_the_method
 from lazyllm.models.checkpoint import HubError, read_config
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from eval.run.answers import Visits
+    from eval.run.bench import Bench
 
 Load = Callable[[], "PreTrainedModel"]
 
@@ -199,7 +199,7 @@ class LocalModel:
     def loaded_once(self) -> Iterator[Load]:
         """A function that loads the model when it is first called. From then on until the block ends, its device is
         held."""
-        from eval.run.memory import held_and_released
+        from eval.run.device import held_and_released
 
         with ExitStack() as stack:
 
@@ -214,21 +214,19 @@ class LocalModel:
     @contextmanager
     def ready(
         self, arms: Sequence[Arm], baseline: str | None, batch_size: int, load: Load | None = None
-    ) -> Iterator[Visits]:
+    ) -> Iterator[Bench]:
         """The model, ready to answer until the block ends.
 
         arms: of the run, in order. baseline: the label of the one to compare with. batch_size: answers that decode
         together. load: gives the model, if several runs share it.
         """
-        from eval.run.answers import Visits
-        from eval.run.decode import Bench
-        from eval.run.memory import Memory, held_and_released
+        from eval.run.bench import Bench
+        from eval.run.device import held_and_released
         from lazyllm.engine.devices import cpu_time
 
         with held_and_released(self.torch_device), cpu_time(self.counts_cpu_time):
-            model, keeps = (load or self.load)(), self.config.fidelity is not None
-            bench = Bench(model, Memory(model.device), batch_size, keeps)
-            yield Visits(bench, self.tokenizer, self.chat, arms, baseline)
+            model, forces = (load or self.load)(), self.config.fidelity is not None
+            yield Bench(model, self.tokenizer, self.chat, arms, baseline, batch_size, forces)
 
 
 def model_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalModel:
@@ -252,18 +250,9 @@ def model_of(config: RunConfig, arms: Mapping[str, dict[str, Any]]) -> LocalMode
         today=model.today,
         thinking_tokens=model.thinking_tokens,
     )
-    for label, settings in arms.items():
+    for settings in arms.values():
         _sample(settings)  # refuses bad hyperparameters
-        _check_fits(config, f"compare.{label}" if config.compare is not None else "method", settings)
     return LocalModel(config, arms, spec, chat, own_tokenizer)
-
-
-def _check_fits(config: RunConfig, key: str, settings: dict[str, Any]) -> None:
-    """Refuse an arm that cannot answer as the run asks. key: of its settings. Raises UserError."""
-    if config.question is not None:
-        turns = settings.get("turns", "continue")
-        expected = f"continue with question={config.question}, as recompute runs the usual prompt"
-        require(turns == "continue", f"{key}.turns", turns, expected)
 
 
 def _sample(settings: dict[str, Any], depth: Depth | None = None) -> Method:

@@ -10,16 +10,17 @@ from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 
-from eval.run.answers import Visits
 from eval.run.arms import Arm
+from eval.run.bench import Bench
 from eval.run.case import Case
 from eval.run.identity import now
 from eval.run.local import Load
 from eval.run.run import Run
+from eval.run.tracing import traces_of
 from eval.run.wandb_run import Tracker, open_trackers
 from eval.store.folder import RunStore, open_store
 from eval.store.runs import StoredRun, counted
-from eval.store.visit import Trace
+from eval.store.trace import trace_name
 from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
 
@@ -73,7 +74,7 @@ def _check_prompts(cases: Sequence[Case], store: RunStore) -> None:
     """Raise UserError if the store holds an example with another prompt than the current one."""
     for case in cases:
         for visit in store.visits.get(case.key, ()):
-            if [turn.sha256 for turn in visit.turns] != [message.sha256 for message in case.prompts]:
+            if visit.prompt_sha256 != case.prompt.sha256:
                 raise UserError(
                     f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the "
                     "current one; give another folder with out=FOLDER"
@@ -116,13 +117,13 @@ def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: L
     if not todo and not untraced:
         return
     ready = run.asked.subject.ready(run.arms, run.asked.baseline, run.batch_size, load)
-    with _noted(store, len(todo)), ready as model:
+    with _noted(store, len(todo)), ready as bench:
         if todo:
-            _measure(model, todo, run.asked.config.warmup, store, trackers)
+            _measure(bench, todo, run.asked.config.warmup, store, trackers)
         for case, labels in untraced.items():
             arms = [arm for arm in run.arms if arm.label in labels & store.answered(case.key)]
             try:
-                for trace in model.traces(case, arms) if arms else ():
+                for trace in traces_of(bench, case, arms) if arms else ():
                     write_whole(_trace_file(store, case, trace.arm), trace.to_json())
             except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
                 log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
@@ -141,17 +142,17 @@ def _untraced(run: Run, store: RunStore) -> dict[Case, set[str]]:
 
 
 def _trace_file(store: RunStore, case: Case, label: str) -> Path:
-    return store.folder / "traces" / Trace.file_name(*case.key, label)
+    return store.folder / "traces" / trace_name(*case.key, label)
 
 
-def _measure(model: Visits, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
+def _measure(bench: Bench, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
     """Store each visit as soon as it is made, and log the progress."""
     log.info("warming up: %s of each arm", counted(warmup, "run"))
-    model.warm_up(todo, warmup)
+    bench.warm_up(todo, warmup)
     start = last = time.monotonic()
-    for done, visit in enumerate(model.visits(todo), start=1):
+    for done, visit in enumerate(bench.visits(todo), start=1):
         for label, failure in visit.failures.items():
-            log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.reason)
+            log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.error)
         store.append(visit)
         for tracker in trackers:
             tracker.visit(visit)

@@ -5,7 +5,7 @@
     lazyllm-bench plan model=smollm2 method=lazy dataset=needle    # on this machine
 
 The arguments are those of a run or a sweep. Nothing is downloaded and no model runs. Prompts, FLOPs and bytes are
-counted for each arm, with warm-ups, later turns and other models. Answers have their maximum length; as many decode
+counted for each arm, with warm-ups and other models. Answers have their maximum length; as many decode
 together as `batch_size` says, or as fit into the GPU's memory; nothing is revived. Times follow from one rate, half of
 the FLOP/s and of the bytes per second in the GPU's data sheet, or from the 0.6 ms in which a host starts a layer,
 measured beside an H200. Without --gpu, it is this machine's GPU, or half of what two matrix products reach now on its
@@ -47,10 +47,10 @@ def seconds_on(device: Accelerator, work: Work) -> float:
 
 @dataclass(frozen=True)
 class Group:
-    """`count` rows of a dataset with messages of these numbers of tokens, the prompt first, and maximum answers."""
+    """`count` rows of a dataset with prompts of this number of tokens, and maximum answers."""
 
     dataset: str
-    messages: tuple[int, ...]
+    prompt_tokens: int
     new_tokens: int
     count: int
 
@@ -59,7 +59,7 @@ class Group:
 class Cost:
     """The cost of an arm of a run, its warm-ups included.
 
-    run: the model. dtype: of its weights, and why. Tokens are those of all turns. memory: bytes of each part, at the
+    run: the model. dtype: of its weights, and why. memory: bytes of each part, at the
     longest prompt. seconds: on the device. ceiling: `attention_ceiling` of the longest prompt. is_estimate: prompts
     have published means, as nothing was there to count.
     """
@@ -94,9 +94,8 @@ def groups_of(asked: Asked) -> list[Group]:
         return estimated_groups(asked)
     here = replace(asked.config.model, device="cpu")
     cases = prompts_of(asked.changed(model=here))
-    messages = [tuple(len(part.token_ids) for part in case.prompts) for case in cases]
-    names, limits = [case.dataset.name for case in cases], [case.max_new_tokens for case in cases]
-    return [Group(*key, count) for key, count in Counter(zip(names, messages, limits, strict=True)).items()]
+    keys = Counter((case.dataset.name, len(case.prompt.token_ids), case.max_new_tokens) for case in cases)
+    return [Group(*key, count) for key, count in keys.items()]
 
 
 def is_estimated(asked: Asked) -> bool:
@@ -122,7 +121,7 @@ def estimated_groups(asked: Asked) -> list[Group]:
         size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
         new_tokens = limit_of_answers(asked, dataset, size.max_new_tokens)
-        groups.append(Group(dataset.name, (tokens,), new_tokens, min(size.examples, config.limit or size.examples)))
+        groups.append(Group(dataset.name, tokens, new_tokens, min(size.examples, config.limit or size.examples)))
     return groups
 
 
@@ -133,32 +132,30 @@ def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list
     spec = replace(asked.subject.spec, dtype=dtype)
     model, arms = Model.of(spec), asked.subject.arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
     every = [method for arm in arms for method in arm.methods.values()]
-    # tokens of the last turn's text
-    lengths = [sum(group.messages) + (len(group.messages) - 1) * group.new_tokens for group in groups]
+    longest = max(group.prompt_tokens for group in groups)
     most, memory = max(group.new_tokens for group in groups), 1e9 * device.gigabytes or None
-    batch_size = fitting_batch(asked.config.batch_size, spec, every, max(lengths), most, memory)
-    warm_up = Group(first.dataset, first.messages[:1], min(WARMUP_TOKENS, first.new_tokens), asked.config.warmup)
+    batch_size = fitting_batch(asked.config.batch_size, spec, every, longest, most, memory)
+    warm_up = Group(first.dataset, first.prompt_tokens, min(WARMUP_TOKENS, first.new_tokens), asked.config.warmup)
     for arm in arms:
         works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
         for group in (*groups, warm_up):
-            method, turn = arm.method(group.dataset), (group.messages, group.new_tokens)
-            works += [(work, group.count) for work in model.conversation(method, *turn, arm.turns, batch_size)]
-        for group, length in zip(groups, lengths, strict=True):
-            peaks.append(model.memory(arm.method(group.dataset), length, group.new_tokens, batch_size))
+            answer = arm.method(group.dataset), group.prompt_tokens, group.new_tokens, batch_size
+            works += [(work, group.count) for work in model.work(*answer)]
+            peaks.append(model.memory(*answer))
         costs.append(
             Cost(
                 run=Path(spec.name).name,
                 dtype=f"{dtype} ({reason})",
                 arm=arm.label,
                 examples=sum(group.count for group in groups),
-                prompt_tokens=sum(group.count * sum(group.messages) for group in groups),
-                longest=max(sum(group.messages) for group in groups),
-                answer_tokens=sum(group.count * len(group.messages) * group.new_tokens for group in groups),
+                prompt_tokens=sum(group.count * group.prompt_tokens for group in groups),
+                longest=longest,
+                answer_tokens=sum(group.count * group.new_tokens for group in groups),
                 work=sum((work * count for work, count in works), Work(0, 0, 0)),
                 memory=max(peaks, key=lambda parts: sum(parts.values())),
                 seconds=sum(count * seconds_on(device, work) for work, count in works),
                 device=device,
-                ceiling=attention_ceiling(model.config, max(sum(group.messages) for group in groups)),
+                ceiling=attention_ceiling(model.config, longest),
                 is_estimate=is_estimate,
             )
         )

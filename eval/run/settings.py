@@ -88,9 +88,6 @@ class RunConfig(SuiteSettings):
         "which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; `mini`: of the 187 "
         "rows of LongBench that MiniLongBench chose",
     )
-    turns: int | None = setting(
-        None, "questions asked of each row, in turns of one conversation; `null`: all that a row has (`embedded`: 1)"
-    )
     max_new_tokens: int | None = setting(None, "shorter answers than the dataset allows, for a quick look")
     batch_size: int | None = setting(
         None,
@@ -102,14 +99,11 @@ class RunConfig(SuiteSettings):
     threads: int | None = setting(None, "CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)")
     out: str | None = setting(None, "the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`")
     trace: int = setting(0, "keep each layer's importance and selection for the first N examples of each dataset")
-    question: str | None = setting(
-        None, "`hidden` runs each row's context before its question is known, and the question as a later turn"
-    )
     fidelity: str | None = setting(
         None, "`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
     )
     speedup: str | None = setting(
-        None, "the ideal TTFT speedup at which `experiment=field` and `turns` compare methods, such as `2x`"
+        None, "the ideal TTFT speedup at which `experiment=field` compares methods, such as `2x`"
     )
     draft: str | None = setting(
         None,

@@ -3,25 +3,26 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from eval.benchmarks.prompts import BuiltPrompt
 from eval.run.arms import Arm
+from eval.run.bench import Bench
 from eval.run.case import Case
-from eval.store.visit import Trace, compact_counts
+from eval.store.record import compact_counts
+from eval.store.trace import Trace
 from lazyllm import Generation, generate
 from lazyllm.engine.decoder import importance_of_layers
 
 
-def traces(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, case: Case, arms: Sequence[Arm]
-) -> Iterator[Trace]:
+def traces_of(bench: Bench, case: Case, arms: Sequence[Arm]) -> Iterator[Trace]:
     """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
+    model, tokenizer = bench.model, bench.tokenizer
     importance = importance_of_layers(model, case.prompt.token_ids)
     for arm in arms:
         method = arm.method(case.dataset.name)
         out = generate(model, case.prompt.as_input(), method, **case.options)
-        group_starts, computed = compact_counts(out.computed)
+        group_layers, computed = compact_counts(out.computed)
         yield Trace(
             dataset=case.dataset.name,
             id=case.example.id,
@@ -30,7 +31,7 @@ def traces(
             generated=_texts_of_answer(tokenizer, out.token_ids),
             importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
             selected=_name_selections(out),
-            group_starts=group_starts,
+            group_layers=group_layers,
             computed=computed,
         )
 

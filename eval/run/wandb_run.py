@@ -5,7 +5,7 @@ An error of W&B never stops the run.
 part of a W&B run   contents
 config              the run's config, identity and provenance, and the arm
 history             after each visit of this job: examples done, score and speedups so far
-per_example         a table, one row a turn of each example
+per_example         a table, one row an example
 summary             each row of the arm in the run's table as `<dataset, task or all>/<column>`, with `_low` and `_high`
 figures/<name>      the run's pictures; of the first arm only
 artifact            type `run`: visits, run.json, summary.*, traces; of the first arm only
@@ -23,13 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from eval.run.config import QUIET
 from eval.run.settings import TrackerConfig
+from eval.store.record import Visit
 from eval.store.results import Results
-from eval.store.runs import StoredArm, StoredRun
-from eval.store.visit import SCALES, Answer, Visit, numbers_of
+from eval.store.runs import StoredArm, StoredRun, numbers_of
 from lazyllm.errors import reason_of
 
 if TYPE_CHECKING:
@@ -97,18 +95,19 @@ class Tracker:
     @_harmless
     def visit(self, visit: Visit) -> None:
         """Show a new visit: means and speedups over this job's visits so far, all with the same weight."""
-        own, reference = visit.answers.get(self.arm.name), visit.answers.get(self.run.identity["baseline"])
+        answers = {label: numbers_of(visit, answer) for label, answer in visit.answers.items()}
+        own, reference = answers.get(self.arm.name), answers.get(self.run.identity["baseline"])
         if own is None:
             return
         sums = self.sums
         sums["examples"] += 1
-        for name, scale in {"score": 100, "pct_prompt_tokens_computed": 1}.items():
-            sums[name] += scale * _mean(name, own)
+        for name in ("score", "pct_prompt_tokens_computed"):
+            sums[name] += own[name]
         shown = {name: sums[name] / sums["examples"] for name in ("score", "pct_prompt_tokens_computed")}
         for name, speedup in {"ttft_s": "ttft_speedup", "total_s": "generation_speedup"}.items():
             if reference is not None:
-                sums[name] += _mean(name, own)
-                sums[f"reference {name}"] += _mean(name, reference)
+                sums[name] += own[name]
+                sums[f"reference {name}"] += reference[name]
             if name in sums:
                 shown[speedup] = sums[f"reference {name}"] / sums[name]
         known = {f"running/{name}": value for name, value in shown.items() if value == value}
@@ -116,7 +115,7 @@ class Tracker:
 
     @_harmless
     def finish(self, results: Results, table: Table, pictures: Sequence[Path]) -> None:
-        """Show the arm's rows of the run's table, and every turn. results: of this run. pictures: PNG files."""
+        """Show the arm's rows of the run's table, and every answer. results: of this run. pictures: PNG files."""
         from eval.analysis.run_table import row_name  # not at the top: it imports pandas
 
         rows: Any = table.frame[table.frame["method"] == row_name(self.arm)]
@@ -138,9 +137,9 @@ class Tracker:
 
         frame: Any = results.frame
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]].drop(columns="token_s")
-        turns = list(results.answers(rows))
-        gold = [" | ".join(turn.answers) for turn, _ in turns]
-        rows = rows.assign(gold=gold, answer=[answer.text for _, answer in turns])
+        pairs = list(results.answers(rows))
+        gold = [" | ".join(visit.gold) for visit, _ in pairs]
+        rows = rows.assign(gold=gold, answer=[answer.text for _, answer in pairs])
         rows.insert(5, "ttft_speedup", beside(rows, frame)["ttft_s"] / rows["ttft_s"])
         cells: Any = rows.astype(object).where(rows.notna(), None)  # None without a baseline
         return self._wandb.Table(columns=list(cells), data=cells.to_numpy().tolist())
@@ -151,12 +150,6 @@ class Tracker:
         self._run.finish(exit_code=exit_code)
         if self._run.offline:
             log.info("W&B was offline; send it with  wandb sync %s", os.path.relpath(Path(self._run.dir).parent))
-
-
-def _mean(name: str, turns: Sequence[Answer]) -> float:
-    """The mean of a column of the frames, as stored; NaN if a turn lacks it."""
-    place = [*SCALES].index(name)
-    return float(np.array([numbers_of(turn)[place] for turn in turns], dtype=float).mean())
 
 
 @contextmanager

@@ -60,51 +60,24 @@ class Model:
         shape, size = LayerShape.of(config), _BYTES[spec.dtype]
         return cls(spec, config, model.num_parameters() * size, size, 2 * shape.kv_heads * shape.head_dim * size)
 
-    def held(self, method: Method, n: int, later: int, generated: int) -> list[int]:
-        """The tokens in each layer's K and V: of the prompt's n and of `later` of later prompts those that the method
-        stores, and all generated ones."""
-        stored = method.stored_after_turns(Depth.of(self.config), n, later)
-        return [tokens + generated for tokens in stored]
+    def work(self, method: Method, n: int, new_tokens: int, batch_size: int = 1) -> list[Work]:
+        """Prefill and decoding of an answer; of other models that score a prompt, their FLOPs alone.
 
-    def _decoding(self, held: Sequence[int], steps: int, batch_size: int) -> Work:
-        """The work of steps that attend to the tokens `held` in each layer, and to those generated since."""
+        n: tokens of the prompt. batch_size: answers that decode together; they read the weights once.
+        """
+        prefill = Work(method.first_token_flops(self.config, n), self.weights, self.config.num_hidden_layers)
+        stored = method.stored_per_layer(Depth.of(self.config), n)
+        return [prefill, self._decoding(stored, new_tokens - 1, batch_size)]
+
+    def _decoding(self, stored: Sequence[int], steps: int, batch_size: int) -> Work:
+        """The work of steps that attend to the tokens stored in each layer, and to those generated since."""
         shape = LayerShape.of(self.config)
-        after = [tokens + steps for tokens in held]
-        flops = self._between(held, after, steps)
-        linear = len(held) * steps * shape.linear_flops + steps * 2 * shape.width * self.config.vocab_size
+        after = [tokens + steps for tokens in stored]
+        flops = prefill_flops(self.config, after, steps) - prefill_flops(self.config, stored, 0)
+        linear = len(stored) * steps * shape.linear_flops + steps * 2 * shape.width * self.config.vocab_size
         attended = (flops - linear) // shape.pair_flops  # each step reads K and V of every token that it attends to
         read = steps * self.weights // batch_size + attended * self.kv_bytes
-        return Work(flops, read, steps * len(held) * (1 + FURTHER * (batch_size - 1)) / batch_size)
-
-    def _between(self, before: Sequence[int], after: Sequence[int], logits: int) -> int:
-        """FLOPs of the tokens that each layer holds after and not before, each attending to all before it."""
-        return prefill_flops(self.config, after, logits) - prefill_flops(self.config, before, 0)
-
-    def conversation(
-        self, method: Method, messages: Sequence[int], new_tokens: int, turns: str = "continue", batch_size: int = 1
-    ) -> list[Work]:
-        """Prefill, decoding, and the same of each later turn; of other models that score a prompt, their FLOPs alone.
-
-        messages: tokens of each, the prompt first. turns: as in `lazyllm.start`. batch_size: answers that decode
-        together, if there is one turn; they read the weights once.
-        """
-        together, layers = batch_size if len(messages) == 1 else 1, self.config.num_hidden_layers
-        n, later, generated = 0, 0, 0
-        works = list[Work]()
-        for turn, message in enumerate(messages):
-            last = int(turn > 0)  # the last token of the answer before runs with the message
-            if turn > 0 and turns == "continue":
-                before = self.held(method, n, later, generated)
-                later, generated = later + message, generated + last
-                after = self.held(method, n, later, generated)
-                flops = self._between(before, after, 1)
-                works.append(Work(flops, self.weights + sum(after) * self.kv_bytes, layers))
-            else:
-                n, later, generated = n + later + generated + last + message, 0, 0
-                works.append(Work(method.first_token_flops(self.config, n), self.weights, layers))
-            works.append(self._decoding(self.held(method, n, later, generated), new_tokens - 1, together))
-            generated += new_tokens - 1
-        return works
+        return Work(flops, read, steps * len(stored) * (1 + FURTHER * (batch_size - 1)) / batch_size)
 
     def memory(self, method: Method, n: int, new_tokens: int, batch_size: int = 1) -> dict[str, int]:
         """Bytes of each part at a batch's peak; "working" is one layer of a prefill besides its input.

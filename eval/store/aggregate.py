@@ -20,7 +20,7 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
-from eval.store.visit import MEASURED
+from eval.store.runs import MEASURED
 
 RESAMPLES = 2000
 FEWEST, FEWEST_OF_TASK = 5, 2  # examples of a value that has an interval: fewer may well agree by chance
@@ -45,14 +45,14 @@ _COMPARED = ("score", "cache_bytes", "peak_memory_bytes")
 _OF_BOTH = tuple(f"{side}_{name}" for name in _COMPARED for side in ("own", "reference"))
 _COLUMN = {name: number for number, name in enumerate(dict.fromkeys((*VALUES, *_OF_BOTH)))}
 _SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
-_VISIT = ["folder", "dataset", "id", "turn", "visit"]  # what two answers share that may be compared
+_VISIT = ["folder", "dataset", "id", "visit"]  # what two answers share that may be compared
 
 _FORMS = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
-COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "turns", "datasets", "score_seed_std", *_FORMS]
+COLUMNS = [*_SETTING, "seeds", "level", "name", "task", "examples", "datasets", "score_seed_std", *_FORMS]
 
 
 def beside(rows: Any, among: Any) -> Any:
-    """For each of these rows of `Results.frame`, the row of its run's baseline of the same visit and turn.
+    """For each of these rows of `Results.frame`, the row of its run's baseline of the same visit.
 
     The only way from an arm's answers to the baseline's: two answers may be compared only if they were measured within
     seconds of each other, on the same prompt. among: the whole frame. The result has the index of `rows`, and NaN where
@@ -68,7 +68,7 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
 
     frame: `eval.store.results.Results.frame`. Columns: model, paper_model, method, settings, label, suite, level
     ("dataset", "task" or "all"), name (of the dataset or task, or "all"), task ("all" at that level), seeds, examples,
-    turns (of all examples) and datasets (their numbers), score_seed_std (sample standard deviation of the scores by
+    and datasets (their numbers), score_seed_std (sample standard deviation of the scores by
     seed, over the seeds with every example of the row; NaN for fewer than two), and v, v_low, v_high for each v of
     `VALUES`: the measured columns of the frame, and
 
@@ -82,7 +82,7 @@ def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     answered_score: 100 * score / pct_answered of the row: the score without empty answers, which score 0.
 
     What compares with the baseline is made from the answers that have one in the same visit (`beside`). A dataset's
-    score is rounded as LongBench rounds it. Several seeds and turns of an example count as one example: values are
+    score is rounded as LongBench rounds it. Several seeds of an example count as one example: values are
     means over them, and speedups compare summed times. A value is NaN if an answer lacks it, or if a baseline's score
     is 0; both ends of an interval are NaN with too few examples (see above). The baseline's speedups are 1.
     """
@@ -102,13 +102,13 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
     """
     codes = rows.groupby(["dataset", "id"], sort=False).ngroup().to_numpy()
     examples = _per_example(rows, beside(rows, among), codes)
-    sizes, drawn = dict[str, tuple[int, int]](), dict[str, np.ndarray]()
-    of_each, turns = examples.pop("dataset"), examples.pop("turns")
+    sizes, drawn = dict[str, int](), dict[str, np.ndarray]()
+    of_each = examples.pop("dataset")
     for name in dict.fromkeys(of_each):
         there = of_each == name
-        sizes[name] = int(there.sum()), int(turns[there].sum())
+        sizes[name] = int(there.sum())
         drawn[name] = _dataset(name, of_each, examples)
-    seeds = _seed_scores(rows, codes, {name: size for name, (size, _) in sizes.items()})
+    seeds = _seed_scores(rows, codes, sizes)
     found, task_draws, task_seeds = [], [], []
     for task in TASKS:
         names = [name for name in DATASETS if name in sizes and DATASETS[name].task == task]
@@ -124,7 +124,7 @@ def rows_of(rows: Any, among: Any) -> list[dict[str, Any]]:
 
 
 def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.ndarray]:
-    """Columns with a value for each example, in order of appearance: dataset, turns, and means over its answers.
+    """Columns with a value for each example, in order of appearance: dataset, and means over its answers.
 
     For what compares with the baseline: `pairs`, the number of answers with one, `has_pair`, 1 if there is any, else 0,
     and over these answers `own_<value>` and `reference_<value>`: sums of costs, means of `_COMPARED`. Those of
@@ -133,9 +133,9 @@ def _per_example(rows: Any, references: Any, codes: np.ndarray) -> dict[str, np.
     references: [rows] the baselines of the same visits. codes: [rows] the number of each row's example, from 0 in order
     of appearance.
     """
-    times, seeds = np.bincount(codes), rows.groupby(codes)["seed"].nunique().to_numpy()
+    times = np.bincount(codes)
     first = np.unique(codes, return_index=True)[1]
-    examples = {"dataset": rows["dataset"].to_numpy()[first], "turns": times // seeds}
+    examples = {"dataset": rows["dataset"].to_numpy()[first]}
 
     equal_lengths = _equal_lengths(rows["token_s"], references["token_s"])
     rows, references = (
@@ -248,19 +248,18 @@ def _with_ratios(drawn: np.ndarray) -> np.ndarray:
 
 
 def _row(
-    level: str, name: str, task: str, sizes: Mapping[str, tuple[int, int]], drawn: np.ndarray, seed_scores: Any
+    level: str, name: str, task: str, sizes: Mapping[str, int], drawn: np.ndarray, seed_scores: Any
 ) -> dict[str, Any]:
-    """sizes: (examples, turns) of each dataset. seed_scores: a series; missing where a seed lacks an example."""
+    """sizes: examples of each dataset. seed_scores: a series; missing where a seed lacks an example."""
     drawn = drawn[:, : len(VALUES)]
     low, high = np.percentile(drawn[1:], [2.5, 97.5], axis=0)
-    if not has_interval({dataset: examples for dataset, (examples, _) in sizes.items()}):
+    if not has_interval(sizes):
         low, high = np.full((2, len(VALUES)), np.nan)
     return {
         "level": level,
         "name": name,
         "task": task,
-        "examples": sum(size for size, _ in sizes.values()),
-        "turns": sum(turns for _, turns in sizes.values()),
+        "examples": sum(sizes.values()),
         "datasets": len(sizes),
         "score_seed_std": seed_scores.std(),
         **dict(zip(_FORMS, np.stack([drawn[0], low, high], axis=1).ravel(), strict=True)),

@@ -29,13 +29,13 @@ from filelock import FileLock, Timeout
 
 from eval.benchmarks.datasets import add_own
 from eval.benchmarks.rows import canonical, sha256_of
-from eval.store.visit import Visit
+from eval.store.record import Visit
 from lazyllm.errors import UserError
 from lazyllm.files import write_whole
 
 log = logging.getLogger(__name__)
 
-VERSION = 4  # of run.json's layout, stored there as `schema`
+VERSION = 5  # of run.json's layout, stored there as `schema`
 PLANNED = "examples.json"
 
 # Exceptions raised by parsing an invalid line

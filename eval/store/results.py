@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS
+from eval.store.record import Answer, Visit
 from eval.store.runs import COLUMNS, StoredRun, stored_runs
-from eval.store.visit import Answer, Turn, Visit
 from lazyllm.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class Results:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """A row for each arm's answer to each turn of each visit of each run.
+        """A row for each arm's answer in each visit of each run.
 
         model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
         run), method, settings (canonical JSON of the hyperparameters), label (the same for people), seed, is_baseline,
-        dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens (of the turn's message), turn (from 1),
-        visit (from 0, of the example), counts; then `eval.store.visit.MEASURED`, and token_s, the seconds to each token
-        (None if steps were not timed). Scores are 0 to 100.
+        dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens, visit (from 0, of the example), counts;
+        then `eval.store.runs.MEASURED`, and token_s, the seconds to each token (None if steps were not timed). Scores
+        are 0 to 100.
 
         counts: whether tables count the row: the first answer of its arm in its run, and of several runs of a setting
         and seed that with most examples of the dataset, then the newest (`choices`). The others serve `beside` only.
@@ -114,16 +114,16 @@ class Results:
 
         return by_task(self.frame)
 
-    def answers(self, rows: Any) -> Iterator[tuple[Turn, Answer]]:
-        """What was asked and answered in each of these rows of the frame, with the lists that are in no column."""
+    def answers(self, rows: Any) -> Iterator[tuple[Visit, Answer]]:
+        """The visit and the answer of each of these rows of the frame, with the lists that are in no column."""
         visits = defaultdict[tuple[str, str, str], list[Visit]](list)
         for run in self.runs:
             for visit in run.visits:
                 visits[str(run.folder), *visit.key].append(visit)
-        names = ["folder", "dataset", "id", "visit", "arm", "turn"]
-        for folder, dataset, example, number, arm, turn in rows[names].itertuples(index=False):
+        names = ["folder", "dataset", "id", "visit", "arm"]
+        for folder, dataset, example, number, arm in rows[names].itertuples(index=False):
             visit = visits[folder, dataset, example][number]
-            yield visit.turns[turn - 1], visit.answers[arm][turn - 1]
+            yield visit, visit.answers[arm]
 
     @cached_property
     def families(self) -> dict[str, str]:
@@ -138,11 +138,6 @@ class Results:
         differences = rows["model"].map({run.model: len(run.differences) for run in self.runs})
         least = differences.groupby(rows["model"].map(self.families)).transform("min")
         return rows[differences == least]
-
-
-def first_turns(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of first turns."""
-    return frame[frame["turn"] == 1]  # type: ignore[return-value]
 
 
 def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
@@ -198,8 +193,8 @@ def _different_ends(paths: set[Path]) -> dict[Path, str]:
 def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
     """For each run, {key of its identity that all runs of a table share: JSON of its value}.
 
-    A key that only other runs of the model have, such as `turns`, is null. Rows and code of what the run has not run
-    are left out.
+    A key that only other runs of the model have, such as `batch_size`, is null. Rows and code of what the run has not
+    run are left out.
     """
     compared, names = [], defaultdict(set)
     for run in runs:

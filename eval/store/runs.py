@@ -18,7 +18,7 @@ import numpy as np
 
 from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.folder import read_about, read_planned, read_visits
-from eval.store.visit import MEASURED, SCALES, Answer, Visit, numbers_of
+from eval.store.record import SCALES, Answer, Visit
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, machine_warnings
 from lazyllm.methods import Lazy, Method, by_name, settings_of
@@ -84,23 +84,22 @@ class StoredRun:
         import pandas as pd
 
         keys: list[tuple[Any, ...]] = []
-        measured: list[Answer] = []
+        numbers: list[dict[str, float]] = []
+        token_s: list[tuple[float, ...] | None] = []
         times, answered = dict[tuple[str, str], int](), set[tuple[str, str, str]]()
         for visit in self.visits:
             number = times[visit.key] = times.get(visit.key, -1) + 1
-            for arm in self.arms.keys() & visit.answers.keys():
+            about = visit.dataset, visit.id, visit.groups, visit.prompt_tokens, number
+            for arm, answer in visit.answers.items():
                 is_first = (*visit.key, arm) not in answered
                 answered.add((*visit.key, arm))
-                for turn, (asked, answer) in enumerate(zip(visit.turns, visit.answers[arm], strict=True), start=1):
-                    keys.append((arm, visit.dataset, visit.id, visit.groups, asked.tokens, turn, number, is_first))
-                    measured.append(answer)
-        names = ["arm", "dataset", "id", "groups", "prompt_tokens", "turn", "visit", "counts"]
+                keys.append((arm, *about, is_first))
+                numbers.append(numbers_of(visit, answer))
+                token_s.append(_token_s(answer))
+        names = ["arm", "dataset", "id", "groups", "prompt_tokens", "visit", "counts"]
         frame: Any = pd.DataFrame(keys, columns=names)
-        numbers = np.array([numbers_of(one) for one in measured], dtype=float).reshape(-1, len(SCALES))
-        frame[[*SCALES]] = numbers * [*SCALES.values()]
-        derived = np.array([_derived(one) for one in measured], dtype=float).reshape(-1, 3)
-        frame[["step_s", "generated_tokens", "pct_answered"]] = derived
-        frame["token_s"] = pd.Series(map(_token_s, measured), dtype=object)
+        frame = frame.join(pd.DataFrame(numbers, columns=[*MEASURED], dtype=float))
+        frame["token_s"] = pd.Series(token_s, dtype=object)
         for column in ("method", "label", "seed", "is_baseline"):
             frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
         settings = {name: canonical_json(arm.settings) for name, arm in self.arms.items()}
@@ -136,7 +135,7 @@ class StoredRun:
     def failed(self) -> dict[tuple[str, str, str], str]:
         """{(dataset, id, arm): why} of the arms that have not answered in any visit, as the last try failed."""
         return {
-            (*visit.key, arm): why.reason
+            (*visit.key, arm): why.error
             for visit in self.visits
             for arm, why in visit.failures.items()
             if arm not in self.answered.get(visit.key, ())
@@ -210,8 +209,8 @@ class StoredRun:
 
     @cached_property
     def kernels(self) -> list[str]:
-        """The attention kernels of the baseline (`Visit.attention_kernel`); usually one."""
-        return sorted({visit.attention_kernel for visit in self.visits if visit.attention_kernel is not None})
+        """The attention kernels of the baseline (`Visit.kernel`); usually one."""
+        return sorted({visit.kernel for visit in self.visits if visit.kernel is not None})
 
     @property
     def warnings(self) -> list[str]:
@@ -229,23 +228,43 @@ class StoredRun:
         return sorted(file for end in ("json", "json.gz") for file in (self.folder / "traces").glob(f"*.{end}"))
 
 
+# Columns that follow from what is stored (`numbers_of`)
+DERIVED = (
+    "total_s", "step_s", "generated_tokens", "pct_answered", "tokens_computed", "pct_prompt_tokens_computed",
+    "attention_ceiling",
+)  # fmt: skip
+MEASURED = (*SCALES, *DERIVED)  # the numbers of an answer
 COLUMNS = [
     "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "seed", "is_baseline",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "turn", "visit", "counts", *MEASURED, "token_s",
+    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "visit", "counts", *MEASURED, "token_s",
 ]  # fmt: skip
 
 
-def _derived(one: Answer) -> tuple[float | None, int, int | None]:
-    """step_s, generated_tokens and pct_answered."""
-    step_s = float(np.mean(one.times.decode_step_s)) if one.times.decode_step_s else None
-    answered = None if one.text is None else 100 if one.text else 0
-    return step_s, len(one.token_ids), answered
+def numbers_of(visit: Visit, answer: Answer) -> dict[str, float]:
+    """{column of `MEASURED`: value} of an answer, in units of the frame; NaN for what is not known."""
+    computed = answer.computed_per_layer[-1] + answer.scoring_tokens
+    steps, token_s = answer.decode_step_s, _token_s(answer)
+    stored = {name: _scaled(getattr(answer, name), scale) for name, scale in SCALES.items()}
+    derived = {
+        "total_s": None if token_s is None else token_s[-1],
+        "step_s": float(np.mean(steps)) if steps else None,
+        "generated_tokens": len(answer.token_ids),
+        "pct_answered": None if answer.text is None else 100 if answer.text else 0,
+        "tokens_computed": computed,
+        "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
+        "attention_ceiling": visit.attention_ceiling,
+    }
+    return stored | {name: _scaled(value, 1) for name, value in derived.items()}
 
 
-def _token_s(one: Answer) -> tuple[float, ...] | None:
-    """Seconds from the start to each token; None if steps were not timed, as those of batches, or the first was not."""
-    first, steps = one.times.ttft_s, one.times.decode_step_s
-    return None if first is None or steps is None else tuple(accumulate([first, *steps]))
+def _scaled(value: float | None, scale: float) -> float:
+    return float("nan") if value is None else value * scale
+
+
+def _token_s(answer: Answer) -> tuple[float, ...] | None:
+    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
+    steps = answer.decode_step_s
+    return None if steps is None else tuple(accumulate([answer.ttft_s, *steps]))
 
 
 @cache

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, GenerationMixin, MaxLengthCriteria, P
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lazyllm.engine.generation import Generation, Sampler, answer, check_method, make_request
+from lazyllm.engine.generation import Generation, answer, check_method, make_request
 from lazyllm.engine.method import Method
 
 _ONE_SEQUENCE = "one sequence grows token by token: leave it out, and sample (do_sample=True) for variety"

@@ -13,12 +13,12 @@ import gzip
 import json
 import shutil
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from eval.store.record import Failure, Visit
 from eval.store.runs import StoredRun, stored_runs
-from eval.store.visit import Failure, Trace, Visit, read_trace
+from eval.store.trace import Trace, read_trace
 
 
 def without_texts(visit: Visit) -> Visit:
@@ -26,20 +26,18 @@ def without_texts(visit: Visit) -> Visit:
 
     Token ids become as many 0s, as their number is a measurement.
     """
-    return replace(
-        visit,
-        turns=[replace(turn, end="", answers=[]) for turn in visit.turns],
-        answers={
-            arm: [replace(one, text=None, token_ids=[0] * len(one.token_ids)) for one in answers]
-            for arm, answers in visit.answers.items()
-        },
-        failures={arm: Failure(reason="not stored", traceback="") for arm in visit.failures},
-    )
+    answers = {
+        arm: answer.model_copy(update={"text": None, "token_ids": [0] * len(answer.token_ids)})
+        for arm, answer in visit.answers.items()
+    }
+    failures = dict.fromkeys(visit.failures, Failure(error="not stored", traceback=""))
+    arms = {arm: (answers | failures)[arm] for arm in visit.arms}
+    return visit.model_copy(update={"prompt_end": "", "gold": [], "arms": arms})
 
 
 def trace_without_texts(trace: Trace) -> Trace:
     """The trace with empty texts of tokens."""
-    return replace(trace, tokens=[""] * len(trace.tokens), generated=[""] * len(trace.generated))
+    return trace.model_copy(update={"tokens": [""] * len(trace.tokens), "generated": [""] * len(trace.generated)})
 
 
 FACTOR = 1.5  # by which the speed of an arm beside the baseline's may differ from its median

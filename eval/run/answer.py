@@ -1,0 +1,136 @@
+"""From what a model generated to what a visit stores: scores, cost, and distances to the baseline's answer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+import torch
+from rapidfuzz.distance import Levenshtein
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from eval.benchmarks.chat_format import ChatFormat
+from eval.run.case import Case, score_of
+from eval.store.record import Answer, compact_counts
+from lazyllm import Generation
+from lazyllm.engine.generation import Prefilled
+from lazyllm.measuring import utilisation
+from lazyllm.methods import Method
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an arm did with a prompt.
+
+    peak: bytes of memory; None if unknown. prefilled: a copy of the prompt that has run, for forced answers.
+    steps_are_shared: whether other answers decoded in the same steps, whose times are then not its own.
+    """
+
+    method: Method
+    generation: Generation
+    peak: int | None = None
+    prefilled: Prefilled | None = None
+    steps_are_shared: bool = False
+
+
+def answer_of(
+    case: Case,
+    measured: Measured,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    reference: "Reference | None" = None,
+) -> Answer:
+    """The record of an arm's answer.
+
+    model: for its shapes and its device's rate. reference: the baseline's answer; None without one to compare with.
+    """
+    out = measured.generation
+    decoded = tokenizer.decode(out.token_ids, skip_special_tokens=True)
+    assert isinstance(decoded, str)
+    group_layers, computed = compact_counts(out.computed)
+    computed_first = out.computed[0].tolist()
+    flops = measured.method.first_token_flops(model.config, out.prompt_tokens, computed_first)
+    return Answer(
+        **score_of(case, decoded, chat),
+        token_ids=out.token_ids,
+        ttft_s=out.ttft_s,
+        scoring_s=out.scoring_s,
+        decode_step_s=None if measured.steps_are_shared else out.decode_step_s,
+        scoring_tokens=out.scoring_tokens,
+        group_layers=group_layers,
+        computed=computed,
+        revived_tokens=float(out.revived.mean()),
+        kv_bytes=out.kv_bytes,
+        aux_bytes=out.aux_bytes,
+        peak_memory_bytes=measured.peak,
+        prefill_flops=flops,
+        prefill_mfu=utilisation(model, flops, out.ttft_s),
+        **({} if reference is None else reference.compare(measured)),
+    )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The baseline's answer of a visit. forced: {name: tokens that are fed to each arm, and to it}."""
+
+    measured: Measured
+    forced: Mapping[str, tuple[int, ...]]
+
+    def compare(self, measured: Measured) -> dict[str, Any]:
+        """The fields of `Answer` that compare an arm's answer with it."""
+        fields = compare_generations(self.measured.generation, measured.generation)
+        for name, ids in self.forced.items():
+            kl, log_likelihood = compare_forced(self._logits[name], _forced_logits(measured, ids), ids)
+            fields |= {f"{name}_kl": kl, f"{name}_log_likelihood": log_likelihood}
+        return fields
+
+    @cached_property
+    def _logits(self) -> dict[str, Tensor]:
+        return {name: _forced_logits(self.measured, ids) for name, ids in self.forced.items()}
+
+
+def _forced_logits(measured: Measured, token_ids: Sequence[int]) -> Tensor:
+    assert measured.prefilled is not None  # `Bench` keeps it for forced answers
+    return measured.prefilled.forced_logits(token_ids)
+
+
+def compare_generations(baseline: Generation, generation: Generation) -> dict[str, Any]:
+    """The fields of `Answer` that compare a generation with the baseline's."""
+    ours, theirs = generation.token_ids, baseline.token_ids
+    p, q = _log_probabilities(baseline.first_logits), _log_probabilities(generation.first_logits)
+    pairs = zip(ours, theirs, strict=False)
+    return {
+        "kl": mean_kl(p, q),
+        "top1_agrees": int(p.argmax() == q.argmax()),
+        "leading_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
+        "edit_similarity": edit_similarity(ours, theirs),
+        "same_answer": int(ours == theirs),
+    }
+
+
+def compare_forced(baseline: Tensor, method: Tensor, token_ids: Sequence[int]) -> tuple[float, float]:
+    """(mean KL per token, log-likelihood per token minus the baseline's) of forced tokens.
+
+    baseline, method: [t, v] logits before each of the t tokens.
+    """
+    p, q = _log_probabilities(baseline), _log_probabilities(method)
+    chosen = torch.tensor(token_ids)[:, None]
+    return mean_kl(p, q), float((q.gather(1, chosen) - p.gather(1, chosen)).mean())
+
+
+def mean_kl(p: Tensor, q: Tensor) -> float:
+    """KL(p || q) in nats of log-probabilities [..., v], mean over all but the last axis."""
+    terms = torch.where(p == -torch.inf, 0, p.exp() * (p - q))
+    return max(0.0, float(terms.sum(-1).mean()))  # rounding can make it negative
+
+
+def edit_similarity(a: Sequence[int], b: Sequence[int]) -> float:
+    """1 - Levenshtein distance of two lists / length of the longer one; 1 if both are empty."""
+    return 1 - Levenshtein.distance(a, b) / max(len(a), len(b), 1)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.cpu().double().log_softmax(-1)
