@@ -112,7 +112,7 @@ PromptDistill
     entered it.
 
 TriangleMix: all tokens go through all layers and are stored; attention sees fewer keys in prefill
-44. Decoding is dense, and so is every later turn. `passes` holds n for each layer; `pairs` counts, for each layer and
+44. Decoding is dense. `passes` holds n for each layer; `pairs` counts, for each layer and
     all its query heads, the (query, key) pairs that prefill attends to. A layer's own sliding window also holds.
 45. The first `dense` layers are dense (a number, or a share of the depth rounded up). In others a query
     sees the first `sinks` tokens, the last `window` tokens up to itself, and everything if it is one of the last
@@ -295,7 +295,7 @@ def run(
 
 
 def on_the_rest(model: Model, ids: Ids, kept: Ids, steps: int, renumber: bool) -> FieldOutput:
-    """A first turn of the kept tokens (sorted positions) alone: random drop, prompt compression, and the baseline."""
+    """The model on the kept tokens (sorted positions) alone: random drop, prompt compression, and the baseline."""
     out = FieldOutput(selected={0: list(kept)})
     tokens = {new if renumber else p: ids[p] for new, p in enumerate(kept)}
     return run(HandModel(model), tokens, len(kept) if renumber else len(ids), steps, out)

@@ -8,22 +8,21 @@ multipliers of some models) is written out in float64 numpy from the model's wei
 
 Decided here, because the paper leaves it open:
 
- 1. An answer's last token is never run by that answer: it is pending. It is the first row of the next turn's step 0,
-    before the turn's own m tokens. That holds for an end token too.
- 2. Prompt tokens: those of all turns. Generated tokens: all others, the pending one among them.
- 3. Step 0 of every turn selects as the prefill does: `ceil(ratio * c)` of the c prompt tokens of all turns that
-    entered the layer in this step, the newest among them, which always stays. Decoding steps select as in turn 1.
- 4. Generated tokens of all turns stay and do not count. With `prune_generated` all but a newest one do both.
- 5. `revive=False`: later turns' tokens run over what the first prefill selected, and nothing is selected again.
-    Nothing waits in the Aux Cache.
+ 1. An answer's last token is never run. That holds for an end token too.
+ 2. The newest token always stays: the prompt's last one in the prefill, and the newest generated one in decoding.
+ 3. A step selects `ceil(ratio * c)` of the c prompt tokens that entered the layer in this step. In the prefill the
+    newest token is among them.
+ 4. Generated tokens stay and do not count. With `prune_generated` all but the newest one are candidates and count.
+ 5. `revive=False`: decoding uses what the prefill selected, and nothing is selected again. Nothing waits in the Aux
+    Cache.
  6. RoPE that depends on the length: a token keeps the length of the text in the step in which it entered layer 1.
  7. Bytes are of what is held, not of what is reserved: keys and values in the model's dtype, of each layer and head;
-    hidden states at boundaries. A pending token holds nothing.
+    hidden states at boundaries. A token that has not run holds nothing.
 
 Notation: `N` prompt tokens, `L` layers, `H` query heads, `G` key/value heads, `d` head width, `D` model
 width, `V` vocabulary. Layers and pruning layers are counted from 1, positions from 0. Boundary l comes after layer l.
-A turn adds tokens to the text (all token ids so far, prompts and answers) and asks for an answer. A step: one pass that
-gives one set of logits. Step 0 of a turn takes in the turn's tokens, later steps decode.
+The text: all token ids so far, prompt and answer. A step: one pass that gives one set of logits. Step 0, the prefill,
+takes in the prompt; later steps decode.
 """
 
 import contextlib

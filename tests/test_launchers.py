@@ -82,10 +82,14 @@ def check_the_three_good_jobs(folder: Path, done: subprocess.CompletedProcess[st
 
 
 def test_joblib_sweep_tells_once_what_it_leaves_out(tmp_path: Path) -> None:
-    refused_early = ("seed=1,2", "dataset=embedded", "turns=2", "model.chat=auto")
+    rows = tmp_path / "rows" / "4096"
+    rows.mkdir(parents=True)
+    row = {"index": 0, "input": "VAR A = 12345. Question: Which?", "outputs": ["A"], "answer_prefix": " It is"}
+    (rows / "vt.jsonl").write_text(json.dumps(row) + "\n")  # one of RULER's thirteen tasks
+    refused_early = ("seed=1,2", "dataset=ruler", f"data.dir={rows.parent}", "model.chat=auto")
     done = sweep(tmp_path, *refused_early, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     assert "the tokenizer has no chat template" in done.stderr
-    assert said(tmp_path, done).count("left out: digest: ") == 2  # each job says so
+    assert said(tmp_path, done).count("left out: niah_single_1, ") == 2  # each job says so
 
 
 def test_joblib_runs_four_jobs_of_a_sweep(

@@ -40,7 +40,7 @@ PROMPT = torch.randint(3, 97, (41,), generator=torch.Generator().manual_seed(41)
 NEW_TOKENS = 5
 COMMANDS = (
     "run method=lazy batch_size=4 limit=2 warmup=0",
-    "run method=lazy fidelity=answer trace=1 turns=1 limit=1",
+    "run method=lazy fidelity=answer trace=1 limit=1",
     "run method=specprefill limit=1 warmup=0",
     "run experiment=speed random.length=[60] random.new_tokens=3 random.repeats=1 warmup=0",
     "check lazy",

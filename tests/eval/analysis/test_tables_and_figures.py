@@ -53,8 +53,8 @@ def test_tables_name_random_weights() -> None:
     runs = [preset("lazy", over(("hops",), **measured)), swept("lazy", "1.5x", [0.1], [1])]
     for run in runs:
         run.identity["load_format"] = "dummy"
-    # one question each, no ablation, no column for models
-    without = {"turns", "revival", "table1_paper", "table2_paper"}
+    # no ablation, no column for models
+    without = {"revival", "table1_paper", "table2_paper"}
     for name in TABLES.keys() - without:
         assert "tiny (embedded, random weights)" in set(TABLES[name](Results(runs)).cells["model"])
 

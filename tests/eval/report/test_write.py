@@ -58,7 +58,7 @@ def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results
     assert set(re.findall(r"\]\(([^)]+)\)", index)) == there - {"README.md"}
     assert "About some." in index
     assert "- Picture none: `run none`\n" in index
-    assert "- Later questions on the same context, by turn: `python run.py experiment=turns`\n" in index
+    assert "- What revival is worth: `python run.py experiment=revival model=smollm2 " in index
     assert (tmp_path / "figures" / "some.csv").read_text() == "a\n1\n"
     for name in with_runs:
         assert made[name].to_markdown("##") in index
@@ -76,7 +76,7 @@ def test_a_page_of_somebody_else_is_kept(runs: Results, tmp_path: Path) -> None:
 
 def test_paper_removes_what_an_earlier_call_wrote_and_has_no_run_now(runs: Results, tmp_path: Path) -> None:
     write_paper(runs, tmp_path, {"field": TABLES["field"]}, SOME)
-    write_paper(runs, tmp_path, {"field": TABLES["turns"]}, NONE)
+    write_paper(runs, tmp_path, {"field": TABLES["revival"]}, NONE)
     assert {file.name for file in tmp_path.rglob("*") if file.is_file()} == {
         "README.md",
         "provenance.json",

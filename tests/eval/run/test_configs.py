@@ -181,7 +181,7 @@ def test_baseline_may_be_an_arm_with_a_label_or_none() -> None:
 
 def test_published_experiments_have_their_arms() -> None:
     """One baseline, and Table 1's eight others: nine prefills of each prompt."""
-    counts = {"demo": 5, "table1": 9, "figure5": 39, "figure6": 36, "table2": 2, "turns": 19}
+    counts = {"demo": 5, "table1": 9, "figure5": 39, "figure6": 36, "table2": 2}
     assert {name: len(run_of(f"experiment={name}").arms) for name in counts} == counts
     labels = list(run_of("experiment=table1").arms)
     assert labels[-5:] == [f"random_drop seed {number}" for number in range(5)]

@@ -1,4 +1,4 @@
-"""No prefill, step or later turn needs a number from the device, except for one question per boundary.
+"""No prefill or step needs a number from the device, except for one question per boundary.
 
 The model and all tensors are on "meta", a device without numbers that every machine has: any request for a number
 fails, even by a call that no test counts. Operations that would wait on an accelerator but need no number here (a mask

@@ -133,16 +133,11 @@ def test_name_of_an_installed_method_is_known(installed: Path) -> None:
 
 def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     given = {"name": "keep_last", "layer": 3, "keep": 0.5}
-    assert run_of("method=keep_last", "method.layer=3").arms["keep_last"] == given | {"turns": "continue"}
-    same, other = {"turns": "continue"}, {"turns": "recompute"}
+    assert run_of("method=keep_last", "method.layer=3").arms["keep_last"] == given
     assert MethodAsked.of(given, Depth(8)).canonical() == given
-    assert MethodAsked.of(given | same, Depth(8)).canonical() == given
-    assert MethodAsked.of(given | other, Depth(8)).canonical() == given | other
-    with pytest.raises(UserError, match="turns=never: expected continue or recompute"):
-        run_of("method=keep_last", "method.layer=3", "method.turns=never")
     lots = run_of("method=draws_lots", "seed=3").arms["draws_lots"]
     # the run's seed, as for lazyllm's own
-    assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3, "turns": "continue"}
+    assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}
     assert run_of("method=draws_lots", "seed=3", "method.seed=5").arms["draws_lots"]["seed"] == 5
     assert MethodAsked.of(lots, Depth(8)).canonical() == {"name": "draws_lots", "seed": 3}
     with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
