@@ -10,17 +10,19 @@ import random
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import count, cycle, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
 
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import build_prompt, continuation_ids, tokenizer_for_rows
 from eval.benchmarks.rows import made_here, sha256_of
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register, setting
-from lazyllm.errors import UserError, reason_of, require
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register
+from eval.settings import Count, Positive, Settings, Text, check_different
+from lazyllm.errors import UserError, reason_of
 
 VERSION = 1
 
@@ -57,22 +59,39 @@ _SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 _WORDS = 40  # longest part of a user's text, in words; needles stand between parts
 
 
-@dataclass
-class NeedleConfig:
-    lengths: list[int] = setting(
-        [512, 1024, 2048], "maximum tokens of a prompt, its chat template and its answer together"
+class NeedleSettings(Settings):
+    """Which needles lie where."""
+
+    lengths: list[Positive] = Field(
+        [512, 1024, 2048],
+        description="maximum tokens of a prompt, its chat template and its answer together",
     )
-    depths: list[int] = setting(
-        list(range(0, 101, 10)), "per cent of the text before the needle, both without other needles"
+    depths: list[Annotated[Count, Field(le=100)]] = Field(
+        list(range(0, 101, 10)),
+        description="per cent of the text before the needle, both without other needles",
     )
-    others: int = setting(
-        0, "other needles in the text, with other keys: only the question tells which one is asked for"
+    others: Annotated[Count, Field(le=100)] = Field(
+        0, description="other needles in the text, with other keys: only the question tells which one is asked for"
     )
-    repeats: int = setting(1, "rows for each length and depth, with different needles")
-    seed: int = setting(42, "of the needles")
-    haystack: str | None = setting(
-        None, "the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise"
+    repeats: Positive = Field(
+        1, description="rows for each length and depth, with different needles"
     )
+    seed: int = Field(42, description="of the needles")
+    haystack: Text | None = Field(
+        None, description="the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise"
+    )
+
+    @field_validator("lengths", "depths")
+    @classmethod
+    def _differ(cls, values: list[int]) -> list[int]:
+        return check_different(values)
+
+    @field_validator("haystack")
+    @classmethod
+    def _exists(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).expanduser().exists():
+            raise ValueError("a text file or a folder, but it does not exist")
+        return value
 
 
 class _Maker:
@@ -144,18 +163,6 @@ class _Maker:
             sentences, ends = sentences[:fitting], ends[: fitting + 1]
 
 
-def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse settings that allow no rows. Raises UserError."""
-    options = settings.options
-    for key, values, least, most in (("lengths", options.lengths, 1, 2**31), ("depths", options.depths, 0, 100)):
-        fits = values and len(set(values)) == len(values) and least <= min(values) and max(values) <= most
-        require(bool(fits), f"needle.{key}", values, f"a list of different numbers from {least} to {most}")
-    require(0 <= options.others <= 100, "needle.others", options.others, "a number of other needles from 0 to 100")
-    require(options.repeats > 0, "needle.repeats", options.repeats, "a number of rows of at least 1")
-    exists = options.haystack is None or Path(options.haystack).expanduser().exists()
-    require(exists, "needle.haystack", options.haystack, "a text file or a folder, but it does not exist")
-
-
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """The first rows. `data_sha256` covers all that rows are made from, and is independent of their number.
 
@@ -194,8 +201,7 @@ SUITE = register(
         name="needle",
         datasets=(Dataset("needle", "needle", "string_match_all", suite="needle", truncate=False),),
         load=load,
-        options=NeedleConfig,
-        check=check,
+        options=NeedleSettings,
     )
 )
 

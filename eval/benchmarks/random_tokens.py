@@ -8,34 +8,34 @@ attend to all tokens alike, so it revives in nearly every step, which is its wor
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field, field_validator
+
 from eval.benchmarks.rows import made_here
-from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register, setting
-from lazyllm.errors import require
+from eval.benchmarks.suite import Dataset, DataSettings, Example, LoadedDataset, Suite, register
+from eval.settings import Positive, Settings, check_different
 from lazyllm.spec import ModelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass
-class RandomConfig:
-    length: list[int] = setting([1000, 3500], "tokens of a prompt; targets are solved for the longest")
-    new_tokens: int = setting(17, "tokens of an answer")
-    repeats: int = setting(3, "rows for each length, with different tokens")
-    seed: int = setting(0, "of the tokens")
+class RandomSettings(Settings):
+    """How many tokens."""
 
+    length: list[Positive] = Field(
+        [1000, 3500], description="tokens of a prompt; speedups are solved for the longest"
+    )
+    new_tokens: Positive = Field(17, description="tokens of an answer")
+    repeats: Positive = Field(3, description="rows for each length, with different tokens")
+    seed: int = Field(0, description="of the tokens")
 
-def check(dataset: Dataset, settings: DataSettings) -> None:
-    """Refuse settings that allow no rows. Raises UserError."""
-    options = settings.options
-    fits = options.length and len({*options.length}) == len(options.length) and min(options.length) >= 1
-    require(bool(fits), "random.length", options.length, "a list of different numbers from 1 on")
-    for key in ("new_tokens", "repeats"):
-        require(getattr(options, key) >= 1, f"random.{key}", getattr(options, key), "1 or more")
+    @field_validator("length")
+    @classmethod
+    def _differ(cls, values: list[int]) -> list[int]:
+        return check_different(values)
 
 
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
@@ -79,8 +79,7 @@ SUITE = register(
         name="random",
         datasets=(_ONLY,),
         load=load,
-        options=RandomConfig,
-        check=check,
+        options=RandomSettings,
         tokenizer=tokenizer,
     )
 )

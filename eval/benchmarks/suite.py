@@ -5,21 +5,15 @@ and no other code names a suite. Differences between suites are fields here, nev
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, ChatFormat
+from eval.settings import Settings
 from lazyllm.spec import ModelSpec
 
 OnError = Literal["raise", "skip"]
-
-
-def setting(default: Any, text: str) -> Any:
-    """A field of a config's dataclass. text: its meaning, for `--help` and docs/settings.md, in Markdown."""
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata={"text": text})
-    return field(default=default, metadata={"text": text})
 
 
 @dataclass(frozen=True)
@@ -158,8 +152,8 @@ class Suite:
     load: reads one of its datasets. Raises UserError.
     check: before torch is imported, why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named,
         else left out. Raises UserError for bad settings.
-    options: the dataclass of its settings, each with a default, in a config under the suite's name; None for none. The
-        setting `length`, or `lengths`, is of prompt and answer together, in tokens.
+    options: its settings, each with a default, in a config under the suite's name; None for none. The setting `length`,
+        or `lengths`, is of prompt and answer together, in tokens.
     models: presets made for this suite, whose default it is. Its rows are in this package.
     limit: the number of examples of each dataset in a run without a `limit`; None for all.
     subsets: values of `subset` in configs that name rows of this suite, for its `load` to choose.
@@ -172,7 +166,7 @@ class Suite:
     datasets: tuple[Dataset, ...]
     load: Callable[[Dataset, DataSettings], LoadedDataset]
     check: Callable[[Dataset, DataSettings], str | None] = lambda dataset, settings: None
-    options: type | None = None
+    options: type[Settings] | None = None
     models: tuple[str, ...] = ()
     limit: int | None = None
     subsets: tuple[str, ...] = ()
@@ -213,7 +207,7 @@ class Suite:
     @property
     def _length(self) -> str | None:
         """The name of the setting of the length."""
-        names = () if self.options is None else [item.name for item in fields(self.options)]
+        names = () if self.options is None else self.options.model_fields
         return next((name for name in names if name in ("length", "lengths")), None)
 
 

@@ -1,0 +1,312 @@
+"""A run's settings: one pydantic model, which Hydra composes. `--help` and docs/settings.md are made from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from eval.benchmarks import SUITES
+from eval.benchmarks.subsets import SUBSETS
+from eval.settings import Count, PathText, Positive, Settings, Text
+from lazyllm.errors import UserError, nearest
+from lazyllm.models.chat_template import TODAY
+from lazyllm.spec import ATTENTION, AUTO, DTYPES, SDPA_BACKENDS
+
+_OWN_SUBSETS = tuple(name for suite in SUITES.values() for name in suite.subsets)
+_SUITE_SETTINGS = {suite.name: suite.options for suite in SUITES.values() if suite.options}
+
+
+def read_speedup(value: Any) -> float | str:
+    """A speedup as a number: of 2, "2x" or "2.0x"; "table1", for the paper's, stays. Raises ValueError."""
+    number = value.removesuffix("x") if isinstance(value, str) else value
+    try:
+        speedup = value if value == "table1" else float(number)
+    except (TypeError, ValueError):
+        speedup = None
+    is_number = isinstance(speedup, float) and 1 <= speedup < float("inf")
+    if speedup is None or isinstance(value, bool) or not (is_number or speedup == "table1"):
+        raise ValueError("a speedup of 1 or more, such as 2x, or table1")
+    return speedup
+
+
+def _read_speedups(value: Any) -> Any:
+    return [read_speedup(one) for one in value] if isinstance(value, list) else read_speedup(value)
+
+
+Speedup = Annotated[float | str, PlainValidator(read_speedup)]
+"""An ideal TTFT speedup that a method is solved for; "table1" for the paper's, by task and model."""
+
+
+class ModelSettings(Settings):
+    """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
+
+    name: Text = Field(description="a preset, a folder, a GGUF file or a hub id")
+    gguf: Text | None = Field(
+        None, description="a GGUF file in the folder or repository that `model.name` is"
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="`dummy` builds random weights and downloads nothing, for timing"
+    )
+    dtype: Literal[AUTO, *DTYPES] = Field(  # type: ignore[valid-type]
+        AUTO,
+        description="`bfloat16`, `float16`, `float32`, `float64`; `auto`: the checkpoint's on a GPU; on a CPU "
+        "`float32`, or `bfloat16` where it is measured to be faster",
+    )
+    device: Text = Field(
+        AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one"
+    )
+    revision: Text | None = Field(
+        None, description="branch, tag or commit of a hub id; `null`: the newest"
+    )
+    tokenizer: Text | None = Field(
+        None, description="folder or hub id of another tokenizer; `null`: the model's"
+    )
+    attn_implementation: Literal[ATTENTION] = Field(  # type: ignore[valid-type]
+        "sdpa", description="`sdpa`, `eager`, `flash_attention_2`"
+    )
+    sdpa_backend: Literal[SDPA_BACKENDS] = Field(  # type: ignore[valid-type]
+        AUTO,
+        description="of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's "
+        "fastest",
+    )
+    max_prompt_tokens: Positive | None = Field(
+        None,
+        description="longer prompts lose their middle, as in LongBench; `null`: LongBench's share of the model's "
+        "positions",
+    )
+    chat: Text | None = Field(
+        None,
+        description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a template",
+    )
+    chat_args: dict[str, Any] | None = Field(
+        None, description="arguments of the template, such as `{enable_thinking: true}`"
+    )
+    system: Text | None = Field(None, description="a system message before the prompt")
+    today: Text = Field(TODAY, description="the date, for templates that write one into the prompt")
+    thinking_tokens: Count = Field(
+        0, description="extra tokens for thinking; the text after `</think>` is scored"
+    )
+    paper: Literal["llama2", "xgen"] | None = Field(
+        None, description="the column of the paper's tables to compare with: `llama2`, `xgen`"
+    )
+
+
+class DataSettings(Settings):
+    """Files of rows."""
+
+    dir: PathText | None = Field(
+        None,
+        description="folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
+        "`prompts/0shot.txt`, or RULER's `LENGTH/TASK.jsonl`; `null` fetches them once",
+    )
+    length: Positive = Field(
+        4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384"
+    )
+    on_error: Literal["raise", "skip"] = Field(
+        "raise", description="`skip` leaves out invalid rows, and reports their number"
+    )
+
+
+class TrackerSettings(Settings):
+    """Weights & Biases. Its other settings are its own environment variables: WANDB_ENTITY, WANDB_TAGS, ..."""
+
+    name: Literal["none", "wandb"] = Field("none", description="`wandb`")
+    project: Text = Field("lazyllm-bench", description="W&B's project")
+    mode: Literal["online", "offline", "disabled"] = Field(
+        "offline", description="`offline` writes to `<run folder>/wandb`; `online` needs a key"
+    )
+
+
+class ArmSettings(Settings):
+    """A method with its hyperparameters, which are extra keys: its class checks them (`eval.arms`)."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: Text
+    label: Text | None = Field(None, description="the arm's name in tables of its run")
+    speedup: Annotated[Any, PlainValidator(_read_speedups)] = Field(
+        None, description="the ideal TTFT speedup that a hyperparameter is solved for; `table1`: the paper's"
+    )
+    seeds: Positive | None = Field(None, description="an arm for each of so many seeds")
+
+
+class CommonSettings(Settings):
+    """All settings of a run but those of suites."""
+
+    model: ModelSettings
+    method: dict[str, Any] | None = None
+    arms: list[ArmSettings] = Field(
+        [],
+        description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, ...]`; a list of values, "
+        "or `seeds: 5`, makes an arm of each",
+    )
+    speedup: Speedup | None = Field(
+        None,
+        description="the ideal TTFT speedup that each arm is solved for, such as `2x`, unless it gives its own",
+    )
+    baseline: bool = Field(
+        True, description="also measure the standard model on every example, among the arms"
+    )
+    dataset: list[Text] = Field(
+        [],
+        description="datasets, a task or a suite: `dataset=hotpotqa`, `dataset=[vt,cwe]`, `dataset=all`; or a YAML "
+        "file that describes your own rows",
+    )
+    data: DataSettings = DataSettings()
+    limit: Positive | None = Field(
+        None, description="N examples of each dataset; `null`: all (embedded: 12)"
+    )
+    subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(  # type: ignore[valid-type]
+        "first",
+        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; `mini`: "
+        "of the 187 rows of LongBench that MiniLongBench chose",
+    )
+    max_new_tokens: Positive | None = Field(
+        None, description="shorter answers than the dataset allows, for a quick look"
+    )
+    batch_size: Positive | None = Field(
+        None,
+        description="answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as "
+        "many as fit into a GPU's memory, up to 8, and 1 on a CPU",
+    )
+    warmup: Count = Field(5, description="warm-up runs of each arm before the first example")
+    seed: Annotated[Count, Field(lt=2**63)] = Field(
+        0, description="of random weights, of random subsets, and the default of methods with a `seed`"
+    )
+    threads: Annotated[Positive, Field(le=1024)] | None = Field(
+        None, description="CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)"
+    )
+    out: PathText | None = Field(
+        None, description="the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`"
+    )
+    trace: Count = Field(
+        0, description="keep each layer's importance and selection for the first N examples of each dataset"
+    )
+    fidelity: Literal["answer"] | None = Field(
+        None, description="`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
+    )
+    label: Text | None = Field(None, description="the comparison's name, in titles and folders")
+    tracker: TrackerSettings = TrackerSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, values: Any) -> Any:
+        """Make `arms` a list of mappings, of `method` if there is no other, and `dataset` a list."""
+        method, arms, dataset = (values.get(key) for key in ("method", "arms", "dataset"))
+        if method and arms:
+            given = method.get("name", "method")
+            raise ValueError(f"method={given}: arms={_short(arms)} has arms of its own: add it to them")
+        arms = [arms] if isinstance(arms, str) else arms or [method or "lazy"]
+        if isinstance(arms, list):
+            arms = [{"name": arm} if isinstance(arm, str) else arm for arm in arms]
+        dataset = [dataset] if isinstance(dataset, str) else dataset or []
+        return values | {"method": None, "arms": arms, "dataset": dataset}
+
+    @model_validator(mode="after")
+    def _agree(self) -> CommonSettings:
+        if self.fidelity and not self.baseline:
+            raise ValueError("fidelity=answer: expected baseline=true with it")
+        if self.data.dir is not None and not Path(self.data.dir).is_dir():
+            raise ValueError(f"data.dir={self.data.dir}: expected an existing folder")
+        if self.tracker.mode == "online" and self.tracker.name != "wandb":
+            raise ValueError("tracker.mode=online: expected tracker=wandb with it")
+        return self
+
+
+class RunConfig(
+    create_model(  # type: ignore[misc]  # one field for each suite that has settings
+        "SuiteSettings",
+        __base__=CommonSettings,
+        **{name: (kind, kind()) for name, kind in _SUITE_SETTINGS.items()},
+    )
+):
+    """All settings of a run, those of each suite under its name."""
+
+
+Config = TypeVar("Config", bound=Settings)
+
+
+def validated(values: Any, kind: type[Config]) -> Config:
+    """Settings from nested dictionaries. Raises UserError with one line: key, value, what was expected."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_one_line(error, kind)) from None
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "missing": "a value",
+    "too_short": "at least one value",
+    "string_too_short": "a text that is not empty",
+    "greater_than_equal": "{ge} or more",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+}
+
+
+def _one_line(error: ValidationError, kind: type[BaseModel]) -> str:
+    """The first fault, named as on the command line."""
+    errors: Any = error.errors()
+    first = errors[0]
+    where, raised = [*first["loc"]], first.get("ctx", {}).get("error")
+    if not where:  # a rule of several settings, which names them
+        return str(raised)
+    key = ".".join(map(str, where))
+    given = "null" if first["type"] == "missing" else _short(first["input"])
+    if first["type"] == "extra_forbidden":
+        names = [name for name, *_ in documented(kind)]
+        return f"{key}={given}: no such setting: {nearest(key, names, '--help')}"
+    expected = _expected(first) if raised is None else str(raised)
+    optional = ", or null" if _takes_null(kind, where) else ""
+    return f"{key}={given}: expected {expected}{optional}"
+
+
+def _expected(fault: Any) -> str:
+    if fault["type"] == "literal_error":
+        return fault["ctx"]["expected"].replace("'", "").replace(", ", " or ")
+    text = _EXPECTED.get(fault["type"])
+    return fault["msg"] if text is None else text.format(**fault.get("ctx", {}))
+
+
+def _takes_null(kind: type[BaseModel], where: Sequence[Any]) -> bool:
+    for part in where[:-1]:
+        field: Any = kind.model_fields.get(part)
+        if field is None or not isinstance(field.annotation, type):
+            return False
+        kind = field.annotation
+    field = kind.model_fields.get(where[-1])
+    return field is not None and field.default is None
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def documented(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
+    """(key, default, description) of every setting with a description, in order."""
+    rows = list[tuple[str, str, str]]()
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
+            rows += documented(field.annotation, f"{prefix}{name}.")
+        elif field.description is not None:
+            default = "" if field.is_required() else _short(field.default)
+            rows.append((prefix + name, default, field.description))
+    return rows
