@@ -102,7 +102,7 @@ class ModelSettings(Settings):
     )
 
 
-class DataSettings(Settings):
+class DataConfig(Settings):
     """Files of rows."""
 
     dir: PathText | None = Field(
@@ -163,7 +163,7 @@ class CommonSettings(Settings):
         description="datasets, a task or a suite: `dataset=hotpotqa`, `dataset=[vt,cwe]`, `dataset=all`; or a YAML "
         "file that describes your own rows",
     )
-    data: DataSettings = DataSettings()
+    data: DataConfig = DataConfig()
     limit: Positive | None = Field(
         None, description="N examples of each dataset; `null`: all (embedded: 12)"
     )

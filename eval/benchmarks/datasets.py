@@ -1,20 +1,21 @@
-"""Datasets by the names that configs give, the suites' settings in configs, and the loading of rows."""
+"""Datasets by the names that settings give, and the loading of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from eval.benchmarks import SUITES
-from eval.benchmarks.needle import NeedleConfig
-from eval.benchmarks.own import TASK, OwnDataset, own_dataset, own_suite
-from eval.benchmarks.random_tokens import RandomConfig
+from eval.benchmarks.own import TASK, OwnDataset, described, own_dataset, own_suite
 from eval.benchmarks.suite import DATASETS as DATASETS
-from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, OnError, Suite, register
-from lazyllm.errors import UserError, nearest, require
+from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, register
+from lazyllm.errors import UserError, nearest
+
+DESCRIPTIONS = Path(__file__).parents[1] / "conf" / "dataset"  # files that describe datasets
 
 # In the order of tables
 TASKS: tuple[str, ...] = tuple(dict.fromkeys((*(each.task for each in DATASETS.values()), TASK)))
@@ -23,18 +24,41 @@ _TASK: dict[str, tuple[Dataset, ...]] = {}
 for _suite in SUITES.values():
     for _task in _suite.all_tasks:
         _TASK.setdefault(_task, tuple(dataset for dataset in _suite.datasets if dataset.task == _task))
-# {name in a config: its datasets}: names of suites, tasks and datasets
+# {name in settings: its datasets}: names of suites, tasks and datasets
 CHOICES: dict[str, tuple[Dataset, ...]] = {suite.whole: suite.datasets for suite in SUITES.values()}
 CHOICES |= {**_TASK, **{name: (dataset,) for name, dataset in DATASETS.items()}}
 _TAKEN = frozenset({*CHOICES, *SUITES})  # names that no dataset or suite of a user may have
 
+Descriptions = dict[str, dict[str, Any]]  # {name of a dataset: what describes it}
 
-@dataclass
-class SuiteSettings:
-    """Of a config: the settings of every suite that has some (`Suite.options`), under the suite's name."""
 
-    needle: NeedleConfig = field(default_factory=NeedleConfig)
-    random: RandomConfig = field(default_factory=RandomConfig)
+@cache
+def shipped_descriptions() -> dict[str, Descriptions]:
+    """{name: descriptions} of the files in conf/dataset, and of each dataset of those that describe several."""
+    files = {file.stem: described(file) for file in sorted(DESCRIPTIONS.glob("*.yaml"))}
+    several = [content for content in files.values() if len(content) > 1]
+    return {name: {name: one} for content in several for name, one in content.items()} | files
+
+
+def describe(names: Iterable[str], length: int) -> Descriptions:
+    """The descriptions that these names of settings stand for; empty if they name none.
+
+    length: what `${data.length}` stands for in them. Raises UserError for a file that cannot be read.
+    """
+    found = Descriptions()
+    for name in names:
+        if name.endswith((".yaml", ".yml")):
+            found |= described(Path(name))
+        else:
+            found |= shipped_descriptions().get(name, {})
+    whole: Any = OmegaConf.to_container(OmegaConf.create({**found, "data": {"length": length}}), resolve=True)
+    return {name: whole[name] for name in found}
+
+
+def reads_length(names: Iterable[str]) -> bool:
+    """Whether one of these names stands for a description that depends on `data.length`."""
+    short, long = (describe(names, length) for length in (1, 2))
+    return short != long
 
 
 def default_suite(model: str) -> Suite:
@@ -42,12 +66,12 @@ def default_suite(model: str) -> Suite:
     return next((suite for suite in SUITES.values() if model in suite.models), next(iter(SUITES.values())))
 
 
-def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
-    """Register the datasets that a config describes, and their suites. Returns the datasets.
+def add_own(descriptions: Mapping[str, Any]) -> tuple[OwnDataset, ...]:
+    """Register the datasets of these descriptions, and their suites. Returns the datasets.
 
-    dataset: the config's, as in `datasets_asked_for`. Raises UserError for a bad description, or a name that is taken.
+    Raises UserError for a bad description, or a name that is taken.
     """
-    own = tuple(own_dataset(name, value) for name, value in dataset.items() if isinstance(value, Mapping))
+    own = tuple(own_dataset(name, value) for name, value in descriptions.items())
     suites: dict[str, list[OwnDataset]] = {}
     for each in own:
         for name in (each.name, each.suite):
@@ -61,61 +85,41 @@ def add_own(dataset: Mapping[str, Any]) -> tuple[Dataset, ...]:
     return own
 
 
-def datasets_asked_for(dataset: Mapping[str, Any], model: str) -> tuple[Dataset, ...]:
+def choose(names: Sequence[str], model: str, length: int) -> tuple[Dataset, ...]:
     """The datasets of a run, all of one suite, each once, in the order of their names; also those that lack rows.
 
-    dataset: the config's {name of `CHOICES`: whether it is wanted, or name: description of a user's own dataset}; empty
-        for the model's default suite.
-    model: its name. The name of a task means the datasets of its default suite.
-    Raises UserError for an unknown name (with the closest known ones), no dataset, or several suites.
+    names: of `CHOICES`, of a description in conf/dataset, or files of descriptions; none for the model's default suite.
+    model: its name. The name of a task means the datasets of its default suite. length: as of `describe`.
+    Raises UserError for an unknown name (with the closest known ones), or several suites.
     """
-    if own := add_own(dataset):
-        wanted = [name for name, value in dataset.items() if value is not False]
-        require(len(own) == len(wanted), "dataset", ", ".join(wanted), "own datasets alone")
-        return own
-    suite = default_suite(model)
-    names = [name for name, wanted in dataset.items() if wanted] if dataset else [suite.whole]
-    if model in suite.models and (tasks := {*names} & {*suite.all_tasks}):
-        others = {each.name for task in tasks for each in _TASK.get(task, ())}  # come with the task's name
-        of_task = {task: [each.name for each in suite.datasets if each.task == task] for task in tasks}
-        names = [each for name in names if name not in others for each in of_task.get(name, [name])]
-    for name in names:
-        if name not in CHOICES:
-            raise UserError(f"unknown dataset {name!r}: {nearest(name, CHOICES)}")
-    named = dict.fromkeys(each for name in names for each in CHOICES[name])
-    datasets = tuple(each for each in named if dataset.get(each.name, True))
-    if not datasets:
-        raise UserError("no dataset is left: give dataset=hotpotqa, a task's name, or dataset=all")
+    own = describe(names, length)
+    known = [name for name in names if name in CHOICES]
+    if own and known:
+        raise UserError(f"dataset=[{','.join(names)}]: {known[0]} shares no table with your own rows: give one of both")
+    datasets: Sequence[Dataset] = add_own(own)
+    if not own:
+        suite = default_suite(model)
+        wanted = [each for name in names or [suite.whole] for each in _named(name, suite, model)]
+        datasets = tuple(dict.fromkeys(wanted))
     suites = dict.fromkeys(each.suite for each in datasets)
     if len(suites) > 1:
         raise UserError(f"datasets of several suites ({', '.join(suites)}) share no table: run them separately")
-    return datasets
+    return tuple(datasets)
+
+
+def _named(name: str, suite: Suite, model: str) -> Sequence[Dataset]:
+    """The datasets of a name. suite: the default one of the model."""
+    if name not in CHOICES:
+        raise UserError(f"dataset={name}: {nearest(name, [*CHOICES, *shipped_descriptions()])}")
+    if model in suite.models and name in suite.all_tasks:
+        return [dataset for dataset in suite.datasets if dataset.task == name]
+    return CHOICES[name]
 
 
 @lru_cache(maxsize=64)  # a run's check and its plan share them, and so do the runs of a comparison or a sweep
 def load(dataset: Dataset, settings: DataSettings) -> LoadedDataset:
     """A dataset's rows, template and answer length. Raises UserError as the suite's `load` does."""
     return SUITES[dataset.suite].load(dataset, settings)
-
-
-def load_rows(dataset: Dataset, data_dir: str | Path | None = None, on_error: OnError = "raise") -> LoadedDataset:
-    """As `load`, with files read again at each call. data_dir, on_error: `dir` and `on_error` of `DataSettings`."""
-    suite, folder = SUITES[dataset.suite], None if data_dir is None else Path(data_dir)
-    return suite.load(dataset, DataSettings(folder, on_error, options=suite.options and suite.options()))
-
-
-def register_configs() -> None:
-    """Register every name of `CHOICES` in Hydra's group `dataset`, and `default` for no dataset.
-
-    `dataset=NAME` becomes {name: true} of the name and its datasets: a task's may mean another suite's datasets
-    (`datasets_asked_for`), and of a suite rows may be missing, which is no error then.
-    """
-    from hydra.core.config_store import ConfigStore
-
-    store = ConfigStore.instance().store
-    store(group="dataset", name="default", node={})
-    for name, datasets in CHOICES.items():
-        store(group="dataset", name=name, node={name: True, **{dataset.name: True for dataset in datasets}})
 
 
 def format_value(value: Any) -> str:
