@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -41,7 +42,9 @@ def read_speedup(value: Any) -> float | str:
 
 
 def _read_speedups(value: Any) -> Any:
-    return [read_speedup(one) for one in value] if isinstance(value, list) else read_speedup(value)
+    if isinstance(value, list):
+        return [read_speedup(one) for one in value]
+    return None if value is None else read_speedup(value)
 
 
 Speedup = Annotated[float | str, PlainValidator(read_speedup)]
@@ -52,9 +55,7 @@ class ModelSettings(Settings):
     """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
     name: Text = Field(description="a preset, a folder, a GGUF file or a hub id")
-    gguf: Text | None = Field(
-        None, description="a GGUF file in the folder or repository that `model.name` is"
-    )
+    gguf: Text | None = Field(None, description="a GGUF file in the folder or repository that `model.name` is")
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="`dummy` builds random weights and downloads nothing, for timing"
     )
@@ -63,15 +64,9 @@ class ModelSettings(Settings):
         description="`bfloat16`, `float16`, `float32`, `float64`; `auto`: the checkpoint's on a GPU; on a CPU "
         "`float32`, or `bfloat16` where it is measured to be faster",
     )
-    device: Text = Field(
-        AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one"
-    )
-    revision: Text | None = Field(
-        None, description="branch, tag or commit of a hub id; `null`: the newest"
-    )
-    tokenizer: Text | None = Field(
-        None, description="folder or hub id of another tokenizer; `null`: the model's"
-    )
+    device: Text = Field(AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
+    revision: Text | None = Field(None, description="branch, tag or commit of a hub id; `null`: the newest")
+    tokenizer: Text | None = Field(None, description="folder or hub id of another tokenizer; `null`: the model's")
     attn_implementation: Literal[ATTENTION] = Field(  # type: ignore[valid-type]
         "sdpa", description="`sdpa`, `eager`, `flash_attention_2`"
     )
@@ -94,9 +89,7 @@ class ModelSettings(Settings):
     )
     system: Text | None = Field(None, description="a system message before the prompt")
     today: Text = Field(TODAY, description="the date, for templates that write one into the prompt")
-    thinking_tokens: Count = Field(
-        0, description="extra tokens for thinking; the text after `</think>` is scored"
-    )
+    thinking_tokens: Count = Field(0, description="extra tokens for thinking; the text after `</think>` is scored")
     paper: Literal["llama2", "xgen"] | None = Field(
         None, description="the column of the paper's tables to compare with: `llama2`, `xgen`"
     )
@@ -110,9 +103,7 @@ class DataConfig(Settings):
         description="folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
         "`prompts/0shot.txt`, or RULER's `LENGTH/TASK.jsonl`; `null` fetches them once",
     )
-    length: Positive = Field(
-        4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384"
-    )
+    length: Positive = Field(4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384")
     on_error: Literal["raise", "skip"] = Field(
         "raise", description="`skip` leaves out invalid rows, and reports their number"
     )
@@ -155,18 +146,14 @@ class CommonSettings(Settings):
         None,
         description="the ideal TTFT speedup that each arm is solved for, such as `2x`, unless it gives its own",
     )
-    baseline: bool = Field(
-        True, description="also measure the standard model on every example, among the arms"
-    )
+    baseline: bool = Field(True, description="also measure the standard model on every example, among the arms")
     dataset: list[Text] = Field(
         [],
         description="datasets, a task or a suite: `dataset=hotpotqa`, `dataset=[vt,cwe]`, `dataset=all`; or a YAML "
         "file that describes your own rows",
     )
     data: DataConfig = DataConfig()
-    limit: Positive | None = Field(
-        None, description="N examples of each dataset; `null`: all (embedded: 12)"
-    )
+    limit: Positive | None = Field(None, description="N examples of each dataset; `null`: all (embedded: 12)")
     subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(  # type: ignore[valid-type]
         "first",
         description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; `mini`: "
@@ -242,7 +229,10 @@ def validated(values: Any, kind: type[Config]) -> Config:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise UserError(_one_line(error, kind)) from None
+        message = _one_line(error, kind)
+        if values.get("method"):  # which the only arm was made of
+            message = message.replace("arms.0.", "method.", 1)
+        raise UserError(message) from None
 
 
 _EXPECTED = {

@@ -4,26 +4,27 @@ lazyllm-bench tune model=tiny dataset=embedded limit=4 -m target_speedup=1.5,2  
 
 Every other row decides: the best schedule has the least KL of the baseline's answer (`fidelity=answer`), then of the
 gold one. The first is the default at this speedup. Both are then measured on the other rows. The same command resumes.
-The study's folder holds a run of each schedule, and `tuned.yaml`, for `method.schedule=tuned/FOLDER`, with the rows.
+The study's folder holds a run of each schedule, and `tuned.yaml` with the best one and the rows.
 """
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
-from omegaconf import DictConfig
+import yaml
+from pydantic import Field, model_validator
 
-from eval.benchmarks.suite import setting
-from eval.run.asked import ask
-from eval.run.config import to_run_config
-from eval.run.job import job, start
-from eval.run.settings import RunConfig
-from eval.run.targets import FILE, as_yaml
+from eval.config import ArmSettings, RunConfig
+from eval.run.check import check
+from eval.run.job import start
+from eval.settings import Positive
 from eval.store.folder import check_same, fingerprint
 from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import nearest_ratio
@@ -31,35 +32,39 @@ from lazyllm.errors import FailedExamplesError, UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Lazy, by_name
 
+FILE = "tuned.yaml"  # of a study
 CUTS = 9  # the most pruning layers of a schedule
 Schedule = dict[int, float]  # {layer: keep ratio}
 KLs = tuple[float, float]  # of the baseline's answer, of the gold one: means over rows
 
 
-@dataclass
 class TuneConfig(RunConfig):
     """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
 
-    target_speedup: float | None = setting(None, "ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies")
-    trials: int = setting(32, "schedules to measure")
+    target_speedup: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
+    )
+    trials: Positive = Field(32, description="schedules to measure")
 
-
-def to_tune_config(config: DictConfig) -> TuneConfig:
-    """The composed config, checked as far as possible without a model. Raises UserError."""
-    plain: Any = to_run_config(config)
-    name, schedule = plain.method["name"], plain.method.get("schedule", "paper")
-    require(plain.compare is None, "compare", plain.compare, "no such key in a search")
-    require(plain.baseline, "baseline", plain.baseline, "true, as schedules are compared with it")
-    require(issubclass(by_name(name), Lazy), "method.name", name, "method=lazy, or one that inherits from it")
-    require(schedule == "paper", "method.schedule", schedule, "no such key: the search finds it")
-    require(plain.trials >= 1, "trials", plain.trials, "1 or more")
-    require((plain.target_speedup or 0) > 1, "target_speedup", plain.target_speedup, "more than 1, such as 1.5")
-    return plain
+    @model_validator(mode="after")
+    def _is_a_search(self) -> TuneConfig:
+        [arm, *others] = self.arms
+        given = (arm.model_extra or {}).get("schedule", "paper")
+        if self.target_speedup is None:
+            raise ValueError("target_speedup=null: expected more than 1, such as 1.5")
+        if others or not issubclass(by_name(arm.name), Lazy):
+            names = ", ".join(arm.name for arm in self.arms)
+            raise ValueError(f"arms={names}: expected method=lazy, or one that inherits from it")
+        if given != "paper" or arm.speedup is not None or self.speedup is not None:
+            raise ValueError(f"schedule={given}: the search finds it: leave it and speedup out")
+        if not self.baseline:
+            raise ValueError("baseline=false: expected true, as schedules are compared with it")
+        return self
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command `tune`. Returns the exit code. Raises UserError."""
-    start(job()(lambda config: tune(to_tune_config(config))), arguments, TuneConfig)
+    start(tune, arguments, TuneConfig)
     return 0
 
 
@@ -106,35 +111,43 @@ def search(study: Any, drawn: Any, kls: Callable[[Schedule], KLs], default: Sche
 
 def tune(config: TuneConfig) -> Path:
     """Search, then measure on the other rows; returns the study's folder. Raises UserError, FailedExamplesError."""
-    asked = ask(replace(config, fidelity="answer", warmup=0, out=config.out or "studies")).check()
+    config = config.model_copy(update={"fidelity": "answer", "warmup": 0})
+    check(config, Path("studies"))
     if find_spec("optuna") is None:
         raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
     import optuna  # this and others not at the top: arguments are checked first
 
-    from eval.run.loop import measure
-    from eval.run.run import prepare
+    from eval.run.device import held_and_released
+    from eval.run.loop import load_model, measure
+    from eval.run.prepare import prepare
+    from lazyllm.models.load import as_device, shape_of
 
-    run, subject, target = prepare(asked), asked.subject, config.target_speedup or 0
-    require(len(run.cases) > 1, "limit", config.limit, "two rows or more: every other one decides")
-    cases = {"rows": run.cases[::2], "other_rows": run.cases[1::2]}
-    rows = {part: [" ".join(case.key) for case in chosen] for part, chosen in cases.items()}
-    shape, method = subject.shape, cast(Any, run.arms[-1].method(run.cases[0].dataset.name))
-    depth, tokens = Depth.of(shape), round(mean(len(case.prompt.token_ids) for case in run.cases))
+    run, target = prepare(config), config.target_speedup or 0
+    require(len(run.prompts) > 1, "limit", config.limit, "two rows or more: every other one decides")
+    prompts = {"rows": run.prompts[::2], "other_rows": run.prompts[1::2]}
+    rows = {part: [" ".join(prompt.key) for prompt in chosen] for part, chosen in prompts.items()}
+    shape = shape_of(run.spec)
+    method = cast(Any, run.methods[run.arms[-1].label, run.prompts[0].dataset.name])
+    depth, tokens = Depth.of(shape), round(mean(len(prompt.token_ids) for prompt in run.prompts))
     default: Any = method.solve({}, shape, tokens, target)
     require(default is not None, "target_speedup", target, "less, as the default's layers cannot reach it")
     identity = run.identity | rows | {"target_speedup": target}
-    folder = Path(config.out or f"studies/{subject.name}-{target:g}x-{fingerprint(identity)[:8]}")
+    name = Path(config.model.name).name
+    folder = Path(config.out or f"studies/{name}-{target:g}x-{fingerprint(identity)[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
     study = optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name="schedules", load_if_exists=True)
     check_same(folder, "study", study.user_attrs.get("identity", identity), identity)
     study.set_user_attr("identity", identity)
     study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials), multivariate=True)
-    with subject.loaded_once() as load:
+    load = cache(partial(load_model, run))
+    with held_and_released(as_device(run.spec.device)):
 
         def kls(part: str, schedule: Schedule) -> KLs:
             out = folder / part / "-".join(f"{layer}_{ratio}" for layer, ratio in schedule.items())
-            trial = prepare(asked.changed(compare={"tuned": {**config.method, "schedule": schedule}}, out=str(out)))
-            measured = measure(replace(trial, cases=cases[part]), show=False, load=load)
+            extra = config.arms[0].model_extra or {}
+            arm = ArmSettings(name=config.arms[0].name, label="tuned", **extra | {"schedule": schedule})
+            trial = prepare(config.model_copy(update={"arms": [arm], "out": str(out)}))
+            measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
             if measured.failed:
                 raise FailedExamplesError(measured.failures)
             found: Any = [visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers]
@@ -143,8 +156,10 @@ def tune(config: TuneConfig) -> Path:
         drawn = partial(draw, lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens), target, depth)
         best = search(study, drawn, partial(kls, "rows"), default, config.trials)
         both = (("tuned", best), ("default", default))
-        measured = {f"{name} on {part}": [*kls(part, schedule)] for part in cases for name, schedule in both}
-    about = {"model": subject.name, "target_speedup": target, **measured, **rows}
-    write_whole(folder / FILE, as_yaml(str(folder), best, depth.count, about))
+        measured = {f"{name} on {part}": [*kls(part, schedule)] for part in prompts for name, schedule in both}
+    about = {"schedule": best, "model": name, "target_speedup": target, **measured, **rows}
+    text = yaml.safe_dump(about, sort_keys=False, default_flow_style=None, width=1000)
+    written = ", ".join(f"{layer}: {ratio}" for layer, ratio in best.items())
+    write_whole(folder / FILE, f"# python run.py method=lazy 'method.schedule={{{written}}}'\n{text}")
     print((folder / FILE).read_text(encoding="utf-8"), end="")
     return folder

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, STUDIED, single_layer, target_of, with_ends
-from eval.analysis.paper_tables import TASK_NAMES, is_table1_preset
+from eval.analysis.columns import BASELINE, PAPER_SPEEDUP, STUDIED, single_layer, targets_of, with_ends
+from eval.analysis.paper_tables import TASK_NAMES
 from eval.analysis.style import as_published, studied
 from eval.analysis.table import KEPT_WITHIN, Column, forms
 from eval.store.aggregate import FEWEST, by_task, drawn_mean, drawn_means, on_common_examples
@@ -54,13 +54,12 @@ class Section:
         if preset == "studied":
             table1 = self.of("table1")
             return table1 if len(table1) else rows[rows.index.isin(studied(self.results).index)]
-        belongs: dict[str, Callable[[str], bool]] = {
-            "table1": is_table1_preset,
-            "figure5": lambda settings: target_of(settings) is not None,
-            "figure6": lambda settings: single_layer(settings) is not None,
+        belongs: dict[str, Callable[[Any], Any]] = {
+            "table1": lambda rows: rows["speedup"] == PAPER_SPEEDUP,
+            "figure5": lambda rows: targets_of(rows).notna(),
+            "figure6": lambda rows: rows["settings"].map(single_layer).notna(),
         }
-        chosen = {text: belongs[preset](text) for text in rows["settings"].unique()}
-        return self.results.least_different(rows[rows["settings"].map(chosen).astype(bool)])
+        return self.results.least_different(rows[belongs[preset](rows)])
 
     def identities(self, rows: Any) -> list[dict[str, Any]]:
         """Of the runs of these rows."""
@@ -226,7 +225,7 @@ def _leads(section: Section, rows: Any, column: str, other: str) -> list[Value]:
     """LazyLLM's lead over another method in each task: the mean over the speedups that both were solved for."""
     others = section.of("figure5", other)
     rows = pd.concat([rows, others[others["model"].isin(rows["model"])]])
-    rows = rows.assign(target=rows["settings"].map(target_of), label=rows["method"]).dropna(subset=column)
+    rows = rows.assign(target=targets_of(rows), label=rows["method"]).dropna(subset=column)
     leads = []
     for _, of_task in rows.groupby("task", sort=False):
         of_targets = []

@@ -9,10 +9,11 @@ import pandas as pd
 
 from eval.store.aggregate import rows_of
 from eval.store.results import Results
-from eval.store.runs import SPEEDUP, kind_of
+from eval.store.runs import kind_of
 
 BASELINE = "baseline"
 STUDIED = "lazy"  # the paper's own method
+PAPER_SPEEDUP = "table1"  # the speedup of arms that were solved for the paper's, by task and model
 SECTION = ["model", "suite"]
 SETTING = [*SECTION, "method", "settings", "label"]
 KLS = ("answer_kl", "gold_kl", "kl")  # the first that was measured ranks methods
@@ -72,10 +73,9 @@ def ranges_in(names: Any, ends: Sequence[int] = PROMPT_ENDS) -> list[str]:
     return [name for name in range_names(ends) if name in set(names)]
 
 
-def target_of(settings: str) -> float | None:
-    """The target speedup in settings (JSON), such as `2.0x`; None if there is none."""
-    matches = [SPEEDUP.fullmatch(value) for value in json.loads(settings).values() if isinstance(value, str)]
-    return next((float(match[1]) for match in matches if match), None)
+def targets_of(rows: Any) -> Any:
+    """The speedups that these rows' settings were solved for; NaN without one, and for the paper's (`table1`)."""
+    return pd.to_numeric(rows["speedup"], errors="coerce")
 
 
 def single_layer(settings: str) -> tuple[int, float] | None:
@@ -89,7 +89,7 @@ def single_layer(settings: str) -> tuple[int, float] | None:
 
 def unsolved_methods(rows: Any) -> str:
     """`ASL and UniPrefill`: the methods of these settings that no speedup gives, if one gives others; else ""."""
-    if rows["settings"].map(target_of).isna().all():
+    if targets_of(rows).isna().all():
         return ""
     kinds = [kind_of(name) for name in sorted(rows["method"].unique(), key=place_of)]
     names = [kind.label for kind in kinds if kind is not None and kind.adaptive and kind.target_parameter is None]

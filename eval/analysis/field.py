@@ -76,7 +76,7 @@ def data(results: Results) -> pd.DataFrame:
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
     frame = style.of_all_tasks(results.least_different(frame))
     is_alone = ~frame.duplicated([*SECTION, "method"], keep=False)
-    frame = frame.assign(on_curve=frame["settings"].map(columns.target_of).notna() | is_alone)
+    frame = frame.assign(on_curve=columns.targets_of(frame).notna() | is_alone)
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")
     return frame[[*SECTION, "method", "label", "examples", "on_curve", *values]]
 

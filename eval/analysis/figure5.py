@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from eval.analysis import style
 from eval.analysis.claims import CLAIMS, kept_at
-from eval.analysis.columns import BASELINE, KLS, SECTION, STUDIED, target_of
+from eval.analysis.columns import BASELINE, KLS, SECTION, STUDIED, targets_of
 from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, paper_values
 from eval.analysis.table import as_figure, forms
 from eval.store.results import Results
@@ -40,7 +40,7 @@ def data(results: Results) -> pd.DataFrame:
         return pd.DataFrame()
     table["on_curve"] = False
     for _, method in table.groupby([*SECTION, "task", "method"]):
-        swept = method["settings"].map(target_of).notna()
+        swept = targets_of(method).notna()
         table.loc[method.index, "on_curve"] = swept if swept.any() else _undominated(method)
     parts = []
     for (model, suite), panel in table.groupby(SECTION, sort=False):

@@ -14,7 +14,7 @@ from eval.analysis.columns import (
     STUDIED,
     overall,
     range_names,
-    target_of,
+    targets_of,
     with_ends,
 )
 from eval.analysis.style import as_published
@@ -178,7 +178,7 @@ def _lead(row: dict[Any, Any], settings: Any, answers: Any) -> dict[str, Any]:
     lazy = same[same["method"] == STUDIED]
     if row["method"] == STUDIED or lazy.empty:
         return {}
-    swept = lazy["settings"].map(target_of).notna()
+    swept = targets_of(lazy).notna()
     lazy = lazy[swept] if swept.any() else lazy
     nearest = lazy.loc[(lazy["cache_ratio"] - row["cache_ratio"]).abs().idxmin()]
     if abs(nearest["cache_ratio"] - row["cache_ratio"]) > NEAR:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from eval.analysis.columns import BASELINE, SECTION, STUDIED
+from eval.analysis.columns import BASELINE, PAPER_SPEEDUP, SECTION, STUDIED
 from eval.analysis.table import (
     FIDELITY,
     KL,
@@ -27,7 +27,7 @@ from eval.analysis.table import (
 from eval.benchmarks import SUITES
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.store.results import Results
-from eval.store.runs import canonical_json, counted, is_ablation, settings_in
+from eval.store.runs import canonical_json, counted, is_ablation
 
 PUBLISHED = Path(__file__).parent / "published"
 MODEL_NAMES: dict[str | None, str] = {"llama2": "Llama 2 7B", "xgen": "XGen 7B"}
@@ -107,14 +107,9 @@ def table2(results: Results) -> Rows:
     return _with_published(results, _TABLE2)
 
 
-def is_table1_preset(settings: str) -> bool:
-    """Whether settings (JSON) have the parameters solved for the speedups of the paper's Table 1."""
-    return "table1" in json.loads(settings).values()
-
-
 def _with_published(results: Results, values: Sequence[Column]) -> Rows:
     parameters = {
-        (run.model, arm.method, canonical_json(arm.settings), dataset): canonical_json(settings_in(resolved))
+        (run.model, arm.method, canonical_json(arm.settings), dataset): canonical_json(resolved)
         for run in results.runs
         for arm in run.arms.values()
         for dataset, resolved in (run.identity["arms"][arm.name].get("parameters") or {}).items()
@@ -124,7 +119,7 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
     published: Any = pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
     published = published[[value.name for value in both]].dropna(how="all").add_prefix("paper_").reset_index()
     means: Any = results.by_task
-    is_preset = means["settings"].map(is_table1_preset).astype(bool)
+    is_preset = means["speedup"] == PAPER_SPEEDUP
     # a variant's baseline says nothing where another variant of the model has the preset's arms
     families = means["model"].map(results.families)
     with_preset = is_preset.groupby(means["model"]).transform("any") | ~is_preset.groupby(families).transform("any")
@@ -161,7 +156,7 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
         ignore_index=True,
     )[columns]
     failed = sum(
-        arm.method == BASELINE or is_table1_preset(canonical_json(arm.settings))
+        arm.method == BASELINE or arm.speedup == PAPER_SPEEDUP
         for run in results.runs
         for arm in (run.arms[label] for _, _, label in run.failed)
     )

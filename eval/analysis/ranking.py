@@ -51,7 +51,7 @@ def ranking(results: Results) -> Rows:
     Settings whose prefills did not reach the speedup, or that no speedup gives, are not ranked: the caption names them.
     """
     frame: Any = results.counting
-    frame = frame.assign(target=frame["settings"].map(columns.target_of))
+    frame = frame.assign(target=columns.targets_of(frame))
     unsolved = columns.unsolved_methods(frame)
     frame = frame[frame["method"] != BASELINE].dropna(subset=["target", "kl"])
     reasons = _unranked(results)
@@ -82,8 +82,8 @@ def _unranked(results: Results) -> dict[tuple[str, str, str], str]:
     reasons = {}
     frame: Any = results.by_task
     for row in frame[frame["level"] == "all"].to_dict("records"):
-        target, ideal = columns.target_of(row["settings"]), row["ideal_ttft_speedup"]
-        if target is not None and ideal < LEAST * target:  # answers without it give NaN
+        target, ideal = row["speedup"], row["ideal_ttft_speedup"]
+        if isinstance(target, float | int) and ideal < LEAST * target:  # answers without it give NaN
             key = row["model"], row["suite"], row["label"]
             reasons[key] = f"{row['label']}, whose prefills had an ideal speedup of {ideal:.2f}"
     return reasons

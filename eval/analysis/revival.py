@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.analysis.columns import KLS, SECTION, STUDIED, target_of, with_ends
+from eval.analysis.columns import KLS, SECTION, STUDIED, targets_of, with_ends
 from eval.analysis.table import MODEL, Cell, Column, Rows, as_table, cells, forms
 from eval.store.aggregate import drawn_means, on_common_examples
 from eval.store.results import Results
@@ -36,7 +36,7 @@ _KEYS = [*SECTION, "target", "kl", "examples"]
 def revival(results: Results) -> Rows:
     """Ratios of KLs of LazyLLM with and without revival, static pruning and random drop, by ideal speedup."""
     rows: Any = results.counting
-    rows = rows.assign(target=rows["settings"].map(target_of), label=list(map(_kind, rows["method"], rows["settings"])))
+    rows = rows.assign(target=targets_of(rows), label=list(map(_kind, rows["method"], rows["settings"])))
     rows = rows.dropna(subset=["target", "label"])
     made = []
     for key, group in rows.groupby([*SECTION, "target"], sort=True):

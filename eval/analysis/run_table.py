@@ -224,7 +224,6 @@ def _caption(results: Results, frame: Any) -> str:
 def _notes(run: StoredRun, where: str) -> Iterator[str]:
     """Lines about answers in another way, and those that say nothing of a method: it left nothing out, or no thought
     came to its end."""
-    yield from _way_of_answering(run, where)
     for name, labels in arm_groups(run).items():
         answered = [(visit, label) for visit in run.visits for label in labels if label in visit.answers]
         arm, asked = run.arms[labels[0]], len({visit.key for visit, _ in answered})
@@ -243,12 +242,6 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
         if count := thoughts.count(""):
             of = counted(len(thoughts), "answer")
             yield f"{where}{name}: no end of thought (</think>), or no text after it, in {count} of {of}."
-
-
-def _way_of_answering(run: StoredRun, where: str) -> Iterator[str]:
-    """Lines about answers that are not the usual ones: the question came later."""
-    if "question" in run.identity:
-        yield f"{where}Hidden question: the context ran before it was known. TTFT and counts are of both parts."
 
 
 def _target_of(arm: StoredArm) -> str:

@@ -1,6 +1,8 @@
-"""Chat formats: how a model's prompts are wrapped and its answers cleaned, by LongBench or the tokenizer's template.
+"""Chat formats: how a model's prompts are wrapped and its answers cleaned, by LongBench or the
+tokenizer's template.
 
-New templates take arguments and write the date into the prompt. Both are fixed here, so that prompts never change.
+New templates take arguments and write the date into the prompt. Both are fixed here, so that
+prompts never change.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from lazyllm.errors import UserError
-from lazyllm.models.chat_template import TODAY, render, text_between_answers, thinking_args
+from lazyllm.models.chat_template import TODAY, render, thinking_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,10 +31,11 @@ THOUGHT_END = "</think>"
 class ChatFormat:
     """The format of a model's prompts, and the cleaning of its answers.
 
-    before, after: the texts around the prompt. again: the text before a later message, after the answer; {bos} and
-        {eos} are the tokenizer's tokens.
-    from_tokenizer: use the tokenizer's chat template instead. or_none: if it has none, use no format.
-    args: arguments of the template. `enable_thinking` is False by default in templates that have it.
+    before, after: the texts around the prompt.
+    from_tokenizer: use the tokenizer's chat template instead. or_none: if it has none, use no
+        format.
+    args: arguments of the template. `enable_thinking` is False by default in templates that have
+        it.
     system: the text of a system message before the prompt.
     today: the date, YYYY-MM-DD, for templates that write one into the prompt.
     thinking_tokens: extra tokens of an answer, which then is the text after THOUGHT_END.
@@ -42,7 +45,6 @@ class ChatFormat:
 
     before: str = ""
     after: str = ""
-    again: str = field(default="", repr=False)  # the identity of needle rows holds the rest
     from_tokenizer: bool = False
     or_none: bool = False
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -57,70 +59,60 @@ class ChatFormat:
         return self.from_tokenizer and bool(not self.or_none or tokenizer.chat_template)
 
     def template_args(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The arguments of the tokenizer's chat template. Raises UserError if there is no template."""
+        """Return the arguments of the tokenizer's template. Raises UserError if it has none."""
         if not tokenizer.chat_template:
-            raise UserError("model.chat=auto: the tokenizer has no chat template: give model.chat=none, llama2 or xgen")
+            instead = "give model.chat=none, llama2 or xgen"
+            raise UserError(f"model.chat=auto: the tokenizer has no chat template: {instead}")
         return thinking_args(tokenizer, self.thinking_tokens > 0) | dict(self.args)
 
     def reads_clock(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether the tokenizer's chat template writes a date into the prompt."""
+        if not self.uses_template(tokenizer):
+            return False
         other = replace(self, today="2001-02-03")
-        return self.uses_template(tokenizer) and self.wrapped(tokenizer, "") != other.wrapped(tokenizer, "")
+        return self.wrapped(tokenizer, "") != other.wrapped(tokenizer, "")
 
     def wrapped(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-        """The text as a message in the tokenizer's chat template, up to the beginning of the answer.
+        """Write the text as a message in the tokenizer's chat template, up to the answer.
 
         Raises UserError if there is no template, or if it refuses the message.
         """
-        messages = [*self._before(), {"role": "user", "content": text}]
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        messages = [*system, {"role": "user", "content": text}]
         try:
             return render(tokenizer, messages, self.template_args(tokenizer), self.today)
         except UserError as error:
             raise UserError(f"{error}: see model.system") from error
 
-    def later(self, tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-        """The text after an answer if `text` is the next message: the answer's end, and the formatted message.
-
-        Raises UserError as `wrapped`, and for a template that leaves earlier answers out.
-        """
-        if self.uses_template(tokenizer):
-            behind = text_between_answers(tokenizer, text, self.template_args(tokenizer), self._before(), self.today)
-            if not behind:
-                raise UserError(
-                    "the tokenizer's chat template leaves earlier answers out: rows with turns cannot use it"
-                )
-            return behind
-        return f"{self._again(tokenizer)}{text}{self.after}"
-
-    def _again(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        return self.again.format(bos=tokenizer.bos_token or "", eos=tokenizer.eos_token or "")
-
-    def _before(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self.system}] if self.system is not None else []
-
 
 CHAT_FORMATS: dict[str, ChatFormat] = {
     "none": ChatFormat(),
-    "llama2": ChatFormat(before="[INST]", after="[/INST]", again="{eos}{bos}[INST]"),
+    "llama2": ChatFormat(before="[INST]", after="[/INST]"),
     "xgen": ChatFormat(
-        before=f"{_XGEN_HEADER} ### Human: ", after="\n###", again="\n### Human: ", strip=True, delete="Assistant:"
+        before=f"{_XGEN_HEADER} ### Human: ",
+        after="\n###",
+        strip=True,
+        delete="Assistant:",
     ),
     "auto": ChatFormat(from_tokenizer=True),
 }
 
 
 def chat_format(name: str | None, **settings: Any) -> ChatFormat:
-    """The format of a name; None for the tokenizer's template, or no format if it has none.
+    """Return the format of a name; None for the tokenizer's template, or no format if it has none.
 
-    settings: other fields. Raises UserError for an unknown name, a bad date, or a template's settings in a format
-    without template.
+    settings: other fields.
+    Raises UserError for an unknown name, a bad date, or a template's settings in a format without
+        template.
     """
     if name is not None and name not in CHAT_FORMATS:
         raise UserError(f"unknown chat format {name!r}; known are {', '.join(CHAT_FORMATS)}")
-    chat = replace(ChatFormat(from_tokenizer=True, or_none=True) if name is None else CHAT_FORMATS[name], **settings)
+    known = ChatFormat(from_tokenizer=True, or_none=True) if name is None else CHAT_FORMATS[name]
+    chat = replace(known, **settings)
     if not chat.from_tokenizer and (chat.args or chat.system):
         key = "chat_args" if chat.args else "system"
-        raise UserError(f"model.{key} is for the tokenizer's chat template: give model.chat=auto too")
+        instead = "give model.chat=auto too"
+        raise UserError(f"model.{key} is for the tokenizer's chat template: {instead}")
     try:
         date.fromisoformat(chat.today)
     except ValueError:
@@ -129,10 +121,10 @@ def chat_format(name: str | None, **settings: Any) -> ChatFormat:
 
 
 def post_process(text: str, chat: ChatFormat, chat_wrap: bool = True) -> str:
-    """A model's answer after `pred.py`'s cleaning: unchanged except for XGen (`ChatFormat.strip` and `.delete`).
+    """Clean a model's answer as `pred.py` does, by `ChatFormat.strip` and `.delete`: only XGen's.
 
-    With thinking tokens (in prompts with a chat format), only the text after the thought counts: "" if the thought did
-    not end.
+    With thinking tokens (in prompts with a chat format), only the text after the thought counts: ""
+    if the thought did not end.
     """
     if chat.thinking_tokens and chat_wrap:
         text = text.rpartition(THOUGHT_END)[2].lstrip() if THOUGHT_END in text else ""

@@ -15,7 +15,7 @@ from eval.benchmarks.suite import DATASETS as DATASETS
 from eval.benchmarks.suite import Dataset, DataSettings, LoadedDataset, Suite, register
 from lazyllm.errors import UserError, nearest
 
-DESCRIPTIONS = Path(__file__).parents[1] / "conf" / "dataset"  # files that describe datasets
+DESCRIPTIONS = Path(__file__).parents[1] / "conf" / "datasets"  # files that describe datasets
 
 # In the order of tables
 TASKS: tuple[str, ...] = tuple(dict.fromkeys((*(each.task for each in DATASETS.values()), TASK)))

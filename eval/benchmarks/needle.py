@@ -73,9 +73,7 @@ class NeedleSettings(Settings):
     others: Annotated[Count, Field(le=100)] = Field(
         0, description="other needles in the text, with other keys: only the question tells which one is asked for"
     )
-    repeats: Positive = Field(
-        1, description="rows for each length and depth, with different needles"
-    )
+    repeats: Positive = Field(1, description="rows for each length and depth, with different needles")
     seed: int = Field(42, description="of the needles")
     haystack: Text | None = Field(
         None, description="the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise"

@@ -1,4 +1,4 @@
-"""JSON lines in LongBench's format, checked line by line and field by field, as `datasets` does not."""
+"""JSON lines in LongBench's format, checked by line and field, as `datasets` does not."""
 
 import hashlib
 import json
@@ -8,19 +8,24 @@ from functools import partial
 from typing import Any
 
 from eval.benchmarks.metrics import check_gold
-from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError, Turn
+from eval.benchmarks.suite import Dataset, Example, LoadedDataset, OnError
 from lazyllm.errors import UserError
 
 Check = tuple[Callable[[Any], Any], str]  # of a field: a check of its value, and what is allowed
-WHOLE = "{instruction}{context}{input}"  # in hashes, the official prompt of rows that hold their whole prompt
-# (place, JSON value, or UserError with the reason why it is none) of each row; their source, and their hash
+# In hashes, the official prompt of rows that hold their whole prompt
+WHOLE = "{instruction}{context}{input}"
+# (place, JSON value, or UserError with the reason why it is none) of each row; their source, and
+# their hash
 Rows = tuple[Iterable[tuple[str, Any]], str, str]
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _NAMED = 10  # bad rows in one message
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string without half a surrogate pair, which JSON allows, but tokenizers and files do not."""
+    """Whether a value is a string without half a surrogate pair.
+
+    JSON allows these, but tokenizers and files do not.
+    """
     return isinstance(value, str) and (value.isascii() or not _HALF_PAIR.search(value))
 
 
@@ -46,8 +51,15 @@ CLASSES: Check = (lambda value: value is None or is_texts(value), "a list of str
 _ANSWERS: Check = is_answers, "a list of strings, not all of them empty"
 _LENGTH: Check = (lambda value: type(value) is int and value >= 0, "a whole number")
 
-_FIELDS = {"input": TEXT, "context": FILLED, "answers": _ANSWERS, "length": _LENGTH, "dataset": TEXT, "language": TEXT}
-_FIELDS["all_classes"] = CLASSES
+_FIELDS = {
+    "input": TEXT,
+    "context": FILLED,
+    "answers": _ANSWERS,
+    "length": _LENGTH,
+    "dataset": TEXT,
+    "language": TEXT,
+    "all_classes": CLASSES,
+}
 
 
 def one_of(values: Iterable[Any]) -> Check:
@@ -57,9 +69,10 @@ def one_of(values: Iterable[Any]) -> Check:
 
 
 def read_lines(data: bytes, source: str) -> Iterator[tuple[str, Any]]:
-    """(source:line, JSON value, or UserError with the reason why it is none) of every line that is not blank.
+    """Yield (source:line, value) of every line that is not blank.
 
-    Lines end at \\n only and are not normalised: rows hold \\r and other characters that end lines in text mode.
+    value: of the JSON, or a UserError with the reason why it is none. Lines end at \\n only and are
+        not normalised: rows hold \\r and other characters that end lines in text mode.
     """
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -93,10 +106,19 @@ def check_fields(row: Any, fields: Mapping[str, Check]) -> None:
 
 
 def load_lines(
-    dataset: Dataset, data: bytes, source: str, template: str, max_new_tokens: int, on_error: OnError
+    dataset: Dataset,
+    data: bytes,
+    source: str,
+    template: str,
+    max_new_tokens: int,
+    on_error: OnError,
 ) -> LoadedDataset:
-    """A dataset from lines in LongBench's format. source: the lines' origin. Raises UserError as `loaded`."""
-    parse, rows = partial(parse_example, dataset, template), read_lines(data, source)
+    """Make a dataset of lines in LongBench's format.
+
+    source: the lines' origin. Raises UserError as `loaded`.
+    """
+    parse = partial(parse_example, dataset, template)
+    rows = read_lines(data, source)
     data_sha256 = hashlib.sha256(data).hexdigest()
     return loaded(dataset, (rows, source, data_sha256), parse, on_error, max_new_tokens, [template])
 
@@ -113,9 +135,10 @@ def loaded(
     """A dataset from its rows.
 
     parse: from a row and its number, from 0; None leaves it out; raises UserError.
-    prompts: the official ones, if rows do not hold theirs. instead: what to give if there is no usable row.
-    Raises UserError for an unusable row (unless skipped), which names the first ten, for a repeated `_id`, and for no
-    usable row.
+    prompts: the official ones, if rows do not hold theirs. instead: what to give if there is no
+        usable row.
+    Raises UserError for an unusable row (unless skipped), which names the first ten, for a repeated
+        `_id`, and for no usable row.
     """
     values, source, data_sha256 = rows
     examples: list[Example] = []
@@ -127,7 +150,8 @@ def loaded(
             if example is None:
                 continue
             if (place := places.setdefault(example.id, where)) != where:
-                raise UserError(f"the same _id as in {place} ({example.id!r}); expected each row once")
+                same = f"the same _id as in {place} ({example.id!r})"
+                raise UserError(f"{same}; expected each row once")
             examples.append(example)
         except (UserError, RecursionError) as error:  # nested too deeply to be shown
             skipped.append((where, str(error)))
@@ -137,43 +161,78 @@ def loaded(
         them = "this row, or skip such rows" if len(skipped) == 1 else "these rows, or skip them"
         raise UserError(f"{named}{more}. Fix {them} by data.on_error=skip")
     if not examples:
-        first = ": {} skipped, the first, {}, for: {}".format(len(skipped), *skipped[0]) if skipped else ""
+        first = ""
+        if skipped:
+            first = ": {} skipped, the first, {}, for: {}".format(len(skipped), *skipped[0])
         raise UserError(f"{source}: no usable row{first}; give {instead}")
-    config_sha256 = sha256_of([*prompts, max_new_tokens])
-    return LoadedDataset(dataset, tuple(examples), max_new_tokens, data_sha256, config_sha256, source, tuple(skipped))
-
-
-def made_here(
-    dataset: Dataset, examples: Iterable[Example], max_new_tokens: int, made_of: Any, source: str, total: int
-) -> LoadedDataset:
-    """A dataset of the first rows that a suite has made. made_of: all that determines them, to be hashed, as JSON."""
-    config_sha256 = sha256_of([WHOLE, max_new_tokens])
     return LoadedDataset(
-        dataset, tuple(examples), max_new_tokens, sha256_of(made_of), config_sha256, source, total=total
+        dataset,
+        tuple(examples),
+        max_new_tokens,
+        data_sha256,
+        config_sha256=sha256_of([*prompts, max_new_tokens]),
+        source=source,
+        skipped=tuple(skipped),
     )
 
 
-def prompt_parts(template: str, values: Mapping[str, Any], context: str = "context") -> tuple[str, str]:
-    """The texts before and behind the context's place in a template, filled in. Raises UserError if they cannot be."""
+def made_here(
+    dataset: Dataset,
+    examples: Iterable[Example],
+    max_new_tokens: int,
+    made_of: Any,
+    source: str,
+    total: int,
+) -> LoadedDataset:
+    """Make a dataset of the first rows that a suite has made.
+
+    made_of: all that determines them, to be hashed, as JSON.
+    """
+    return LoadedDataset(
+        dataset,
+        tuple(examples),
+        max_new_tokens,
+        data_sha256=sha256_of(made_of),
+        config_sha256=sha256_of([WHOLE, max_new_tokens]),
+        source=source,
+        total=total,
+    )
+
+
+def prompt_parts(
+    template: str,
+    values: Mapping[str, Any],
+    context: str = "context",
+) -> tuple[str, str]:
+    """Fill in the texts before and behind the context's place in a template.
+
+    Raises UserError if they cannot be.
+    """
     before, _, behind = template.partition("{" + context + "}")
     try:
         return before.format_map(values), behind.format_map(values)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         named = f"{type(error).__name__}: {error}"
-        raise UserError(f"the template cannot be filled ({named}); literal braces are written {{{{ and }}}}") from error
+        instead = "literal braces are written {{ and }}"
+        raise UserError(f"the template cannot be filled ({named}); {instead}") from error
 
 
 def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) -> Example:
-    """A row in LongBench's format. template: with fields in braces, {context} once. Raises UserError for a bad row."""
+    """Make an example of a row in LongBench's format.
+
+    template: with fields in braces, {context} once. Raises UserError for a bad row.
+    """
     check_fields(row, _FIELDS)
     if row["dataset"] not in (dataset.name, dataset.prompt_of or dataset.name):
-        raise UserError(f"field 'dataset' must be {dataset.name!r}, the file's name, got {shortened(row['dataset'])}")
+        expected = f"{dataset.name!r}, the file's name"
+        raise UserError(f"field 'dataset' must be {expected}, got {shortened(row['dataset'])}")
     check_gold(dataset, row["answers"], row["all_classes"])
     identity = row.get("_id")
     if identity is None:
         identity = sha256_of(row)[:48]
     elif not is_text(identity) or not identity:
-        raise UserError(f"field '_id' must be a string that is not empty, got {shortened(identity)}")
+        found = shortened(identity)
+        raise UserError(f"field '_id' must be a string that is not empty, got {found}")
     before, behind = prompt_parts(template, row)
     return Example(
         dataset=dataset.name,
@@ -184,26 +243,8 @@ def parse_example(dataset: Dataset, template: str, row: Any, number: int = 0) ->
         answers=tuple(row["answers"]),
         all_classes=tuple(row["all_classes"] or ()),
         length=row["length"],
-        turns=_parse_turns(dataset, row),
         official=row,
     )
-
-
-def _parse_turns(dataset: Dataset, row: Any) -> tuple[Turn, ...]:
-    """The later questions of a row: `turns`, a list of objects with input, answers and perhaps answer_prefix."""
-    values = row.get("turns", [])
-    if not isinstance(values, list):
-        raise UserError(f"field 'turns' must be a list of objects, got {shortened(values)}")
-    turns = []
-    for number, value in enumerate(values, start=2):
-        try:
-            check_fields(value, {"input": FILLED, "answers": _ANSWERS})
-            check_gold(dataset, value["answers"], row["all_classes"])
-            check_fields({"answer_prefix": "", **value}, {"answer_prefix": TEXT})
-        except UserError as error:
-            raise UserError(f"turn {number}: {error}") from error
-        turns.append(Turn(value["input"], tuple(value["answers"]), value.get("answer_prefix", "")))
-    return tuple(turns)
 
 
 def shortened(value: Any) -> str:
@@ -218,7 +259,7 @@ def canonical(value: Any) -> bytes:
 
 
 def named(value: Any) -> str:
-    """A value of a table that JSON lacks: the text of a date, the type of others, such as bytes and pictures."""
+    """Name a value of a table that JSON lacks: the text of a date, the type of other values."""
     return str(value) if hasattr(value, "isoformat") else type(value).__name__
 
 

@@ -1,11 +1,14 @@
 """The values of a suite of tasks, and the register of all suites.
 
-A suite is a file or folder in this package that registers a `Suite`; `eval/benchmarks/__init__.py` lists these modules,
-and no other code names a suite. Differences between suites are fields here, never an `if`.
+A suite is a file or folder in this package that registers a `Suite`; `eval/benchmarks/__init__.py`
+lists these modules, and no other code names a suite. Differences between suites are fields here,
+never an `if`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +29,17 @@ class Dataset:
     prompt_of: the LongBench dataset whose prompt and answer length it uses; "" for its own.
     chat_wrap: whether the prompt is wrapped in the model's chat template.
     truncate: whether a prompt longer than `model.max_prompt_tokens` loses its middle.
-    decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does, or together.
-    first_line: whether only the first line of the answer is scored (leading newlines stripped first).
+    decode_halves: whether the two ends of such a prompt are decoded one by one, as LongBench does,
+        or together.
+    first_line: whether only the first line of the answer is scored (leading newlines stripped
+        first).
     newline_ends: whether a newline token ends the answer, which then has at least one token.
     full_length: whether no token ends the answer.
-    protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten: the examples' answers,
-        and the labels that lay the examples out; "" if the context holds no examples.
-    prompt_tokens: the prompt length for which a target speedup is solved; None for the paper's lengths, 0 if unknown.
+    protected: a pattern (re.MULTILINE) of text in a few-shot context that no method may shorten:
+        the examples' answers, and the labels that lay the examples out; "" if the context holds no
+        examples.
+    prompt_tokens: the prompt length for which a target speedup is solved; None for the paper's
+        lengths, 0 if unknown.
     """
 
     name: str
@@ -51,15 +58,6 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A later question on an example's context. text: the message, without chat format. Others: as of `Example`."""
-
-    text: str
-    answers: tuple[str, ...]
-    answer_prefix: str = ""
-
-
-@dataclass(frozen=True)
 class Example:
     """One row. Its prompt is instruction, context and input, one after the other.
 
@@ -69,7 +67,6 @@ class Example:
     length: the row's length in the suite's unit: words, characters or tokens.
     answer_prefix: the text after the chat template that the answer continues; a part of the prompt.
     groups: its groups of rows, for which scores are shown, such as "length=8k+".
-    turns: the later questions, in order; the first is `input`.
     official: the row in the suite's official format.
     """
 
@@ -83,7 +80,6 @@ class Example:
     instruction: str = ""
     answer_prefix: str = ""
     groups: tuple[str, ...] = ()
-    turns: tuple[Turn, ...] = ()
     official: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -102,11 +98,13 @@ class LoadedDataset:
     """A dataset's rows, and what its prompts and answers need.
 
     max_new_tokens: the maximum number of tokens of an answer.
-    data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of their source.
+    data_sha256: of the rows' bytes, one JSON object a line; if only the first rows are made, of
+        their source.
     config_sha256: of the official prompts and max_new_tokens.
     source: the origin of the rows, as shown.
     skipped: (place, reason) of rows left out, with `on_error="skip"` only.
-    total: the number of the dataset's rows if `examples` holds only the first; None if it holds all.
+    total: the number of the dataset's rows if `examples` holds only the first; None if it holds
+        all.
     """
 
     dataset: Dataset
@@ -117,6 +115,11 @@ class LoadedDataset:
     source: str
     skipped: tuple[tuple[str, str], ...] = ()
     total: int | None = None
+
+    def with_examples(self, examples: Sequence[Example]) -> LoadedDataset:
+        """The dataset with some of its examples; `total` stays the number of all."""
+        total = self.total or len(self.examples)
+        return replace(self, examples=tuple(examples), total=total)
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,6 @@ class DataSettings:
     options: the suite's own settings, of the type `Suite.options`; None if it has none.
     model: names the tokenizer, for suites whose rows depend on it.
     chat: the format of prompts.
-    turns: the number of questions asked of a row, for a suite that makes rows; None for all that a row has.
     subset: the suite's own subset of rows (`Suite.subsets`); None for all rows.
     """
 
@@ -139,7 +141,6 @@ class DataSettings:
     options: Any = field(default=None, hash=False)  # its lists have no hash
     model: ModelSpec | None = None
     chat: ChatFormat = CHAT_FORMATS["none"]
-    turns: int | None = None
     subset: str | None = None
 
 
@@ -150,16 +151,18 @@ class Suite:
     name: its name in records and tables.
     datasets: in the order of tables.
     load: reads one of its datasets. Raises UserError.
-    check: before torch is imported, why a dataset's rows cannot be loaded, or None. Such a dataset is refused if named,
-        else left out. Raises UserError for bad settings.
-    options: its settings, each with a default, in a config under the suite's name; None for none. The setting `length`,
-        or `lengths`, is of prompt and answer together, in tokens.
+    check: before torch is imported, why a dataset's rows cannot be loaded, or None. Such a dataset
+        is refused if named, else left out. Raises UserError for bad settings.
+    options: its settings, each with a default, in a config under the suite's name; None for none.
+        The setting `length`, or `lengths`, is of prompt and answer together, in tokens.
     models: presets made for this suite, whose default it is. Its rows are in this package.
     limit: the number of examples of each dataset in a run without a `limit`; None for all.
     subsets: values of `subset` in configs that name rows of this suite, for its `load` to choose.
-    published: by the name of the dataset, the sizes that LazyLLM's paper reports; none for other suites.
+    published: by the name of the dataset, the sizes that LazyLLM's paper reports; none for other
+        suites.
     cached: whether all its files are in the caches; not asked of a suite whose `check` tells it.
-    tokenizer: makes the tokenizer of its prompts, which then measure time only; None takes the model's.
+    tokenizer: makes the tokenizer of its prompts, which then measure time only; None takes the
+        model's.
     """
 
     name: str
@@ -191,16 +194,19 @@ class Suite:
 
     @property
     def rows_here(self) -> bool:
-        """Whether its rows need no file, network or tokenizer, so that they are read before torch is imported."""
+        """Whether its rows need no file, network or tokenizer.
+
+        So they are read before torch is imported.
+        """
         return bool(self.models)
 
     def length(self, settings: DataSettings) -> int | None:
-        """The most tokens of prompt and answer, by the settings; None if they depend on the rows."""
+        """Return the most tokens of prompt and answer; None if they depend on the rows."""
         lengths = None if self._length is None else getattr(settings.options, self._length)
         return max(lengths) if isinstance(lengths, list) else lengths
 
     @property
-    def shorter(self) -> str:
+    def too_long_hint(self) -> str:
         """Advice if a prompt is longer than the model's positions."""
         return f"lower {self.name}.{self._length}" if self._length else "choose shorter rows"
 

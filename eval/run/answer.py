@@ -11,8 +11,9 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from eval.benchmarks.chat_format import ChatFormat
-from eval.run.case import Case, score_of
+from eval.benchmarks.chat_format import ChatFormat, post_process
+from eval.benchmarks.metrics import score_example, second_score
+from eval.benchmarks.prompts import Prompt
 from eval.store.record import Answer, compact_counts
 from lazyllm import Generation
 from lazyllm.engine.generation import Prefilled
@@ -36,7 +37,7 @@ class Measured:
 
 
 def answer_of(
-    case: Case,
+    prompt: Prompt,
     measured: Measured,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -54,7 +55,7 @@ def answer_of(
     computed_first = out.computed[0].tolist()
     flops = measured.method.first_token_flops(model.config, out.prompt_tokens, computed_first)
     return Answer(
-        **score_of(case, decoded, chat),
+        **score_of(prompt, decoded, chat),
         token_ids=out.token_ids,
         ttft_s=out.ttft_s,
         scoring_s=out.scoring_s,
@@ -70,6 +71,18 @@ def answer_of(
         prefill_mfu=utilisation(model, flops, out.ttft_s),
         **({} if reference is None else reference.compare(measured)),
     )
+
+
+def score_of(prompt: Prompt, decoded: str, chat: ChatFormat) -> dict[str, Any]:
+    """The fields of `Answer` that its text determines."""
+    dataset, example = prompt.dataset, prompt.example
+    text, gold = post_process(decoded, chat, dataset.chat_wrap), list(example.answers)
+    is_scored, classes = dataset.metric != "", list(example.all_classes)
+    return {
+        "text": text,
+        "score": score_example(dataset, text, gold, classes) if is_scored else None,
+        "rouge_l": second_score(dataset, text, gold),
+    }
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,17 @@ from typing import TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from eval.arms import Arm
 from eval.benchmarks.chat_format import ChatFormat
-from eval.benchmarks.prompts import gold_token_ids
+from eval.benchmarks.prompts import Prompt, gold_token_ids
 from eval.run.answer import Measured, Reference, answer_of
-from eval.run.arms import Arm
-from eval.run.case import Case, visit_of
 from eval.run.device import failure_of, recover
 from eval.run.work import WARMUP_TOKENS
-from eval.store.record import Answer, Failure, Visit
+from eval.store.record import PROMPT_END, Answer, Failure, Visit
 from lazyllm import Generation, generate
 from lazyllm.engine.batch import Batch
 from lazyllm.engine.flops import attention_ceiling
-from lazyllm.engine.generation import Prefilled, Request, make_request
+from lazyllm.engine.generation import Greedy, Prefilled, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel, read_peak, reset_peak
@@ -30,8 +29,9 @@ from lazyllm.methods.support.other_models import HELPERS
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Pair = tuple[Case, Arm]
-Ended = tuple[Case, Arm, Measured | Failure]
+Visited = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it, in order
+Pair = tuple[Prompt, Arm]
+Ended = tuple[Prompt, Arm, Measured | Failure]
 Outcomes = dict[str, Measured | Failure]  # {label of an arm: what it did with a prompt, or why it failed}
 
 
@@ -39,7 +39,8 @@ Outcomes = dict[str, Measured | Failure]  # {label of an arm: what it did with a
 class Bench:
     """A model and the arms of a run.
 
-    arms: in the order of tables. baseline: the label of the one to compare with; None without one.
+    arms: in the order of tables; methods: {(label, name of a dataset): the arm's method for it}.
+    baseline: the label of the arm to compare with; None without one.
     batch_size: answers that decode together, after each first token was timed alone.
     forces_answers: whether answers are forced after each visit (`fidelity=answer`), so that each arm's prefill is kept
         until then.
@@ -50,6 +51,7 @@ class Bench:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     arms: Sequence[Arm]
+    methods: Mapping[tuple[str, str], Method]
     baseline: str | None
     batch_size: int = 1
     forces_answers: bool = False
@@ -57,24 +59,24 @@ class Bench:
     _kept: list[Prefilled] = field(default_factory=list)
     _peak_so_far: int | None = None  # bytes, before the last reset
 
-    def warm_up(self, cases: Sequence[Case], runs: int) -> None:
+    def warm_up(self, prompts: Sequence[Prompt], runs: int) -> None:
         """Run each arm `runs` times on the first prompt, so that the first visit is no slower than the others.
 
         If memory does not hold the prompt, the shortest one takes its place.
         """
-        for case in (cases[0], min(cases, key=lambda case: len(case.prompt.token_ids))):
-            outcome = self._attempt(case, partial(self._warm_up, case, runs))
+        for prompt in (prompts[0], min(prompts, key=lambda prompt: len(prompt.token_ids))):
+            outcome = self._attempt(prompt, partial(self._warm_up, prompt, runs))
             if not isinstance(outcome, Failure):
                 self.kernel = outcome
                 return
             reason = outcome.error.partition(";")[0]
-            log.warning("warming up on %s, row %s failed (%s)", *case.key, reason)
+            log.warning("warming up on %s, row %s failed (%s)", *prompt.key, reason)
 
-    def _warm_up(self, case: Case, runs: int) -> str | None:
-        def answer(method: Method, new_tokens: int = min(WARMUP_TOKENS, case.max_new_tokens)) -> None:
-            generate(self.model, case.prompt.as_input(), method, new_tokens, ())
+    def _warm_up(self, prompt: Prompt, runs: int) -> str | None:
+        def answer(method: Method, new_tokens: int = min(WARMUP_TOKENS, prompt.max_new_tokens)) -> None:
+            generate(self.model, prompt.as_input(), method, new_tokens, ())
 
-        calls = [partial(answer, arm.method(case.dataset.name)) for arm in self.arms] * runs
+        calls = [partial(answer, self._method(prompt, arm)) for arm in self.arms] * runs
         kernel = None
         if calls:  # of a prefill alone, as decoding runs other kernels
             kernel = attention_kernel(attention_events(partial(calls[0], new_tokens=1)))
@@ -82,75 +84,93 @@ class Bench:
             call()
         return kernel
 
-    def visits(self, cases: Sequence[Case]) -> Iterator[Visit]:
-        """The visits of the cases as they are done, in which an arm may have failed: it lacked memory, for example.
+    def _method(self, prompt: Prompt, arm: Arm) -> Method:
+        return self.methods[arm.label, prompt.dataset.name]
+
+    def visits(self, planned: Sequence[Visited]) -> Iterator[Visit]:
+        """The visits as they are done, in which an arm may have failed: it lacked memory, for example.
 
         With a batch size above 1 the longest prompts come first.
         """
         if self.batch_size == 1:
-            for case in cases:
-                yield self._visit(case, {arm.label: self._answer_alone(case, arm) for arm in case.arms})
+            for prompt, arms in planned:
+                outcomes = {arm.label: self._answer_alone(prompt, arm) for arm in arms}
+                yield self._visit(prompt, arms, outcomes)
             return
         unfinished = defaultdict[tuple[str, str], Outcomes](dict)
-        longest_first = sorted(cases, key=lambda case: -len(case.prompt.token_ids))
-        for case, arm, outcome in self._answer_together(longest_first):
-            outcomes = unfinished[case.key]
+        longest_first = sorted(planned, key=lambda pair: -len(pair[0].token_ids))
+        arms_of = {prompt.key: arms for prompt, arms in planned}
+        for prompt, arm, outcome in self._answer_together(longest_first):
+            outcomes = unfinished[prompt.key]
             outcomes[arm.label] = outcome
-            if len(outcomes) == len(case.arms):
-                yield self._visit(case, unfinished.pop(case.key))
+            if len(outcomes) == len(arms_of[prompt.key]):
+                yield self._visit(prompt, arms_of[prompt.key], unfinished.pop(prompt.key))
 
-    def _visit(self, case: Case, outcomes: Outcomes) -> Visit:
+    def _visit(self, prompt: Prompt, order: Sequence[Arm], outcomes: Outcomes) -> Visit:
         """The visit of all arms' answers, compared with the baseline's after all were timed."""
         baseline, arms = outcomes.get(self.baseline or ""), dict[str, Answer | Failure]()
-        reference = self._reference(case, baseline) if isinstance(baseline, Measured) else None
+        reference = self._reference(prompt, baseline) if isinstance(baseline, Measured) else None
         for arm in self.arms:
             outcome = outcomes.get(arm.label)
             if isinstance(outcome, Measured):
                 compared = None if outcome is baseline else reference
-                about = case, outcome, self.model, self.tokenizer, self.chat, compared
-                arms[arm.label] = self._attempt(case, partial(answer_of, *about))
+                about = prompt, outcome, self.model, self.tokenizer, self.chat, compared
+                arms[arm.label] = self._attempt(prompt, partial(answer_of, *about))
             elif outcome is not None:
                 arms[arm.label] = outcome
         self._forget([one.prefilled for one in outcomes.values() if isinstance(one, Measured)])
-        ceiling = attention_ceiling(self.model.config, len(case.prompt.token_ids))
-        return visit_of(case, arms, self.kernel, ceiling)
+        ceiling = attention_ceiling(self.model.config, len(prompt.token_ids))
+        return Visit(
+            dataset=prompt.dataset.name,
+            id=prompt.example.id,
+            groups=list(prompt.example.groups),
+            gold=list(prompt.example.answers),
+            prompt_sha256=prompt.sha256,
+            prompt_tokens=len(prompt.token_ids),
+            uncut_tokens=prompt.uncut_tokens,
+            prompt_end=prompt.text[-PROMPT_END:],
+            order=[arm.label for arm in order],
+            kernel=self.kernel,
+            attention_ceiling=ceiling,
+            arms=arms,
+        )
 
-    def _reference(self, case: Case, baseline: Measured) -> Reference:
+    def _reference(self, prompt: Prompt, baseline: Measured) -> Reference:
         """The baseline's answer; with `fidelity=answer`, it and the gold answer are forced."""
         if not self.forces_answers:
             return Reference(baseline, {})
-        gold = gold_token_ids(self.tokenizer, case.prompt.text, case.example.answers[0])
+        gold = gold_token_ids(self.tokenizer, prompt.text, prompt.example.answers[0])
         answer = tuple(baseline.generation.token_ids)
-        return Reference(baseline, {"answer": answer, "gold": tuple(gold[: case.max_new_tokens])})
+        return Reference(baseline, {"answer": answer, "gold": tuple(gold[: prompt.max_new_tokens])})
 
-    def _answer_alone(self, case: Case, arm: Arm) -> Measured | Failure:
+    def _answer_alone(self, prompt: Prompt, arm: Arm) -> Measured | Failure:
         """An arm's answer, decoded by itself."""
         kept = list[Prefilled]()
-        outcome = self._attempt(case, partial(self._generate, case, arm, kept))
+        outcome = self._attempt(prompt, partial(self._generate, prompt, arm, kept))
         if isinstance(outcome, Failure):
             self._forget(kept)
         return outcome
 
-    def _generate(self, case: Case, arm: Arm, kept: list[Prefilled]) -> Measured:
-        method = arm.method(case.dataset.name)
-        self._rehearse(case, method)
+    def _generate(self, prompt: Prompt, arm: Arm, kept: list[Prefilled]) -> Measured:
+        method = self._method(prompt, arm)
+        self._rehearse(prompt, method)
         self._peak_so_far = None
         reset_peak(self.model.device)
         after = partial(self._keep, method, kept) if self.forces_answers else None
-        generation = generate(self.model, case.prompt.as_input(), method, **case.options, after_prefill=after)
+        generation = generate(self.model, prompt.as_input(), method, **prompt.options, after_prefill=after)
         is_shared = self.batch_size > 1  # of a run whose other answers are in batches
         peak = None if is_shared else self._peak(method)
         return Measured(method, generation, peak, kept[0] if kept else None, is_shared)
 
-    def _rehearse(self, case: Case, method: Method) -> None:
+    def _rehearse(self, prompt: Prompt, method: Method) -> None:
         """Run the prefill once, untimed, if its shapes may be new to a backend that builds plans."""
         models = (self.model, *HELPERS.loaded.values())
         if any(builds_plans(model, self.model.device) for model in models):
-            Batch(self.model, 1).add(self._request(case, method))
+            Batch(self.model, 1).add(self._request(prompt, method))
 
-    def _request(self, case: Case, method: Method, after: Callable[[Prefilled], None] | None = None) -> Request:
-        prompt = case.prompt.as_input()
-        return make_request(self.model, prompt, method, case.max_new_tokens, case.sampler(), after)
+    def _request(self, prompt: Prompt, method: Method, after: Callable[[Prefilled], None] | None = None) -> Request:
+        sampler = Greedy(prompt.end_ids, prompt.options["min_new_tokens"])
+        return make_request(self.model, prompt.as_input(), method, prompt.max_new_tokens, sampler, after)
 
     def _keep(self, method: Method, kept: list[Prefilled], prefilled: Prefilled) -> None:
         """Keep a copy of a prompt that has run, which counts in no peak, until `_forget`."""
@@ -171,26 +191,26 @@ class Bench:
         now = peak - of_others - sum(prefilled.nbytes for prefilled in self._kept)
         return now if self._peak_so_far is None else max(now, self._peak_so_far)
 
-    def _attempt(self, case: Case, do: Callable[[], T]) -> T | Failure:
+    def _attempt(self, prompt: Prompt, do: Callable[[], T]) -> T | Failure:
         """What a call returns, or its failure. A UserError is raised, as every example would meet it."""
         try:
             return do()
         except UserError:
             raise
         except Exception as error:
-            failure = failure_of(error, len(case.prompt.token_ids))
+            failure = failure_of(error, len(prompt.token_ids))
         recover(self.model.device)  # not in the handler, as the error's frames hold memory
         return failure
 
-    def _answer_together(self, cases: Sequence[Case]) -> Iterator[Ended]:
+    def _answer_together(self, planned: Sequence[Visited]) -> Iterator[Ended]:
         """The arms' answers as they end, several at once. A bad answer loses no other: after an error the visits in
         the batch are answered one arm at a time."""
-        waiting = deque((case, arm) for case in cases for arm in case.arms)
+        waiting = deque((prompt, arm) for prompt, arms in planned for arm in arms)
         while waiting:
             lost = yield from self._fill_batches(waiting)
             recover(self.model.device)  # the batch is gone
-            for case, arm in lost:
-                yield case, arm, self._answer_alone(case, arm)
+            for prompt, arm in lost:
+                yield prompt, arm, self._answer_alone(prompt, arm)
 
     def _fill_batches(self, waiting: deque[Pair]) -> Generator[Ended, None, list[Pair]]:
         """Take pairs out of `waiting` and answer at most `batch_size` at once. First tokens are made alone and in
@@ -204,32 +224,32 @@ class Bench:
             if waiting and room >= min(self.batch_size, _arms_to_begin(waiting, running)):
                 newest, step = waiting[0][0], partial(self._begin, batch, waiting, running)
             else:
-                newest, step = [*running.values()][-1].case, batch.run
+                newest, step = [*running.values()][-1].prompt, batch.run
             ended = self._attempt(newest, step)
             if isinstance(ended, Failure):
                 reason = ended.error.partition(";")[0]
                 log.warning("the answers in the batch start again, one arm at a time: %s", reason)
                 self._forget([kept for one in running.values() for kept in one.kept])
-                lost = [(one.case, one.arm) for one in running.values()]
+                lost = [(one.prompt, one.arm) for one in running.values()]
                 while waiting and waiting[0][0] is newest:
                     lost.append(waiting.popleft())
                 return lost
             for request, generation in ended:
                 one = running.pop(request)
                 prefilled = one.kept[0] if one.kept else None
-                yield one.case, one.arm, Measured(request.method, generation, None, prefilled, True)
+                yield one.prompt, one.arm, Measured(request.method, generation, None, prefilled, True)
         return []
 
     def _begin(
         self, batch: Batch, waiting: deque[Pair], running: dict[Request, "Running"]
     ) -> list[tuple[Request, Generation]]:
         """Move the next pair from `waiting` into the batch. No answer ends by that."""
-        case, arm = waiting[0]
-        method, kept = arm.method(case.dataset.name), list[Prefilled]()
+        prompt, arm = waiting[0]
+        method, kept = self._method(prompt, arm), list[Prefilled]()
         after = partial(self._keep, method, kept) if self.forces_answers else None
-        request = self._request(case, method, after)
+        request = self._request(prompt, method, after)
         running[request] = Running(*waiting.popleft(), kept)
-        self._rehearse(case, method)
+        self._rehearse(prompt, method)
         batch.add(request)
         return []
 
@@ -238,7 +258,7 @@ class Bench:
 class Running:
     """An answer in a batch. kept: a copy of its prompt that has run, for forced answers."""
 
-    case: Case
+    prompt: Prompt
     arm: Arm
     kept: list[Prefilled]
 
@@ -246,5 +266,5 @@ class Running:
 def _arms_to_begin(waiting: deque[Pair], running: Mapping[Request, Running]) -> int:
     """How many answers the next visit in line begins together: 1 if it has begun."""
     newest = waiting[0][0]
-    has_begun = any(one.case is newest for one in running.values())
-    return 1 if has_begun else sum(case is newest for case, _ in waiting)
+    has_begun = any(one.prompt is newest for one in running.values())
+    return 1 if has_begun else sum(prompt is newest for prompt, _ in waiting)

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-from eval.run.asked import Asked, ask, read_rows
+from eval.config import RunConfig
+from eval.run.check import choose_data, models_of, read_rows, spec_of, suite_of
 from eval.run.job import jobs_of
 from lazyllm.engine.flops import LayerShape
 from lazyllm.errors import UserError, parser_of
@@ -151,28 +152,27 @@ def check_model(spec: ModelSpec, fault: UserError | None) -> State:
     if not isinstance(fault, HubError):
         return MISSING, str(fault)
     access = f"ask for access at https://huggingface.co/{spec.source}, then " if _preset(spec).gated else ""
-    asked = f"model={spec.name}" if spec.name in PRESETS else f"model.name={spec.name}"
-    return MISSING, f"{spec.source} is not in the cache: {access}lazyllm-bench fetch {asked}, with a network"
+    return MISSING, f"{spec.source} is not in the cache: {access}lazyllm-bench fetch model={spec.name}, with a network"
 
 
 def _preset(spec: ModelSpec) -> Preset:
     return PRESETS.get(spec.name, Preset(spec.name))
 
 
-def check_rows(runs: Sequence[Asked]) -> State:
+def check_rows(runs: Sequence[RunConfig]) -> State:
     """The rows of suites that are read from files: those in `data.dir` are loaded."""
     found = list[str]()
     for run in runs:
-        suite = run.suite
         try:
-            run = ask(run.config)  # refuses rows that are missing, as a run does
-            rows = 0 if run.data.dir is None else sum(len(data.examples) for data in read_rows(run))
+            datasets, data = choose_data(run)  # refuses rows that are missing, as a run does
+            rows = 0 if data.dir is None else sum(len(one.examples) for one in read_rows(run, datasets, data))
         except UserError as error:
             return MISSING, str(error)
-        if run.data.dir is not None:
-            found.append(f"{rows} rows of {suite.name} are in {run.data.dir}")
+        suite = suite_of(datasets)
+        if data.dir is not None:
+            found.append(f"{rows} rows of {suite.name} are in {data.dir}")
         elif not suite.rows_here:
-            if not suite.cached(run.data):
+            if not suite.cached(data):
                 return MISSING, f"{suite.name} is not in the cache: lazyllm-bench fetch dataset={suite.whole}"
             found.append(f"{suite.name} can be loaded")
     return (OK, "; ".join(dict.fromkeys(found))) if found else (NOT_NEEDED, "the suite brings its own")
@@ -190,13 +190,13 @@ def gigabytes_of(spec: ModelSpec) -> float:
     return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[spec.dtype] * weights / 1e9
 
 
-def largest_gigabytes(runs: Sequence[Asked], gpu: list[str] | None) -> float:
+def largest_gigabytes(runs: Sequence[RunConfig], gpu: list[str] | None) -> float:
     """Return the `gigabytes_of` the largest model of the runs. A run's other models load in the dtype of its own."""
     sizes = [0.0]
     for run in runs:
-        for spec in run.subject.models:
+        for spec in models_of(run):
             try:
-                sizes.append(gigabytes_of(replace(spec, dtype=dtype_of(run.subject.spec, gpu)[0])))
+                sizes.append(gigabytes_of(replace(spec, dtype=dtype_of(spec_of(run), gpu)[0])))
             except UserError:  # its config is not here
                 continue
     return max(sizes)
@@ -227,9 +227,11 @@ def nvidia_smi(*query: str) -> list[str] | None:
 
 def examine(arguments: Sequence[str]) -> dict[str, State]:
     """The state of each thing that a run or a sweep needs, by its arguments. Raises UserError for unknown ones."""
-    runs = [ask(config, check_rows=False) for config in jobs_of(arguments)]
-    specs = dict.fromkeys(spec for run in runs for spec in run.subject.models)
-    main_specs = [*dict.fromkeys(run.subject.spec for run in runs if run.subject.models)]
+    runs = jobs_of(arguments)
+    for run in runs:
+        choose_data(run, check_rows=False)
+    specs = dict.fromkeys(spec for run in runs for spec in models_of(run))
+    main_specs = [*dict.fromkeys(map(spec_of, runs))]
     gpu, faults = first_gpu(), {spec: fault_of(spec) for spec in specs}
     absent = [spec for spec, fault in faults.items() if isinstance(fault, HubError)]
     checks: dict[str, Callable[[], State]] = {
@@ -237,7 +239,7 @@ def examine(arguments: Sequence[str]) -> dict[str, State]:
         "torch": lambda: check_torch(gpu),
         "GPU": lambda: check_gpu(gpu, largest_gigabytes(runs, gpu)),
         "dtype": lambda: check_dtype(main_specs, gpu),
-        "attention": lambda: check_attention(gpu, states["torch"][0] == OK, runs[0].subject.spec),
+        "attention": lambda: check_attention(gpu, states["torch"][0] == OK, spec_of(runs[0])),
         "disk": lambda: check_disk(absent),
         "token": lambda: check_token(absent),
         **{spec.name: partial(check_model, spec, fault) for spec, fault in faults.items()},

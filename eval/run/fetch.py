@@ -10,7 +10,8 @@ datasets' rows and templates, unless they are in the caches.
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
-from eval.run.asked import Asked, ask
+from eval.config import RunConfig
+from eval.run.check import choose_data, models_of, suite_of
 from eval.run.job import jobs_of
 from lazyllm.errors import UserError, parser_of
 from lazyllm.models.checkpoint import HubError, checkpoint_folder, read_config
@@ -22,16 +23,16 @@ def main(arguments: Sequence[str]) -> int:
     say_once = cache(partial(print, flush=True))
     try:
         for config in jobs_of(arguments):
-            for line in fetched(ask(config)):
+            for line in fetched(config):
                 say_once(line)
     except HubError as error:
         raise UserError(f"{error.reason}. Fetch it where the hub answers, without HF_HUB_OFFLINE") from error
     return 0
 
 
-def fetched(asked: Asked) -> Iterator[str]:
+def fetched(config: RunConfig) -> Iterator[str]:
     """Download everything that a run needs; yields a line for each thing afterwards."""
-    models = asked.subject.models
+    models, (datasets, data) = models_of(config), choose_data(config)
     for spec in models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
     from lazyllm.models.load import check_loading, load_tokenizer_of, with_dtype
@@ -40,6 +41,6 @@ def fetched(asked: Asked) -> Iterator[str]:
         check_loading(spec)
         load_tokenizer_of(spec)
         yield f"{spec.name}: {'shapes only' if spec.is_dummy else checkpoint_folder(with_dtype(spec))}"
-    for dataset in asked.datasets:
-        rows = asked.suite.load(dataset, asked.data)
+    for dataset in datasets:
+        rows = suite_of(datasets).load(dataset, data)
         yield f"{dataset.name}: {rows.total or len(rows.examples)} examples"

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from eval.arms import Arm
+from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.rows import sha256_of
 from eval.benchmarks.suite import LoadedDataset
-from eval.run.arms import Arm, MethodAsked
-from eval.run.asked import Asked
-from eval.run.local import LocalModel
-from lazyllm.engine.depth import Depth
+from eval.config import RunConfig
 from lazyllm.machine import device_name, git_commit, version_of
-from lazyllm.methods import about_the_method, by_name, code_of
+from lazyllm.methods import Method, by_name, code_of
+from lazyllm.methods.support.schedule import Schedule
 from lazyllm.models.checkpoint import gguf_of, title_of
 from lazyllm.models.gguf_file import quantisation_of
 from lazyllm.models.gguf_file import sha256_of as sha256_of_file
-from lazyllm.models.load import load_config, load_end_ids, quantised_by
+from lazyllm.models.load import as_device, load_config, load_end_ids, quantised_by
 from lazyllm.spec import ModelSpec
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score", "fuzzywuzzy")
@@ -40,7 +40,6 @@ ENGINE = (
     "lazyllm/engine",
     "lazyllm/models",
     "lazyllm/methods/support",
-    "eval/run/case.py",
     "eval/run/bench.py",
     "eval/run/device.py",
     "eval/run/answer.py",
@@ -101,32 +100,45 @@ def method_code(name: str) -> str:
 
 
 def identity_of(
-    asked: Asked, arms: Sequence[Arm], rows: Sequence[LoadedDataset], limit: int, batch_size: int
+    config: RunConfig,
+    spec: ModelSpec,
+    chat: ChatFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    arms: Sequence[Arm],
+    methods: Mapping[tuple[str, str], Method],
+    rows: Sequence[LoadedDataset],
+    limit: int,
+    batch_size: int,
+    suite_module: str,
+    counts_cpu_time: bool,
 ) -> dict[str, Any]:
-    """What must agree for two visits of a run to share a folder. limit: tokens of a prompt."""
-    config, own = asked.config, _of_model(asked.subject, arms)
+    """What must agree for two visits of a run to share a folder. Arguments: as of `eval.run.prepare.Run`.
+
+    limit: tokens of a prompt.
+    """
     optional = {"fidelity": config.fidelity}
     optional["batch_size"] = batch_size if batch_size > 1 else None  # rounding differs by it
-    of_arms = own.pop("arms")
     identity = {
-        **own,
-        **_of_data(asked, rows),
-        **_of_chat(asked),
-        "suite_code": suite_code(asked.suite.load.__module__),
-        "tokenizer": tokenizer_sha256(asked.subject.tokenizer)[:16],
+        **_identify_model(config, spec),
+        **({"clock": "CPU time of the process"} if counts_cpu_time else {}),
+        **_identify_data(config, rows),
+        **_identify_chat(config, chat, tokenizer),
+        "suite_code": suite_code(suite_module),
+        "tokenizer": tokenizer_sha256(tokenizer)[:16],
         "max_prompt_tokens": limit,
         "seed": config.seed,
         "warmup": config.warmup,
         **{key: value for key, value in optional.items() if value is not None},
-        "arms": of_arms,
-        "baseline": asked.baseline,
+        "arms": {arm.label: _identify_arm(arm, methods) for arm in arms},
+        "baseline": arms[0].label if config.baseline else None,
     }
-    return json.loads(json.dumps(identity))  # with keys and lists as in run.json
+    return json.loads(json.dumps(identity, default=dict))  # with keys and lists as in run.json
 
 
-def _of_data(asked: Asked, rows: Sequence[LoadedDataset]) -> dict[str, Any]:
+def _identify_data(config: RunConfig, rows: Sequence[LoadedDataset]) -> dict[str, Any]:
     """What identifies rows and answers. `limit` is left out, so it may be raised."""
-    config, longest = asked.config, max(data.max_new_tokens for data in rows)
+    longest = max(loaded.max_new_tokens for loaded in rows)
     identity: dict[str, Any] = {
         "data": {one.dataset.name: f"{one.data_sha256[:16]} {one.config_sha256[:16]}" for one in rows},
         "max_new_tokens": config.max_new_tokens if (config.max_new_tokens or longest) < longest else None,
@@ -137,20 +149,19 @@ def _of_data(asked: Asked, rows: Sequence[LoadedDataset]) -> dict[str, Any]:
     return identity
 
 
-def _of_chat(asked: Asked) -> dict[str, Any]:
+def _identify_chat(config: RunConfig, chat: ChatFormat, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """What identifies the chat format: all that can change a number. Raises UserError if there is no template."""
-    chat, tokenizer = asked.subject.chat, asked.subject.tokenizer
-    about: dict[str, Any] = {"chat": asked.config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
+    about: dict[str, Any] = {"chat": config.model.chat or "none", "thinking_tokens": chat.thinking_tokens}
     if chat.uses_template(tokenizer):
         today = chat.today if chat.reads_clock(tokenizer) else None
         about |= {"chat": "auto", "chat_args": chat.template_args(tokenizer), "system": chat.system, "today": today}
     return {key: value for key, value in about.items() if value}
 
 
-def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
-    """What identifies a run's model, with the dtype in which it loads, and its arms."""
-    config, spec, model_config = subject.config, subject.loaded_spec, subject.model_config
-    model, depth, file = config.model, Depth.of(model_config), gguf_of(spec)
+def _identify_model(config: RunConfig, spec: ModelSpec) -> dict[str, Any]:
+    """What identifies a run's model, with the dtype in which it loads."""
+    model, model_config, file = config.model, load_config(spec), gguf_of(spec)
+    device = as_device(spec.device)
     readers = [name for name in ("torchao", "bitsandbytes") if name == quantised_by(model_config)]
     readers += ["gguf"] if file else []
     return {
@@ -165,27 +176,32 @@ def _of_model(subject: LocalModel, arms: Sequence[Arm]) -> dict[str, Any]:
         "end_ids": list(load_end_ids(spec)),
         "engine": code_sha256(ENGINE),
         "versions": versions() | {package: importlib.metadata.version(package) for package in readers},
-        "device": subject.device,
-        "threads": (config.threads or torch.get_num_threads()) if subject.torch_device.type == "cpu" else None,
-        "arms": {arm.label: _of_method(arm, depth) for arm in arms},
-        **({"clock": "CPU time of the process"} if subject.counts_cpu_time else {}),
+        "device": device_name(device),
+        "threads": (config.threads or torch.get_num_threads()) if device.type == "cpu" else None,
     }
 
 
-def _of_method(arm: Arm, depth: Depth) -> dict[str, Any]:
-    with about_the_method():
-        asked = MethodAsked.of(arm.settings, depth)
+def _identify_arm(arm: Arm, methods: Mapping[tuple[str, str], Method]) -> dict[str, Any]:
+    made = {dataset: method for (label, dataset), method in methods.items() if label == arm.label}
     # of the method's other models: a local one's hash, a hub model's commit
     others = [
         weights_sha256(spec) or getattr(load_config(spec), "_commit_hash", None)
-        for spec in next(iter(arm.methods.values())).models()
+        for spec in next(iter(made.values())).models()
     ]
+    solved = {dataset: solved_parameters(arm, method) for dataset, method in made.items()}
     return {
-        "method": asked.canonical(),
-        "parameters": arm.solved,
-        "code": method_code(asked.name),
+        "method": arm.canonical(),
+        **({} if arm.speedup is None else {"speedup": arm.speedup, "parameters": solved}),
+        "code": method_code(arm.name),
         **({"weights": others} if others else {}),
     }
+
+
+def solved_parameters(arm: Arm, method: Method) -> dict[str, Any]:
+    """{hyperparameter: value} of those that an arm's speedup gave."""
+    names = [str(arm.kind.target_parameter)] if arm.solves else [*arm.kind.table1]
+    values = {name: getattr(method, name) for name in names}
+    return {name: dict(value.keep) if isinstance(value, Schedule) else value for name, value in values.items()}
 
 
 def provenance_of(device: str) -> dict[str, Any]:

@@ -23,18 +23,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from eval.run.asked import RUNS, ask, check_writable
-from eval.run.config import (
-    CONF,
-    compose_config,
-    names,
-    one_line,
-    prepared,
-    to_run_config,
-    with_whole_arms,
-    without_whole_arms,
-)
-from eval.run.settings import RunConfig
+from eval.compose import CONF, check_arguments, compose_config, names, one_line, register, to_settings
+from eval.config import Config, RunConfig
+from eval.run.check import RUNS, check, check_writable
 from eval.store.runs import StoredRun
 from lazyllm.errors import FailedExamplesError, UserError
 
@@ -55,15 +46,14 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     finished: list[StoredRun] = []  # of the jobs in this process
 
-    def work(config: DictConfig) -> None:
-        with job():
-            asked = ask(to_run_config(config), _sweep_folder())
-            asked.check()
-            logging.info("loading torch and transformers")
-            from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
-            from eval.run.run import prepare
+    def work(config: RunConfig) -> None:
+        folder = _sweep_folder()
+        check(config, folder)
+        logging.info("loading torch and transformers")
+        from eval.run.loop import measure  # not at the top: imports torch, only after the arguments are checked
+        from eval.run.prepare import prepare
 
-            finished.append(measure(prepare(asked)))
+        finished.append(measure(prepare(config, folder)))
         if failures := finished[-1].failures:
             raise FailedExamplesError(failures)
 
@@ -77,53 +67,54 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def start(work: Callable[[DictConfig], object], arguments: Sequence[str], schema: type[RunConfig] = RunConfig) -> None:
+def start(work: Callable[[Config], object], arguments: Sequence[str], kind: type[Config] = RunConfig) -> None:
     """Do `work` once, or as a sweep through a Hydra launcher if there is an option such as -m.
 
     Raises UserError; SystemExit after Ctrl-C, once all files are closed.
     """
+
+    def job_of(config: DictConfig) -> None:
+        with job():
+            work(to_settings(config, kind))
+
+    check_arguments(arguments)
+    register(arguments, kind)
     try:
-        _do(work, prepared(arguments, schema))
+        _do(job_of, arguments)
     except KeyboardInterrupt:
         print(MESSAGE, file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
 
 
-def _do(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
+def _do(job_of: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
     of_sweep = dict(argument.split("=", 1) for argument in arguments if argument.startswith("hydra.sweep.dir="))
     runs = Path(of_sweep.get("hydra.sweep.dir", RUNS))
     if {"-m", "--multirun"} & set(arguments):
         check_writable(runs)
     if not any(argument.startswith("-") for argument in arguments):
-        work(compose_config(arguments))
+        job_of(compose_config(arguments))
         return
     # a launcher's processes import this package from the same place
     paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    others, whole = without_whole_arms(arguments)
-
-    def job_of(config: DictConfig) -> None:
-        work(with_whole_arms(config, HydraConfig.get().overrides.task, whole))
-
     try:
-        _through_hydra(job_of, others)
+        _through_hydra(job_of, arguments)
     finally:
         (runs / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; each run has its settings in run.json
 
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     """The settings of each job of a run or a sweep, as Hydra makes them. Raises UserError for what Hydra refuses."""
-    jobs: list[tuple[DictConfig, list[str]]] = []
+    jobs: list[DictConfig] = []
     own = [word for word in arguments if not word.startswith(("hydra/", "hydra.")) and word not in ("-m", "--multirun")]
     if options := [word for word in own if word.startswith("-")]:  # --cfg, for one, is Hydra's of a run
         raise UserError(f"{options[0]}: expected KEY=VALUE, such as limit=3, or -m")
-    others, whole = without_whole_arms(prepared(own))
+    check_arguments(own)
+    register(own)
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
-        arguments = ["-m", *others, *quiet]
-        _through_hydra(lambda config: jobs.append((config, [*HydraConfig.get().overrides.task])), arguments)
-    # not in Hydra's jobs, which print a line of their own before an error
-    return [to_run_config(with_whole_arms(config, overrides, whole)) for config, overrides in jobs]
+        _through_hydra(jobs.append, ["-m", *own, *quiet])
+    return [to_settings(config) for config in jobs]  # not in Hydra's jobs, which print a line before an error
 
 
 def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:

@@ -3,41 +3,38 @@
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 
-from eval.run.arms import Arm
-from eval.run.bench import Bench
-from eval.run.case import Case
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from eval.arms import Arm
+from eval.benchmarks.prompts import Prompt
+from eval.run.bench import Bench, Visited
+from eval.run.device import held_and_released
 from eval.run.identity import now
-from eval.run.local import Load
-from eval.run.run import Run
+from eval.run.prepare import Run
 from eval.run.tracing import traces_of
 from eval.run.wandb_run import Tracker, open_trackers
 from eval.store.folder import RunStore, open_store
 from eval.store.runs import StoredRun, counted
 from eval.store.trace import trace_name
+from lazyllm.engine.devices import cpu_time
 from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
+from lazyllm.models.load import as_device, load_weights, unapplied_settings
 
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0  # between lines of progress
 
-
-def in_turn(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
-    """The arms in the order of a run's visit with this number, from 0.
-
-    It rotates with every second visit, and every other visit reverses it: in 2 visits each arm comes before any other
-    once and after it once, and in 2 k visits of k arms each arm has each place twice.
-    """
-    first = number // 2 % len(arms)
-    order = (*arms[first:], *arms[:first])
-    return order[::-1] if number % 2 else order
+Load = Callable[[], PreTrainedModel]
+Untraced = dict[tuple[str, str], tuple[Prompt, set[str]]]  # {key of a prompt: it, and labels of arms}
 
 
 def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
@@ -47,10 +44,16 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
     possible; FailedExamplesError if no arm has answered.
     """
     with open_store(run.folder, run.identity, run.about) as store:
-        _check_prompts(run.cases, store)
-        store.plan(case.key for case in run.cases)
-        with open_trackers(run.asked.config.tracker, _stored(run, store)) as trackers:
-            _measure_missing(run, store, trackers, load)
+        _check_prompts(run.prompts, store)
+        store.plan(prompt.key for prompt in run.prompts)
+        with open_trackers(run.config.tracker, _stored(run, store)) as trackers:
+            missing, untraced = plan_visits(run, store), _untraced(run, store)
+            done = len(run.prompts) - len(missing)
+            log.info("%s: %s, %d of them already measured", run.folder, counted(len(run.prompts), "example"), done)
+            if missing or untraced:
+                with _noted(store, len(missing)), open_bench(run, load) as bench:
+                    _measure(bench, missing, run.config.warmup, store, trackers)
+                    _trace(bench, run, untraced, store)
             stored = _stored(run, store)
             if not stored.answered:
                 raise FailedExamplesError(f"no answer: {stored.failures}")
@@ -64,21 +67,71 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
     return stored
 
 
+def rotate(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
+    """The arms in the order of a run's visit with this number, from 0.
+
+    It rotates with every second visit, and every other visit reverses it: in 2 visits each arm comes before any other
+    once and after it once, and in 2 k visits of k arms each arm has each place twice.
+    """
+    first = number // 2 % len(arms)
+    order = (*arms[first:], *arms[:first])
+    return order[::-1] if number % 2 else order
+
+
+def plan_visits(run: Run, store: RunStore) -> list[Visited]:
+    """The prompts that some arms have not answered, each with these arms and the baseline, in order."""
+    planned = list[Visited]()
+    for number, prompt in enumerate(run.prompts):
+        answered = store.answered(prompt.key)
+        if lacking := [arm for arm in run.arms if arm.label not in answered]:
+            again = [arm for arm in run.arms if arm in lacking or arm.label == run.baseline]
+            planned.append((prompt, rotate(again, number)))
+    return planned
+
+
+@contextmanager
+def open_bench(run: Run, load: Load | None = None) -> Iterator[Bench]:
+    """The run's model, ready to answer until the block ends. load: gives the model, if several runs share it."""
+    with held_and_released(as_device(run.spec.device)), cpu_time(run.counts_cpu_time):
+        yield Bench(
+            model=(load or (lambda: load_model(run)))(),
+            tokenizer=run.tokenizer,
+            chat=run.chat,
+            arms=run.arms,
+            methods=run.methods,
+            baseline=run.baseline,
+            batch_size=run.batch_size,
+            forces_answers=run.config.fidelity is not None,
+        )
+
+
+def load_model(run: Run) -> PreTrainedModel:
+    """The run's model. Raises as `lazyllm.load_model`."""
+    log.info("loading %s in %s: %s", run.spec.name, run.spec.dtype, run.dtype_reason)
+    if unapplied := unapplied_settings(run.spec):
+        settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
+        log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    return load_weights(run.spec)
+
+
 def _stored(run: Run, store: RunStore) -> StoredRun:
     """The run as stored in its folder, planned examples first, without reading it again."""
-    planned = dict.fromkeys([*(case.key for case in run.cases), *store.visits])
-    return StoredRun(run.folder, store.about, [visit for key in planned for visit in store.visits.get(key, ())])
+    planned = dict.fromkeys([*(prompt.key for prompt in run.prompts), *store.visits])
+    visits = [visit for key in planned for visit in store.visits.get(key, ())]
+    return StoredRun(run.folder, store.about, visits)
 
 
-def _check_prompts(cases: Sequence[Case], store: RunStore) -> None:
+def _check_prompts(prompts: Sequence[Prompt], store: RunStore) -> None:
     """Raise UserError if the store holds an example with another prompt than the current one."""
-    for case in cases:
-        for visit in store.visits.get(case.key, ()):
-            if visit.prompt_sha256 != case.prompt.sha256:
-                raise UserError(
-                    f"{store.folder}: holds {case.dataset.name}, row {case.example.id}, with another prompt than the "
-                    "current one; give another folder with out=FOLDER"
-                )
+    for prompt in prompts:
+        if any(visit.prompt_sha256 != prompt.sha256 for visit in store.visits.get(prompt.key, ())):
+            where = "{}, row {}".format(*prompt.key)
+            raise UserError(
+                f"{store.folder}: holds {where}, with another prompt than the current one; give another folder with "
+                "out=FOLDER"
+            )
 
 
 @contextmanager
@@ -101,63 +154,50 @@ def _noted(store: RunStore, examples: int) -> Iterator[None]:
     end(None)
 
 
-def _measure_missing(run: Run, store: RunStore, trackers: list[Tracker], load: Load | None) -> None:
-    """Measure and trace what the store lacks of the run's examples; the model is loaded only if that is anything.
-
-    An example that some arms have answered is visited again with the baseline and the other arms.
-    """
-    todo = list[Case]()
-    for number, case in enumerate(run.cases):
-        answered = store.answered(case.key)
-        if lacking := [arm for arm in run.arms if arm.label not in answered]:
-            again = [arm for arm in run.arms if arm in lacking or arm.label == run.asked.baseline]
-            todo.append(replace(case, arms=in_turn(again, number)))
-    untraced, planned = _untraced(run, store), len(run.cases)
-    log.info("%s: %s, %d of them already measured", run.folder, counted(planned, "example"), planned - len(todo))
-    if not todo and not untraced:
-        return
-    ready = run.asked.subject.ready(run.arms, run.asked.baseline, run.batch_size, load)
-    with _noted(store, len(todo)), ready as bench:
-        if todo:
-            _measure(bench, todo, run.asked.config.warmup, store, trackers)
-        for case, labels in untraced.items():
-            arms = [arm for arm in run.arms if arm.label in labels & store.answered(case.key)]
-            try:
-                for trace in traces_of(bench, case, arms) if arms else ():
-                    write_whole(_trace_file(store, case, trace.arm), trace.to_json())
-            except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
-                log.warning("%s, row %s: no trace (%s)", *case.key, reason_of(error))
-
-
-def _untraced(run: Run, store: RunStore) -> dict[Case, set[str]]:
-    """{case: labels of arms} without the trace that the run asks for; the baseline's only if it is the only arm."""
-    labels = {arm.label for arm in run.arms if arm.label != run.asked.baseline or len(run.arms) == 1}
-    untraced = dict[Case, set[str]]()
-    for _, cases in groupby(run.cases, key=lambda case: case.dataset.name):
-        for case in islice(cases, run.asked.config.trace):
-            lacking = {label for label in labels if not _trace_file(store, case, label).is_file()}
-            if lacking:
-                untraced[case] = lacking
-    return untraced
-
-
-def _trace_file(store: RunStore, case: Case, label: str) -> Path:
-    return store.folder / "traces" / trace_name(*case.key, label)
-
-
-def _measure(bench: Bench, todo: list[Case], warmup: int, store: RunStore, trackers: list[Tracker]) -> None:
+def _measure(
+    bench: Bench, planned: Sequence[Visited], warmup: int, store: RunStore, trackers: Sequence[Tracker]
+) -> None:
     """Store each visit as soon as it is made, and log the progress."""
+    if not planned:
+        return
     log.info("warming up: %s of each arm", counted(warmup, "run"))
-    bench.warm_up(todo, warmup)
+    bench.warm_up([prompt for prompt, _ in planned], warmup)
     start = last = time.monotonic()
-    for done, visit in enumerate(bench.visits(todo), start=1):
+    for done, visit in enumerate(bench.visits(planned), start=1):
         for label, failure in visit.failures.items():
             log.warning("%s, row %s: %s failed: %s", *visit.key, label, failure.error)
         store.append(visit)
         for tracker in trackers:
             tracker.visit(visit)
         time_now = time.monotonic()
-        if time_now - last >= PROGRESS_EVERY_S or done == len(todo):
+        if time_now - last >= PROGRESS_EVERY_S or done == len(planned):
             last, each_s = time_now, (time_now - start) / done
-            progress = f"{done} of {len(todo)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
-            log.info("%s, ETA %.0f s", progress, each_s * (len(todo) - done))
+            progress = f"{done} of {len(planned)} examples ({visit.dataset}), {60 / each_s:.3g} a minute"
+            log.info("%s, ETA %.0f s", progress, each_s * (len(planned) - done))
+
+
+def _trace(bench: Bench, run: Run, untraced: Untraced, store: RunStore) -> None:
+    """Write the traces that are missing, of arms that have answered."""
+    for prompt, labels in untraced.values():
+        arms = [arm for arm in run.arms if arm.label in labels & store.answered(prompt.key)]
+        try:
+            for trace in traces_of(bench, prompt, arms) if arms else ():
+                write_whole(_trace_file(store, prompt, trace.arm), trace.to_json())
+        except (RuntimeError, FloatingPointError) as error:  # out of memory: a trace has data of all layers
+            log.warning("%s, row %s: no trace (%s)", *prompt.key, reason_of(error))
+
+
+def _untraced(run: Run, store: RunStore) -> Untraced:
+    """The prompts without the traces that the run asks for; the baseline's only if it is the only arm."""
+    labels = {arm.label for arm in run.arms if arm.label != run.baseline or len(run.arms) == 1}
+    untraced = Untraced()
+    for _, prompts in groupby(run.prompts, key=lambda prompt: prompt.dataset.name):
+        for prompt in islice(prompts, run.config.trace):
+            lacking = {label for label in labels if not _trace_file(store, prompt, label).is_file()}
+            if lacking:
+                untraced[prompt.key] = prompt, lacking
+    return untraced
+
+
+def _trace_file(store: RunStore, prompt: Prompt, label: str) -> Path:
+    return store.folder / "traces" / trace_name(*prompt.key, label)

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from eval.run.asked import Asked, ask
-from eval.run.cases import limit_of_answers, limit_of_prompts, prompts_of
+from eval.arms import expand
+from eval.config import RunConfig
+from eval.run.check import choose_data, spec_of, suite_of
 from eval.run.job import jobs_of
 from eval.run.work import WARMUP_TOKENS, Model, Work, fitting_batch
 from eval.store.runs import counted
@@ -83,24 +84,21 @@ class Cost:
         return sum(self.memory.values())
 
 
-def _limit(asked: Asked) -> int:
-    """Tokens of a prompt."""
-    return limit_of_prompts(asked, asked.subject.shape.max_position_embeddings)
-
-
-def groups_of(asked: Asked) -> list[Group]:
+def groups_of(config: RunConfig) -> list[Group]:
     """The run's rows, the first example's first. Raises UserError if they can be neither counted nor estimated."""
-    if is_estimated(asked):
-        return estimated_groups(asked)
-    here = replace(asked.config.model, device="cpu")
-    cases = prompts_of(asked.changed(model=here))
-    keys = Counter((case.dataset.name, len(case.prompt.token_ids), case.max_new_tokens) for case in cases)
+    from eval.run.prepare import prompts_of
+
+    if is_estimated(config):
+        return estimated_groups(config)
+    here = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
+    keys = Counter((one.dataset.name, len(one.token_ids), one.max_new_tokens) for one in prompts_of(here))
     return [Group(*key, count) for key, count in keys.items()]
 
 
-def is_estimated(asked: Asked) -> bool:
+def is_estimated(config: RunConfig) -> bool:
     """Whether data or tokenizer are in no cache and the suite publishes sizes. Rows in `data.dir` are counted."""
-    suite, data, spec = asked.suite, asked.data, asked.subject.spec
+    (datasets, data), spec = choose_data(config), spec_of(config)
+    suite = suite_of(datasets)
     if not suite.published(data) or data.dir is not None:
         return False
     if not suite.cached(data):
@@ -113,33 +111,48 @@ def is_estimated(asked: Asked) -> bool:
     return False
 
 
-def estimated_groups(asked: Asked) -> list[Group]:
+def estimated_groups(config: RunConfig) -> list[Group]:
     """The run's rows by its suite's published sizes: those of a dataset all have the mean length."""
-    config, limit = asked.config, _limit(asked)
-    groups, sizes = list[Group](), asked.suite.published(asked.data)
-    for dataset in asked.datasets:
+    from eval.run.prepare import limit_of_answers
+
+    (datasets, data), limit = choose_data(config), _limit(config)
+    groups, sizes = list[Group](), suite_of(datasets).published(data)
+    for dataset in datasets:
         size = sizes[dataset.name]
         tokens = min(limit, round(size.words * size.tokens_per_word))
-        new_tokens = limit_of_answers(asked, dataset, size.max_new_tokens)
+        new_tokens = limit_of_answers(config, dataset, size.max_new_tokens)
         groups.append(Group(dataset.name, tokens, new_tokens, min(size.examples, config.limit or size.examples)))
     return groups
 
 
-def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
+def _limit(config: RunConfig) -> int:
+    """Tokens of a prompt."""
+    from eval.run.prepare import limit_of_prompts
+    from lazyllm.models.load import shape_of
+
+    datasets, data = choose_data(config)
+    positions = shape_of(spec_of(config)).max_position_embeddings
+    return limit_of_prompts(config, suite_of(datasets), data, positions)
+
+
+def costs_of(config: RunConfig, groups: Sequence[Group], device: Accelerator) -> list[Cost]:
     """The cost of each arm of a run. groups: of `groups_of`. Raises UserError, as the run would."""
-    first, costs, is_estimate = groups[0], list[Cost](), is_estimated(asked)
-    dtype, reason = choose_dtype(asked.subject.spec, "cuda" if device.gigabytes else "cpu")
-    spec = replace(asked.subject.spec, dtype=dtype)
-    model, arms = Model.of(spec), asked.subject.arms(asked.datasets, asked.suite.length(asked.data), _limit(asked))
-    every = [method for arm in arms for method in arm.methods.values()]
+    from eval.run.prepare import solve
+
+    first, costs, is_estimate = groups[0], list[Cost](), is_estimated(config)
+    (datasets, data), asked_spec = choose_data(config), spec_of(config)
+    dtype, reason = choose_dtype(asked_spec, "cuda" if device.gigabytes else "cpu")
+    spec = replace(asked_spec, dtype=dtype)
+    model = Model.of(spec)
+    arms, methods = solve(config, datasets, suite_of(datasets).length(data), _limit(config))
     longest = max(group.prompt_tokens for group in groups)
     most, memory = max(group.new_tokens for group in groups), 1e9 * device.gigabytes or None
-    batch_size = fitting_batch(asked.config.batch_size, spec, every, longest, most, memory)
-    warm_up = Group(first.dataset, first.prompt_tokens, min(WARMUP_TOKENS, first.new_tokens), asked.config.warmup)
+    batch_size = fitting_batch(config.batch_size, spec, [*methods.values()], longest, most, memory)
+    warm_up = Group(first.dataset, first.prompt_tokens, min(WARMUP_TOKENS, first.new_tokens), config.warmup)
     for arm in arms:
         works, peaks = list[tuple[Work, int]](), list[dict[str, int]]()
         for group in (*groups, warm_up):
-            answer = arm.method(group.dataset), group.prompt_tokens, group.new_tokens, batch_size
+            answer = methods[arm.label, group.dataset], group.prompt_tokens, group.new_tokens, batch_size
             works += [(work, group.count) for work in model.work(*answer)]
             peaks.append(model.memory(*answer))
         costs.append(
@@ -162,31 +175,34 @@ def costs_of(asked: Asked, groups: Sequence[Group], device: Accelerator) -> list
     return costs
 
 
-def device_of(asked: Asked) -> Accelerator:
+def device_of(config: RunConfig) -> Accelerator:
     """The device on which a run would run here. Raises UserError if it is not here."""
     import torch  # this and others not at the top: planning refuses arguments before it imports torch
 
     from lazyllm.measuring import this_machine
+    from lazyllm.models.load import as_device, shape_of
 
+    spec = spec_of(config)
     try:
-        device = asked.subject.torch_device
+        device = as_device(spec.device)
     except UserError as error:
         raise UserError(f"{error}; or plan for another machine: --gpu {', '.join(ACCELERATORS)}") from error
-    model = asked.subject
-    return this_machine(device, getattr(torch, model.loaded_spec.dtype), model.shape, asked.config.threads)
+    dtype, _ = choose_dtype(spec, device.type)
+    return this_machine(device, getattr(torch, dtype), shape_of(spec), config.threads)
 
 
 def costs(arguments: Sequence[str], device: Accelerator | None = None) -> list[Cost]:
     """The cost of each arm of each run; arms out of reach are left out. device: None for ours."""
-    runs = [ask(config) for config in jobs_of(arguments)]
+    runs = jobs_of(arguments)
     try:
-        for asked in runs:
-            spec = asked.subject.spec
+        for config in runs:
+            expand(config)  # refuses methods and hyperparameters
+            spec = spec_of(config)
             # refuse what the caches lack before torch is imported; an estimate needs only the model's shape
-            read_config(replace(spec, load_format="dummy") if is_estimated(asked) else spec)
+            read_config(replace(spec, load_format="dummy") if is_estimated(config) else spec)
     except HubError as error:
         raise UserError(f"{error.reason}. A plan counts the run's prompts: lazyllm-bench fetch gets them") from error
-    return [cost for asked in runs for cost in costs_of(asked, groups_of(asked), device or device_of(asked))]
+    return [cost for config in runs for cost in costs_of(config, groups_of(config), device or device_of(config))]
 
 
 def duration(seconds: float) -> str:

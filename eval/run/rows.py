@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.benchmarks.rows import named
-from eval.run.asked import ask, read_rows
-from eval.run.cases import prompts_of
-from eval.run.config import run_config
+from eval.compose import read
+from eval.run.check import choose_data, read_rows
 from eval.store.runs import counted
 from lazyllm.errors import parser_of
 from lazyllm.files import write_whole
@@ -21,17 +20,20 @@ from lazyllm.files import write_whole
 def main(arguments: Sequence[str]) -> int:
     """Show the prompts, or write the rows, with a line for each dataset. Returns the exit code."""
     _, arguments = parser_of("rows", __doc__).parse_known_args(arguments)
-    asked = ask(run_config(arguments))
-    if asked.config.out is None:
-        shown = asked if asked.config.limit is not None else asked.changed(limit=1)
-        for case in prompts_of(shown):
-            gold = " | ".join(case.example.answers)
-            print(f"{case.dataset.name}, row {case.example.id}: {len(case.prompt.token_ids)} tokens; gold: {gold}")
-            print(case.prompt.text, end="\n\n")
+    config = read(arguments)
+    datasets, data = choose_data(config)
+    if config.out is None:
+        from eval.run.prepare import prompts_of  # not at the top: imports torch, once the arguments are checked
+
+        limit = config.limit or 1
+        for prompt in prompts_of(config.model_copy(update={"limit": limit})):
+            gold = " | ".join(prompt.example.answers)
+            print(f"{prompt.dataset.name}, row {prompt.example.id}: {len(prompt.token_ids)} tokens; gold: {gold}")
+            print(prompt.text, end="\n\n")
         return 0
-    for data in read_rows(asked):
-        lines = [json.dumps(example.official, default=named) for example in data.examples]
-        file = Path(asked.config.out) / f"{data.dataset.name}.jsonl"
+    for loaded in read_rows(config, datasets, data):
+        lines = [json.dumps(example.official, default=named) for example in loaded.examples]
+        file = Path(config.out) / f"{loaded.dataset.name}.jsonl"
         write_whole(file, "".join(f"{line}\n" for line in lines))
         print(f"{file}: {counted(len(lines), 'row')}")
     return 0

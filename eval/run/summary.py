@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eval.analysis.run_table import run_json, run_table
 from eval.analysis.table import console
-from eval.run.run import Run
+from eval.run.prepare import Run
 from eval.run.wandb_run import Tracker
 from eval.store.results import Results
 from eval.store.runs import StoredRun
@@ -23,8 +23,8 @@ def summarise(run: Run, stored: StoredRun, trackers: Sequence[Tracker], show: bo
     write_whole(folder / "summary.csv", table.to_csv())
     write_whole(folder / "summary.md", table.to_page())
     pictures = list[Path]()
-    is_tracked = run.asked.config.tracker.name != "none"
-    if is_tracked or (run.asked.baseline is not None and len(run.arms) > 2):  # a picture compares methods
+    is_tracked = run.config.tracker.name != "none"
+    if is_tracked or (run.baseline is not None and len(run.arms) > 2):  # a picture compares methods
         from eval.analysis.style import save  # not at the top: matplotlib is slow to import
         from eval.analysis.table import figures
         from eval.report.content import content_of

@@ -5,29 +5,28 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eval.benchmarks.prompts import BuiltPrompt
-from eval.run.arms import Arm
+from eval.arms import Arm
+from eval.benchmarks.prompts import Prompt
 from eval.run.bench import Bench
-from eval.run.case import Case
 from eval.store.record import compact_counts
 from eval.store.trace import Trace
 from lazyllm import Generation, generate
 from lazyllm.engine.decoder import importance_of_layers
 
 
-def traces_of(bench: Bench, case: Case, arms: Sequence[Arm]) -> Iterator[Trace]:
+def traces_of(bench: Bench, prompt: Prompt, arms: Sequence[Arm]) -> Iterator[Trace]:
     """Generate once more, and keep what visits leave out. Raises RuntimeError or FloatingPointError."""
     model, tokenizer = bench.model, bench.tokenizer
-    importance = importance_of_layers(model, case.prompt.token_ids)
+    importance = importance_of_layers(model, prompt.token_ids)
     for arm in arms:
-        method = arm.method(case.dataset.name)
-        out = generate(model, case.prompt.as_input(), method, **case.options)
+        method = bench.methods[arm.label, prompt.dataset.name]
+        out = generate(model, prompt.as_input(), method, **prompt.options)
         group_layers, computed = compact_counts(out.computed)
         yield Trace(
-            dataset=case.dataset.name,
-            id=case.example.id,
+            dataset=prompt.dataset.name,
+            id=prompt.example.id,
             arm=arm.label,
-            tokens=_texts_of_prompt(tokenizer, case.prompt),
+            tokens=_texts_of_prompt(tokenizer, prompt),
             generated=_texts_of_answer(tokenizer, out.token_ids),
             importance=[[float(f"{value:.4g}") for value in row] for row in importance.tolist()],
             selected=_name_selections(out),
@@ -43,7 +42,7 @@ def _name_selections(out: Generation) -> list[dict[int, list[int]]]:
     return [{0: next(iter(first.values()))} if is_selected_before else first, *later]
 
 
-def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: BuiltPrompt) -> list[str]:
+def _texts_of_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[str]:
     """Each token's text: its span of the prompt if known, as decoding a single token loses the space before a word."""
     if prompt.spans is None:
         return [str(tokenizer.decode([token_id])) for token_id in prompt.token_ids]

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.run.config import QUIET
-from eval.run.settings import TrackerConfig
+from eval.config import TrackerSettings
+from eval.run.check import QUIET
 from eval.store.record import Visit
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun, numbers_of
@@ -68,7 +68,7 @@ class Tracker:
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @_harmless
-    def start(self, config: TrackerConfig) -> None:
+    def start(self, config: TrackerSettings) -> None:
         """Begin the W&B run."""
         os.environ |= QUIET | os.environ
         import wandb  # not at the top: only if it is used
@@ -76,18 +76,18 @@ class Tracker:
         self._wandb, about = wandb, self.run.about
         values = about["config"] | {key: value for key, value in about.items() if key != "config"}
         values |= {"arm": self.arm.name, "setting": self.arm.label}
-        given: Any = {key: getattr(config, key) for key in ("project", "entity", "mode", "tags")}
         self._run = wandb.init(
             dir=str(self.run.folder.absolute()),
             id=f"{about['fingerprint']}-{self.number}",  # so a resumed run has the same W&B runs
             name=f"{self.run.model}, {self.arm.name}",
-            group=config.group or about["config"].get("label") or self.run.folder.name,
+            group=os.environ.get("WANDB_RUN_GROUP") or about["config"].get("label") or self.run.folder.name,
             job_type="run",
             config=json.loads(json.dumps(values, default=str)),
             resume="allow",
             reinit="create_new",
             settings=wandb.Settings(**SETTINGS),
-            **given,
+            project=config.project,
+            mode=config.mode,
         )
         self._run.define_metric("examples", hidden=True)
         self._run.define_metric("running/*", step_metric="examples")
@@ -153,7 +153,7 @@ class Tracker:
 
 
 @contextmanager
-def open_trackers(config: TrackerConfig, run: StoredRun) -> Iterator[list[Tracker]]:
+def open_trackers(config: TrackerSettings, run: StoredRun) -> Iterator[list[Tracker]]:
     """Trackers of the arms until the block ends; none without W&B. Files: `<run folder>/wandb`."""
     arms = run.arms.values() if config.name == "wandb" else ()
     trackers, exit_code = [Tracker(run, arm, number) for number, arm in enumerate(arms)], 1

@@ -44,7 +44,7 @@ _OF_PAIRS = (
 _COMPARED = ("score", "cache_bytes", "peak_memory_bytes")
 _OF_BOTH = tuple(f"{side}_{name}" for name in _COMPARED for side in ("own", "reference"))
 _COLUMN = {name: number for number, name in enumerate(dict.fromkeys((*VALUES, *_OF_BOTH)))}
-_SETTING = ("model", "paper_model", "method", "settings", "label", "suite")
+_SETTING = ("model", "paper_model", "method", "settings", "label", "speedup", "suite")
 _VISIT = ["folder", "dataset", "id", "visit"]  # what two answers share that may be compared
 
 _FORMS = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
@@ -66,7 +66,7 @@ def beside(rows: Any, among: Any) -> Any:
 def by_task(frame: pd.DataFrame) -> pd.DataFrame:
     """One row per setting and dataset, task ("task" rows) and suite ("all" rows, the mean over its tasks).
 
-    frame: `eval.store.results.Results.frame`. Columns: model, paper_model, method, settings, label, suite, level
+    frame: `eval.store.results.Results.frame`. Columns: model, paper_model, method, settings, label, speedup, suite, level
     ("dataset", "task" or "all"), name (of the dataset or task, or "all"), task ("all" at that level), seeds, examples,
     and datasets (their numbers), score_seed_std (sample standard deviation of the scores by
     seed, over the seeds with every example of the row; NaN for fewer than two), and v, v_low, v_high for each v of

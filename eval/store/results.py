@@ -55,7 +55,8 @@ class Results:
         """A row for each arm's answer in each visit of each run.
 
         model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
-        run), method, settings (canonical JSON of the hyperparameters), label (the same for people), seed, is_baseline,
+        run), method, settings (canonical JSON of speedup and hyperparameters), label
+        (the same for people), speedup, seed, is_baseline,
         dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens, visit (from 0, of the example), counts;
         then `eval.store.runs.MEASURED`, and token_s, the seconds to each token (None if steps were not timed). Scores
         are 0 to 100.

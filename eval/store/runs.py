@@ -6,7 +6,6 @@ A *setting* is a method with its hyperparameters but without its seed; an arm is
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -26,20 +25,27 @@ from lazyllm.methods import Lazy, Method, by_name, settings_of
 if TYPE_CHECKING:
     import pandas as pd
 
-SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")  # a target speedup among settings
 # LazyLLM's switches, which labels leave out at their defaults
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
 
 
 @dataclass(frozen=True)
 class StoredArm:
-    """An arm of a stored run. name: its label in the run. settings: hyperparameters, without the seed."""
+    """An arm of a stored run.
+
+    name: its label in the run. settings: its speedup and hyperparameters, without the seed.
+    """
 
     name: str
     method: str
     settings: dict[str, Any]
     seed: int
     is_baseline: bool
+
+    @property
+    def speedup(self) -> float | str | None:
+        """The ideal TTFT speedup that it was solved for; "table1" for the paper's; None for none."""
+        return self.settings.get("speedup")
 
     @property
     def label(self) -> str:
@@ -74,7 +80,7 @@ class StoredRun:
         arms, usual_seed = {}, self.identity["seed"]
         for name, arm in self.identity["arms"].items():
             method, is_baseline = arm["method"], name == self.identity["baseline"]
-            settings = _settings_shown(arm)
+            settings = settings_of_arm(arm)
             arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
         return arms
 
@@ -100,7 +106,7 @@ class StoredRun:
         frame: Any = pd.DataFrame(keys, columns=names)
         frame = frame.join(pd.DataFrame(numbers, columns=[*MEASURED], dtype=float))
         frame["token_s"] = pd.Series(token_s, dtype=object)
-        for column in ("method", "label", "seed", "is_baseline"):
+        for column in ("method", "label", "speedup", "seed", "is_baseline"):
             frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
         settings = {name: canonical_json(arm.settings) for name, arm in self.arms.items()}
         frame["settings"] = frame["arm"].map(settings)
@@ -235,7 +241,7 @@ DERIVED = (
 )  # fmt: skip
 MEASURED = (*SCALES, *DERIVED)  # the numbers of an answer
 COLUMNS = [
-    "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "seed", "is_baseline",
+    "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "speedup", "seed", "is_baseline",
     "dataset", "task", "suite", "id", "groups", "prompt_tokens", "visit", "counts", *MEASURED, "token_s",
 ]  # fmt: skip
 
@@ -276,24 +282,10 @@ def kind_of(name: str) -> type[Method] | None:
         return None
 
 
-def _settings_shown(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an arm in an identity. A method's `target_parameter` may be a speedup, others are what they were.
-
-    A speedup that was asked of another parameter says nothing of how fast the method ran: its numbers stand for it.
-    """
-    kind, shown = kind_of(arm["method"]["name"]), dict[str, Any]()
-    for key, value in settings_in(arm["method"]).items():
-        shown[key] = _short_target(value)
-        is_speedup = isinstance(value, str) and SPEEDUP.fullmatch(value) is not None
-        if is_speedup and kind is not None and key != kind.target_parameter:
-            numbers = list(dict.fromkeys(solved[key] for solved in (arm.get("parameters") or {}).values()))
-            shown[key] = numbers[0] if len(numbers) == 1 else numbers or value
-    return shown
-
-
-def _short_target(value: Any) -> Any:
-    """A target speedup `2.0x` as `2x`, as both are one setting; any other value as it is."""
-    return re.sub(r"^(\d+)\.0+x$", r"\1x", value) if isinstance(value, str) else value
+def settings_of_arm(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an arm in an identity: its speedup, if it was solved for one, and its hyperparameters."""
+    method = {key: value for key, value in about["method"].items() if key not in ("name", "seed")}
+    return method if about.get("speedup") is None else {"speedup": about["speedup"], **method}
 
 
 def canonical_json(settings: Mapping[str, Any]) -> str:
@@ -301,17 +293,17 @@ def canonical_json(settings: Mapping[str, Any]) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def settings_in(method: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters in a method's config, without name and seed."""
-    return {key: value for key, value in method.items() if key not in ("name", "seed")}
-
-
 def label_of(method: str, settings: Mapping[str, Any]) -> str:
-    """A setting as shown: `lazy, schedule={2: 0.3}`, without null and LazyLLM's usual values; or its own label."""
+    """A setting as shown: `lazy, speedup=1.5x`, without null and LazyLLM's usual values; or its own label."""
     if settings.get("label") is not None:
         return settings["label"]
     shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
-    return ", ".join([method, *(f"{key}={format_value(value)}" for key, value in shown.items())])
+    return ", ".join([method, *(f"{key}={_format(key, value)}" for key, value in shown.items())])
+
+
+def _format(key: str, value: Any) -> str:
+    is_speedup = key == "speedup" and isinstance(value, float | int)
+    return f"{value:g}x" if is_speedup else format_value(value)
 
 
 def is_ablation(settings: Mapping[str, Any]) -> bool:

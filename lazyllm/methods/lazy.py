@@ -62,6 +62,14 @@ class Lazy(Method):
         if isinstance(self.schedule, Mapping):  # made hashable, and equal to the same schedule in another form
             object.__setattr__(self, "schedule", Schedule.hashable(self.schedule))
 
+    @classmethod
+    def resolve(cls, settings: Mapping[str, Any], depth: Depth) -> dict[str, Any]:
+        schedule = settings.get("schedule", "paper")
+        is_name = isinstance(schedule, str) and ":" not in schedule
+        if is_name:
+            return dict(settings)
+        return {**settings, "schedule": dict(Schedule.parse(schedule, depth).keep)}
+
     def kept(self, depth: Depth, n: int) -> dict[int, int]:
         """{pruning layer: number of n prompt tokens that go on after it}."""
         schedule, kept = Schedule.parse(self.schedule, depth), {}

@@ -4,7 +4,6 @@ The templates are our own small ones; each works like those of the named models.
 """
 
 import time
-from dataclasses import replace
 from datetime import date
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from jinja2 import Environment
 
 from eval.benchmarks.chat_format import CHAT_FORMATS, chat_format, post_process
-from eval.benchmarks.prompts import Message
-from eval.benchmarks.suite import Turn
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
@@ -48,7 +45,6 @@ TEMPLATES = {
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% if not (loop.last and m['role'] == 'assistant') %}"
     "{{ '\n' }}{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}",
 }  # fmt: skip
-FORGETS = "{{ bos_token }}[INST] {{ messages[-1]['content'] }}[/INST]"
 READ_THE_CLOCK = {"llama3.1", "llama3.2", "granite", "smollm3"}  # or are told the date
 
 
@@ -92,39 +88,12 @@ def test_prompt_is_the_templates_own_text_without_thoughts_and_with_its_date(tem
     assert prompt.text == expected.render(messages=messages, add_generation_prompt=True, **tokens, **given)
 
 
-def test_later_turn_is_the_templates_text_after_the_answer(template: str) -> None:
-    tokenizer = tokenizer_with(template)
-    row = replace(QUESTION, turns=(Turn(" Why? ", ("so",), "Because"), Turn("How?", ())))
-    prompt = prompt_of(row, tokenizer, chat=chat_format("auto"))
-    said = ("Who?", "Me.", " Why? ", "So.", "How?")
-    messages = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
-    asked = {"add_generation_prompt": True, "tokenize": False, "enable_thinking": False}
-    for turn, length, prefix, before in ((0, 3, "Because", "Me."), (1, 5, "", "So.")):
-        whole: Any = tokenizer.apply_chat_template(messages[:length], **asked)
-        text = prompt.turns[turn].text
-        assert text == whole[whole.rindex(before) + len(before) :] + prefix
-        assert list(prompt.turns[turn].token_ids) == tokenizer(text, add_special_tokens=False).input_ids
-
-
-def test_template_without_earlier_answers_is_refused_for_turns() -> None:
-    with pytest.raises(UserError, match="leaves earlier answers out"):
-        prompt_of(replace(QUESTION, turns=(Turn("Why?", ()),)), tokenizer_with(FORGETS), chat=chat_format("auto"))
-
-
 def test_repr_of_a_format_is_the_one_in_hashes_of_rows() -> None:
     """The hash of needle rows includes the chat format's `repr`, which stored runs contain."""
     assert repr(CHAT_FORMATS["llama2"]) == (
         "ChatFormat(before='[INST]', after='[/INST]', from_tokenizer=False, or_none=False, args={}, system=None, "
         "today='2024-07-26', thinking_tokens=0, strip=False, delete='')"
     )
-
-
-def test_end_token_is_not_written_twice() -> None:
-    turn = Message("", (2, 5, 6))
-    assert turn.behind([7, 2], (2,)) == (5, 6)
-    assert turn.behind([7, 3], (2, 3)) == (2, 5, 6)  # the model has ended in another way
-    assert turn.behind([7], (2,)) == (2, 5, 6)  # it was cut off
-    assert Message("", (7, 5)).behind([7], (2,)) == (7, 5)  # a word
 
 
 def test_date_can_be_set_and_thinking_is_off_unless_it_is_given_tokens() -> None:

@@ -1,14 +1,13 @@
 """The embedded suite's rows: LongBench's format, exact lengths, and the needles that answer each question."""
 
 import re
-from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from eval.benchmarks import SUITES, embedded
 from eval.benchmarks.datasets import DATASETS, load_rows
-from eval.benchmarks.suite import DataSettings, Example
+from eval.benchmarks.suite import Example
 from tests.helpers import tiny
 
 
@@ -55,33 +54,6 @@ def test_rows_and_templates_are_those_of_version_0_4():
     loaded = {name: load_rows(DATASETS[name]) for name in embedded.TEMPLATES}
     facts = {name: [rows.data_sha256[:16], rows.config_sha256[:16]] for name, rows in loaded.items()}
     assert facts == OF_VERSION_0_4
-
-
-@pytest.mark.parametrize("name", [name for name in embedded.TEMPLATES if name != "digest"])
-def test_turns_ask_for_eight_needles_as_training_does(name):
-    loaded = {turns: embedded.load(DATASETS[name], DataSettings(turns=turns)) for turns in (None, 1, 3, 8)}
-    examples = {turns: data.examples[:6] for turns, data in loaded.items()}
-    assert examples[None] == examples[1] == examples_of(name)[:6]
-    tokenizer = tiny()[1]
-    ids = tokenizer.get_vocab()
-    for alone, three, eight in zip(*(examples[n] for n in (1, 3, 8)), strict=True):
-        assert alone == replace(eight, turns=())
-        assert three.turns == eight.turns[:2]
-        row = alone.official
-        asked = [row]
-        for turn in eight.turns:
-            between, last = f"<|end|>{embedded.TEMPLATES[name].split('{context}')[1]}".split("{input}")
-            assert turn.text.startswith(between)
-            assert last == ""
-            asked.append({**row, "input": turn.text.removeprefix(between), "answers": list(turn.answers)})
-            words = re.findall(r" ?\w+|[^ \w]", f" {asked[-1]['input']}")
-            tail = re.findall(r" ?\w+|[^ \w]", between.removeprefix("<|end|>"))
-            tokens = [token.replace(" ", "\u0120").replace("\n", "\u010a") for token in (*tail, *words)]
-            wanted = [ids["<|end|>"], *(ids[token] for token in tokens)]
-            assert tokenizer(turn.text, add_special_tokens=False).input_ids == wanted
-        spans = [needles(name, eight.context, one["input"], one["answers"][0]) for one in asked]
-        assert all(spans)
-        assert len(set(spans)) == 8
 
 
 @pytest.mark.parametrize("name", embedded.TEMPLATES)

@@ -15,7 +15,7 @@ from eval import cli
 from eval.benchmarks import SUITES, downloads, longbench
 from eval.benchmarks.datasets import DATASETS, datasets_asked_for, load_rows
 from eval.benchmarks.rows import parse_example, read_lines
-from eval.benchmarks.suite import DataSettings, Example, LoadedDataset, Turn
+from eval.benchmarks.suite import DataSettings, Example, LoadedDataset
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.store.test_folder import JSON
@@ -37,7 +37,6 @@ ROW = {
     "all_classes": None,
     "_id": "one",
 }
-TURN = {"input": "Why?", "answers": ["a whim"]}
 
 
 def as_line(row: object) -> str:
@@ -74,12 +73,11 @@ def test_real_rows_are_loaded_unchanged(name, caplog):
 
 
 def test_rows_become_examples(tmp_path):
-    row = ROW | {"_id": "two", "turns": [TURN, TURN | {"input": "Where?", "answer_prefix": "On"}]}
+    row = ROW | {"_id": "two"}
     write_rows(tmp_path, ROW, row)
     loaded = load(tmp_path)
     one = Example("qasper", "one", "\nAsk: Who? ", "A cat\r\nsat.\u2028", ("cat", "a cat"), (), 3, "Read: ")
-    turns = Turn("Why?", ("a whim",)), Turn("Where?", ("a whim",), "On")
-    assert loaded.examples == (one, replace(one, id="two", turns=turns))
+    assert loaded.examples == (one, replace(one, id="two"))
     assert [example.official for example in loaded.examples] == [ROW, row]
     assert (loaded.max_new_tokens, loaded.dataset) == (9, QASPER)
 

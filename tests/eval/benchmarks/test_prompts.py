@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eval.benchmarks.chat_format import CHAT_FORMATS
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.prompts import build_prompt, end_token_ids
-from eval.benchmarks.suite import Dataset, Example, Turn
+from eval.benchmarks.suite import Dataset, Example
 from lazyllm.errors import UserError
 from tests.eval import official
 from tests.eval.official import LLAMA2, llama2, sentencepiece
@@ -126,19 +126,6 @@ def test_the_template_is_what_the_chat_format_wrote():
     assert written(prompt_of(row, dataset=DATASETS["lcc"], chat=CHAT_FORMATS["llama2"])) == []
 
 
-@official.needs(LLAMA2)
-def test_llama2_later_turns_equal_the_sentencepiece_pipelines():
-    row = replace(QUESTION, turns=(Turn("Why, you?", ()), Turn("\nAsk: why", (), " Because")))
-    datasets = QASPER, DATASETS["trec"]
-    wrapped, bare = (build_prompt(row, dataset, llama2(), chat=CHAT_FORMATS["llama2"]) for dataset in datasets)
-    encode = sentencepiece().encode
-    assert len(wrapped.token_ids) - len(encode("Who?")) == 8
-    assert list(wrapped.turns[0].token_ids) == [2, 1, *encode("[INST]Why, you?[/INST]")]
-    assert list(wrapped.turns[1].token_ids) == [2, 1, *encode("[INST]\nAsk: why[/INST] Because")]
-    assert list(bare.turns[0].token_ids) == encode("Why, you?")  # a word that is not in the answer's last line
-    assert list(bare.turns[1].token_ids) == encode("A\nAsk: why Because")[len(encode("A")) :]
-
-
 @pytest.mark.parametrize(
     ("limit", "text"),
     [
@@ -165,12 +152,6 @@ def test_long_prompt_loses_its_middle_and_is_wrapped_unless_its_dataset_is_exemp
 def test_xgen_format_is_the_published_one():
     header = (official.LONGBENCH / "config" / "xgen_header.txt").read_bytes().decode()
     assert prompt_of(QUESTION, chat=CHAT_FORMATS["xgen"]).text == header + " ### Human: Who?\n###"
-
-
-def test_later_turn_has_xgens_format():
-    [turn] = prompt_of(replace(QUESTION, turns=(Turn("Why?", ()),)), chat=CHAT_FORMATS["xgen"]).turns
-    assert turn.text == "\n### Human: Why?\n###"
-    assert list(turn.token_ids) == [ord(letter) for letter in turn.text]
 
 
 def test_newline_ends_samsums_answers_only():
@@ -212,8 +193,6 @@ def test_texts_without_tokens_are_refused():
     assert end_token_ids(tokenizer, 7, DATASETS["qasper"]) == (7,)
     with pytest.raises(UserError, match="samsum: a newline ends its answers"):
         end_token_ids(tokenizer, 7, DATASETS["samsum"])
-    with pytest.raises(UserError, match="a later turn has no tokens"):
-        prompt_of(replace(QUESTION, turns=(Turn("", ()),)))
 
 
 SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")

@@ -13,7 +13,7 @@ from eval.benchmarks.suite import DataSettings
 from lazyllm.errors import UserError
 from lazyllm.spec import ModelSpec
 from tests.eval.benchmarks import test_longbench, test_longbench_v2
-from tests.eval.benchmarks.test_longbench import ROW, TURN
+from tests.eval.benchmarks.test_longbench import ROW
 
 V2 = test_longbench_v2.row(1)
 
@@ -34,20 +34,11 @@ BAD_VALUES = {
     "all_classes": ["cat", [1]],
     "dataset": ["lcc"],
     "_id": [7, "", "\ud800", "one"],  # the last: of the first row
-    "turns": [{}],
-}
-BAD_TURNS = {
-    "turn 2: expected a JSON object": ["Why?"],
-    "turn 3: field 'answers'": [TURN, {"input": "Why?"}],
-    "turn 2: field 'input'": [TURN | {"input": " "}],
-    "turn 2: field 'answers'": [TURN | {"answers": []}],
-    "turn 2: field 'answer_prefix'": [TURN | {"answer_prefix": 1}],
 }
 BAD_ROWS = [
     *(("qasper", text, "not valid JSON") for text in ("{", '{"input": "\x01"}', "[" * 100_000)),
     ("qasper", "[]", "expected a JSON object"),
     *(("qasper", ROW | {"_id": "two", key: bad}, key) for key, values in BAD_VALUES.items() for bad in values),
-    *(("qasper", ROW | {"_id": "two", "turns": turns}, named) for named, turns in BAD_TURNS.items()),
     *(
         ("qasper", {name: value for name, value in ROW.items() if name != field}, f"field '{field}' is missing")
         for field in ROW

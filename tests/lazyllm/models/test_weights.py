@@ -25,7 +25,7 @@ from lazyllm.models.load import load_weights
 from lazyllm.spec import ModelSpec
 from tests.helpers import prompt_tensor, slow
 from tests.lazyllm.methods.method_matrix import PRUNING
-from tests.lazyllm.models.pretend_devices import CPU, Placed, placed, pretending
+from tests.lazyllm.models.pretend_devices import Placed, pretending
 from tests.reference import random_model
 
 hooks = pytest.importorskip("accelerate.hooks")
