@@ -5,8 +5,6 @@ lists these modules, and no other code names a suite. Differences between suites
 never an `if`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,7 +114,7 @@ class LoadedDataset:
     skipped: tuple[tuple[str, str], ...] = ()
     total: int | None = None
 
-    def with_examples(self, examples: Sequence[Example]) -> LoadedDataset:
+    def with_examples(self, examples: Sequence[Example]) -> "LoadedDataset":
         """The dataset with some of its examples; `total` stays the number of all."""
         total = self.total or len(self.examples)
         return replace(self, examples=tuple(examples), total=total)
