@@ -8,7 +8,6 @@ from eval.benchmarks import SUITES
 from eval.store.folder import read_visits
 from lazyllm.methods import METHODS
 from tests.eval import official
-from tests.eval.store.visits import flattened
 from tests.runs import measure, run_of
 
 # With settings where they keep short prompts whole by default, and LazyLLM's other ways
@@ -41,12 +40,12 @@ def test_every_method_measures_every_row(tmp_path: Path, names: list[str], folde
     data = [f"dataset=[{','.join(names)}]", f"data.dir={official.SHARED / folder}", *settings, "limit=1"]
     run = ["model=tiny", "model.max_prompt_tokens=1000", "max_new_tokens=3", "warmup=0", f"compare={{{arms}}}"]
     measure(run_of(*run, *data, f"out={tmp_path / 'run'}"), show=False)
-    visits = [*map(flattened, read_visits(tmp_path / "run"))]
+    visits = read_visits(tmp_path / "run")
     assert [visit.dataset for visit in visits] == names
     for visit in visits:
         assert not visit.failures
         assert set(visit.answers) == {"baseline", *ARMS}
-        for label, (measured,) in visit.answers.items():
-            assert 1 <= len(measured.token_ids) <= 3
+        for label, answer in visit.answers.items():
+            assert 1 <= len(answer.token_ids) <= 3
             keeps_all = label in ("baseline", "trianglemix")  # which skips attention, not tokens
-            assert ((measured.computed or [])[0][-1] < visit.turns[0].tokens) != keeps_all, label
+            assert (answer.computed[0][-1] < visit.prompt_tokens) != keeps_all, label

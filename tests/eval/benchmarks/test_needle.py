@@ -1,7 +1,6 @@
 """Needles: their places, lengths of prompts, refused settings, and the heat map."""
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from lazyllm.errors import UserError
 from lazyllm.models.load import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
-from tests.eval.analysis import made
+from tests.eval.made import stored
+from tests.eval.store.visits import visit
 from tests.runs import run_of
 
 DATASET = DATASETS["needle"]
@@ -138,11 +138,11 @@ def test_lengths_that_do_not_fit_and_empty_texts_are_refused(tmp_path, monkeypat
 
 def test_map_shows_each_methods_misses():
     visits = [
-        replace(made.example("needle", f"needle-256-{depth}", score=score), groups=["length=256", f"depth={depth}"])
+        visit(depth, "needle", score=score, groups=["length=256", f"depth={depth}"])
         for depth, score in ((0, 1.0), (50, 0.0), (100, 1.0))
     ]
     figure = figures()["needle"]
-    frame: Any = figure.data(Results([made.stored(visits)]))
+    frame: Any = figure.data(Results([stored(visits)]))
     assert list(dict.fromkeys(frame["method"])) == ["baseline", "lazy"]
     rows = frame[frame["method"] == "lazy"].to_dict("records")
     assert {(row["length"], row["depth"]): row["score"] for row in rows} == {

@@ -284,7 +284,7 @@ def test_two_own_datasets_come_to_scores_of_their_own_and_to_the_report_of_anoth
         assert main(["run", f"dataset={tmp_path / name}.yaml", *options, f"out={runs / name}"]) == 0
         visits = [json.loads(line) for line in (runs / name / "visits.jsonl").read_text().splitlines()]
         assert [(visit["dataset"], visit["id"]) for visit in visits] == [(name, "a"), (name, "b")]
-        assert {*visits[0]["answers"]} == {"baseline", "lazy"}
+        assert {*visits[0]["arms"]} == {"baseline", "lazy"}
     capsys.readouterr()
     for quote in ("", '"', "'"):
         assert main(["rows", f"dataset={quote}{tmp_path / 'mine.yaml'}{quote}", options[0]]) == 0

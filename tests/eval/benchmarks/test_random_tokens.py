@@ -53,8 +53,8 @@ def test_speed_is_a_run_whose_table_has_shares_of_the_ideal(tmp_path: Path) -> N
     assert stored.identity["clock"] == "CPU time of the process"
     for visit in stored.visits:
         assert [*visit.answers] == ["baseline", "lazy schedule=1.5x", "lazy schedule=2x"]
-        answers = {label: answer for label, [answer] in visit.answers.items()}
-        assert {(len(one.token_ids), one.score) for one in answers.values()} == {(5, None)}
+        answers = visit.answers.values()
+        assert {(len(answer.token_ids), answer.score) for answer in answers} == {(5, None)}
     table = run_table(Results([stored]), "speed")
     shown: Any = table.cells[table.cells["**task**, dataset"] == "**random**"].set_index("method")
     numbers: Any = table.frame[table.frame["kind"] == "task"].set_index("method")
