@@ -1,9 +1,17 @@
-"""The paper's claims about LazyLLM, in our words (arXiv 2407.14057v1), and what stored runs say of each."""
+"""The paper's claims about LazyLLM, in our words (arXiv 2407.14057v1), and what stored runs say of each.
 
+A claim is a row of eval/analysis/published/claims.csv: its text, the function here that measures it (`measure`, with
+`arguments`), the rows that it measures (`rows`, `method`: `Section.of`), what these must have for a verdict (`needs`),
+the paper's number by model (llama2, xgen), and how far ours may be from it (`tolerance`, in per cent of the number or in
+points), or the direction that each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `shown`,
+the table or figure to look at.
+"""
+
+import csv
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,11 +19,11 @@ import numpy as np
 import pandas as pd
 
 from eval.analysis.columns import BASELINE, PAPER_SPEEDUP, STUDIED, single_layer, targets_of, with_ends
-from eval.analysis.paper_tables import TASK_NAMES
+from eval.analysis.paper_tables import PUBLISHED, TASK_NAMES
 from eval.analysis.style import as_published, studied
-from eval.analysis.table import KEPT_WITHIN, Column, forms
-from eval.store.aggregate import FEWEST, by_task, drawn_mean, drawn_means, on_common_examples
+from eval.analysis.table import Column, forms
 from eval.store.results import Results
+from eval.store.summary import FEWEST, by_task, drawn_mean, drawn_means, on_common_examples
 from eval.store.trace import read_trace
 
 AGREES, HIGHER, LOWER = "agrees", "differs (higher)", "differs (lower)"
@@ -29,28 +37,27 @@ Value = tuple[float, float, float]  # with both ends of its 95 % interval
 class Section:
     """One model on one suite, without ablations.
 
-    model: its name without a variant. frame: of `Results.frame`, all rows. rows: those that count.
+    model: its name. frame: of `Results.frame`, all rows. rows: those that count.
     """
 
     def __init__(self, results: Results, model: str, suite: str) -> None:
         self.model, self.suite, self.results = model, suite, results
         frame: Any = results.frame
-        is_own = (frame["model"].map(results.families) == model) & (frame["suite"] == suite)
+        is_own = (frame["model"] == model) & (frame["suite"] == suite)
         self.frame = as_published(frame[is_own])
         self.rows = self.frame[self.frame["counts"]]
-        models = {run.family: run.paper_model for run in results.runs}
+        models = {run.model: run.paper_model for run in results.runs}
         self.paper_model = models.get(model) if suite == PAPER_SUITE else None
 
     def of(self, preset: str, method: str = STUDIED) -> Any:
-        """The rows of a method's arms that belong to an experiment, of the variant that differs least from the model's
-        other runs.
+        """The rows of a method's arms that belong to an experiment, without ablations.
 
         preset: "table1", "figure5" (settings given by a speedup), "figure6" (schedules of one layer), "studied" (those
         of table1, else of the one setting of LazyLLM that figures show), or "all".
         """
         rows = self.rows[self.rows["method"] == method]
         if preset == "all":
-            return self.results.least_different(rows)
+            return rows
         if preset == "studied":
             table1 = self.of("table1")
             return table1 if len(table1) else rows[rows.index.isin(studied(self.results).index)]
@@ -59,7 +66,7 @@ class Section:
             "figure5": lambda rows: targets_of(rows).notna(),
             "figure6": lambda rows: rows["settings"].map(single_layer).notna(),
         }
-        return self.results.least_different(rows[belongs[preset](rows)])
+        return rows[belongs[preset](rows)]
 
     def identities(self, rows: Any) -> list[dict[str, Any]]:
         """Of the runs of these rows."""
@@ -104,37 +111,37 @@ _NEEDS = {"tasks": _tasks, "answers": _whole_answers, "prompts": _whole_prompts,
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of the paper.
-
-    measure: makes the value, or the values of tasks or steps, of the rows that count: those of `preset` and `method`
-        (`Section.of`).
-    shown: the table or figure to look at.
-    needs: what these rows must have for a verdict, of `_NEEDS`.
-    paper: its number by model. tolerance: how far our interval may be from it, in per cent of the number, or in points.
-    holds: of a claim without a tolerance, which only says a direction: what each part of the value must obey.
-    widest: of `Column`.
-    """
+    """A claim of the paper: a row of claims.csv, whose columns the top of this file explains."""
 
     section: str
     claim: str
-    measure: Callable[[Section, Any], list[Value]]
-    preset: str
-    shown: str
+    measure: str
+    arguments: dict[str, Any]
+    rows: str
+    method: str
+    needs: tuple[str, ...]
+    paper: dict[str, float]
+    tolerance: str
+    holds: str
     digits: int
-    method: str = STUDIED
-    needs: tuple[str, ...] = ()
-    paper: dict[str, float] = field(default_factory=dict)
-    tolerance: str = ""
-    holds: str = ""
-    widest: float | None = None
+    widest: float | None
+    shown: str
 
-    def judged(self, section: Section) -> tuple[str, list[Value], str]:
-        """The model's name with the variant that was measured, the values, and what the rows lack for a verdict; "" if
-        they lack nothing."""
-        rows = section.of(self.preset, self.method)
-        lacking = [text for need in self.needs if len(rows) and (text := _NEEDS[need](section, rows))]
-        model = rows["model"].iloc[0] if len(rows) else section.model
-        return model, self.measure(section, rows), "; ".join(lacking)
+    def judged(self, sections: Sequence[Section]) -> tuple[list[Value], str]:
+        """The values, and what the rows lack for a verdict ("" for nothing).
+
+        sections: one model on one suite, in runs that share no table: of those that can decide the claim, the one with
+        most examples counts.
+        """
+        found = list[tuple[bool, bool, int, list[Value], str]]()
+        for section in sections:
+            rows = section.of(self.rows, self.method)
+            lacking = [text for need in self.needs if len(rows) and (text := _NEEDS[need](section, rows))]
+            values = _MEASURES[self.measure](section, rows, **self.arguments)
+            decides, examples = bool(values) and not lacking, len(rows[["dataset", "id"]].drop_duplicates())
+            found.append((decides, bool(values), examples, values, "; ".join(lacking)))
+        *_, values, lacking = max(found, key=lambda one: one[:3])
+        return values, lacking
 
     def verdict(self, parts: list[Value], paper_model: str | None, lacking: str = "") -> str:
         """What the value says of the claim. parts: one value, or one for each task or step."""
@@ -208,7 +215,7 @@ def _mean_of(section: Section, rows: Any, column: str) -> list[Value]:
     return [with_ends(drawn_mean(values))] if len(values) else []
 
 
-def kept_at(section: Section, rows: Any, speedup: float) -> list[Value]:
+def _kept_at(section: Section, rows: Any, speedup: float) -> list[Value]:
     """The best relative score on multi-document QA of the settings that measured at least this speedup, to one per
     cent; NaN if none did."""
     rows = section.by_task(rows)
@@ -275,7 +282,7 @@ def _deeper_saves(section: Section, rows: Any) -> list[Value]:
 def _below_even_share(section: Section, rows: Any) -> list[Value]:
     """The share of prompt tokens whose mean importance over the layers is below 1/n: the mean over the traced prompts;
     that of each one if they are too few for an interval."""
-    traces = [read_trace(file) for run in section.results.runs if run.family == section.model for file in run.traces]
+    traces = [read_trace(file) for run in section.results.runs if run.model == section.model for file in run.traces]
     prompts = {(trace.dataset, trace.id): np.array(trace.importance).mean(axis=0) for trace in traces}
     shares = np.array([100 * (scores < 1 / len(scores)).mean() for scores in prompts.values()])
     if len(shares) < FEWEST:
@@ -283,123 +290,56 @@ def _below_even_share(section: Section, rows: Any) -> list[Value]:
     return [with_ends(drawn_mean(shares))]
 
 
-def _by_score_and_kl(
-    section: str, claim: str, measure: Callable[..., list[Value]], figure: str, digits: tuple[int, int], holds: str
-) -> list[Claim]:
-    """The claim in points of score, and, as ours, in nats of each KL. digits: of points, and of nats."""
-    of_points, of_nats = digits
-    return [
-        Claim(
-            section, f"{claim}, {unit}", partial(measure, column=column), figure, figure, shown,
-            needs=("tasks", *needs), holds=holds,
-        )
-        for column, unit, shown, needs in (
-            ("score", "points", of_points, ("answers",)),
-            ("kl", "nats of KL (ours)", of_nats, ()),
-            ("answer_kl", "nats of the answer's KL (ours)", of_nats, ("forced",)),
-        )
-    ]  # fmt: skip
+# The functions that claims.csv names
+_MEASURES: dict[str, Callable[..., list[Value]]] = {
+    "by_task": _by_task,
+    "ttft_in": _ttft_in,
+    "mean_of": _mean_of,
+    "kept_at": _kept_at,
+    "leads": _leads,
+    "gains_along": _gains_along,
+    "largest_share": _largest_share,
+    "deeper_saves": _deeper_saves,
+    "below_even_share": _below_even_share,
+}
 
 
-CLAIMS = (
-    Claim(
-        "1", "TTFT, in decoding steps of the baseline",
-        partial(_ttft_in, unit="step_s"), "all", "steps", 1, method=BASELINE,
-        needs=("tasks", "prompts", "steps"), paper={"llama2": 21}, tolerance="10 %",
-    ),
-    Claim(
-        "1", "TTFT, % of the baseline's generation time",
-        partial(_ttft_in, unit="total_s", scale=100), "all", "steps", 1, method=BASELINE,
-        needs=("tasks", "prompts", "answers"), paper={"llama2": 23}, tolerance="5 points",
-    ),
-    Claim(
-        "1", "Prompt tokens, mean over the examples",
-        partial(_mean_of, column="prompt_tokens"), "all", "table1", 0, method=BASELINE, needs=("tasks", "prompts"),
-        paper={"llama2": 3376}, tolerance="1 %",
-    ),
-    Claim(
-        "1", "Generated tokens, mean over the examples",
-        partial(_mean_of, column="generated_tokens"), "all", "steps", 0, method=BASELINE,
-        needs=("tasks", "prompts", "answers"), paper={"llama2": 68}, tolerance="10 %",
-    ),
-    Claim(
-        "3", "Most prompt tokens get less than an even share of the last token's attention, %",
-        _below_even_share, "all", "figure2", 1, holds="> 50",
-    ),
-    Claim(
-        "3.2", "Never slower: generation speedup, task by task",
-        partial(_by_task, column="equal_length_speedup"), "table1", "steps", 2,
-        needs=("tasks", "answers", "steps"), paper={"llama2": 1.01, "xgen": 1.09}, holds=">= 1",
-    ),
-    Claim(
-        "3.2", "No token twice in a layer: largest share of the prompt that a layer ran, %",
-        _largest_share, "studied", "figure7", 1, holds="<= 100",
-    ),
-    Claim(
-        "5.1", "Score kept, % (mean over tasks)",
-        partial(_by_task, column="relative_score", only="mean"), "table1", "table1", 1, needs=("tasks", "answers"),
-        paper={"llama2": 98.89, "xgen": 99.78}, tolerance="1 point", widest=KEPT_WITHIN,
-    ),
-    Claim(
-        "5.1", "TTFT speedup (mean over tasks)",
-        partial(_by_task, column="ttft_speedup", only="mean"), "table1", "table1", 2, needs=("tasks", "prompts"),
-        paper={"llama2": 2.03, "xgen": 3.03}, tolerance="10 %",
-    ),
-    Claim(
-        "5.1", "Faster to the first token: TTFT speedup, task by task",
-        partial(_by_task, column="ttft_speedup"), "table1", "table1", 2, needs=("tasks",),
-        paper={"llama2": 1.36, "xgen": 1.91}, holds="> 1",
-    ),
-    Claim(
-        "5.1", "Prompt compression's TTFT speedup (fastest task)",
-        partial(_by_task, column="ttft_speedup", only="fastest"), "table1", "table1", 2, method="prompt_compression",
-        needs=("tasks",), paper={"llama2": 0.49, "xgen": 0.69}, tolerance="10 %",
-    ),
-    Claim(
-        "5.2", "Score kept at a measured 2.34x, % (multi-document QA)",
-        partial(kept_at, speedup=2.34), "figure5", "figure5", 1, needs=("answers",), paper={"llama2": 99},
-        tolerance="1 point", widest=KEPT_WITHIN,
-    ),
-    Claim(
-        "5.2", "Score kept at a measured 3x, % (multi-document QA)",
-        partial(kept_at, speedup=3.0), "figure5", "figure5", 1, needs=("answers",), paper={"llama2": 90},
-        holds=">= 90", widest=KEPT_WITHIN,
-    ),
-    *_by_score_and_kl(
-        "5.2", "Better than static pruning at one speedup, task by task", partial(_leads, other="static_pruning"),
-        "figure5", (2, 3), "> 0",
-    ),
-    *_by_score_and_kl(
-        "5.2", "Better than random token drop at one speedup, task by task", partial(_leads, other="random_drop"),
-        "figure5", (2, 3), "> 0",
-    ),
-    Claim(
-        "5.3", "Prompt tokens computed by the end, % (mean over tasks)",
-        partial(_by_task, column="pct_prompt_tokens_computed", only="mean"), "table1", "table2", 1,
-        needs=("tasks", "answers"), paper={"llama2": 75.52, "xgen": 72.22}, tolerance="5 points",
-    ),
-    Claim(
-        "5.3", "Generation speedup (mean over tasks)",
-        partial(_by_task, column="equal_length_speedup", only="mean"), "table1", "table2", 2,
-        needs=("tasks", "answers", "steps"), paper={"llama2": 1.33, "xgen": 1.67}, tolerance="10 %",
-    ),
-    *_by_score_and_kl(
-        "5.4", "Keeping more is better, ratio by ratio", partial(_gains_along, along="keep"), "figure6", (2, 4), ">= 0",
-    ),
-    *_by_score_and_kl(
-        "5.4", "Pruning later is better, layer by layer", partial(_gains_along, along="layer"), "figure6", (2, 4),
-        ">= 0",
-    ),
-    Claim(
-        "5.5", "First layers compute more of the prompt than the last, points",
-        _deeper_saves, "studied", "figure7", 1, holds="> 0",
-    ),
-)  # fmt: skip
+@cache
+def claims() -> tuple[Claim, ...]:
+    """All claims, in the order of the paper's sections."""
+    with (PUBLISHED / "claims.csv").open(encoding="utf-8", newline="") as opened:
+        return tuple(map(_claim, csv.DictReader(opened)))
 
 
-def sections(results: Results) -> list[Section]:
-    """The models and suites of the runs of LazyLLM."""
-    frame: Any = as_published(results.frame)
-    frame = frame[frame["method"] == STUDIED]
-    families = frame["model"].map(results.families)
-    return [Section(results, *key) for key in frame.groupby([families, frame["suite"]]).groups]
+def _claim(row: dict[str, str]) -> Claim:
+    pairs = [argument.split("=") for argument in row["arguments"].split("; ") if argument]
+    return Claim(
+        section=row["section"],
+        claim=row["claim"],
+        measure=row["measure"],
+        arguments={key: float(value) if _is_number(value) else value for key, value in pairs},
+        rows=row["rows"],
+        method=row["method"],
+        needs=tuple(row["needs"].split()),
+        paper={model: float(row[model]) for model in PROMPT_LIMITS if row[model]},
+        tolerance=row["tolerance"],
+        holds=row["holds"],
+        digits=int(row["digits"]),
+        widest=float(row["widest"]) if row["widest"] else None,
+        shown=row["shown"],
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
+def sections(groups: Sequence[Results]) -> dict[tuple[str, str], list[Section]]:
+    """{(model, suite): its sections} of the runs of LazyLLM. groups: of runs that share no table."""
+    found = dict[tuple[str, str], list[Section]]()
+    for results in groups:
+        frame: Any = as_published(results.frame)
+        frame = frame[frame["method"] == STUDIED]
+        for key in frame.groupby(["model", "suite"]).groups:
+            found.setdefault(key, []).append(Section(results, *key))
+    return found

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.store.aggregate import rows_of
 from eval.store.results import Results
 from eval.store.runs import kind_of
+from eval.store.summary import rows_of
 
 BASELINE = "baseline"
 STUDIED = "lazy"  # the paper's own method

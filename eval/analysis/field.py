@@ -57,7 +57,7 @@ def field(results: Results) -> Rows:
     frame = overall(results)
     scoring = 100 * frame["scoring_s"] / frame["ttft_s"]
     values = forms(*(column.name for column in _VALUES if column.name != "scoring_share"))
-    frame = frame[[*SETTING, "examples", "seeds", *values]].assign(scoring_share=scoring)
+    frame = frame[[*SETTING, "speedup", "examples", "seeds", *values]].assign(scoring_share=scoring)
     named = zip(frame["label"], frame["method"], strict=True)
     settings = ["-" if label == method else label.removeprefix(f"{method}, ") for label, method in named]
     names = [columns.place_of(name)[1] for name in frame["method"]]
@@ -74,7 +74,7 @@ def data(results: Results) -> pd.DataFrame:
     """
     frame: Any = style.as_published(overall(results))
     frame = frame[frame["method"] != BASELINE].dropna(subset=["relative_score", "ttft_speedup"])
-    frame = style.of_all_tasks(results.least_different(frame))
+    frame = style.of_all_tasks(frame)
     is_alone = ~frame.duplicated([*SECTION, "method"], keep=False)
     frame = frame.assign(on_curve=columns.targets_of(frame).notna() | is_alone)
     values = forms("relative_score", "ttft_speedup", "ideal_ttft_speedup")

@@ -1,7 +1,6 @@
 """Figure 5: score relative to the baseline's, and KL, against TTFT speedup, by task and method."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure as MplFigure
 from matplotlib.lines import Line2D
 
 from eval.analysis import style
-from eval.analysis.claims import CLAIMS, kept_at
+from eval.analysis.claims import claims
 from eval.analysis.columns import BASELINE, KLS, SECTION, STUDIED, targets_of
 from eval.analysis.paper_tables import MODEL_NAMES, PAPER_MODELS, paper_values
 from eval.analysis.table import as_figure, forms
@@ -35,7 +34,7 @@ def data(results: Results) -> pd.DataFrame:
     table: Any = style.as_published(results.by_task)
     table = table[(table["level"] != "dataset") & (table["method"] != BASELINE)]
     table = table[table["ttft_speedup"].notna() & table[[*KLS, "relative_score"]].notna().any(axis=1)]
-    table = style.of_all_tasks(results.least_different(table)).assign(source=MEASURED)
+    table = style.of_all_tasks(table).assign(source=MEASURED)
     if table.empty:
         return pd.DataFrame()
     table["on_curve"] = False
@@ -65,9 +64,9 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     table = table[(table["method"] != BASELINE) & table["task"].isin(tasks)].assign(source=PAPER)
     if paper_model == "llama2" and "multi_doc_qa" in tasks:
         stated = [
-            (one.measure.keywords["speedup"], one.paper[paper_model])
-            for one in CLAIMS
-            if isinstance(one.measure, partial) and one.measure.func is kept_at
+            (claim.arguments["speedup"], claim.paper[paper_model])
+            for claim in claims()
+            if claim.measure == "kept_at"
         ]
         text = pd.DataFrame(stated, columns=["ttft_speedup", "relative_score"], dtype=float)
         text = text.assign(task="multi_doc_qa", method=STUDIED, source=CLAIM)

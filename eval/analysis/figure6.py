@@ -19,7 +19,6 @@ def data(results: Results) -> pd.DataFrame:
     table: Any = style.as_published(results.by_task)
     table = table[(table["level"] == "all") & (table["method"] == STUDIED)]
     table = table.assign(point=table["settings"].map(single_layer)).dropna(subset="point")
-    table = results.least_different(table)
     table = table.join(pd.DataFrame(table["point"].tolist(), index=table.index, columns=["layer", "keep"]))
     values = forms("score", "reference_score", "score_difference", "relative_score", "ttft_speedup", *KLS)
     table = table.sort_values([*SECTION, "keep", "layer"])

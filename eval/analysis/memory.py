@@ -32,9 +32,9 @@ from eval.analysis.table import (
     forms,
     measured,
 )
-from eval.store.aggregate import beside, drawn_means, on_common_examples
 from eval.store.record import Answer
 from eval.store.results import Results
+from eval.store.summary import beside, drawn_means, on_common_examples
 
 NEAR = 0.05  # of the baseline's bytes: settings that differ by more are not at equal memory
 END, PREFILL = "end", "prefill"

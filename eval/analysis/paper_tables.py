@@ -120,10 +120,10 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
     published = published[[value.name for value in both]].dropna(how="all").add_prefix("paper_").reset_index()
     means: Any = results.by_task
     is_preset = means["speedup"] == PAPER_SPEEDUP
-    # a variant's baseline says nothing where another variant of the model has the preset's arms
-    families = means["model"].map(results.families)
-    with_preset = is_preset.groupby(means["model"]).transform("any") | ~is_preset.groupby(families).transform("any")
-    is_shown = is_preset | ((means["label"] == BASELINE) & with_preset)
+    # the baseline stands beside the arms that were solved for the paper's speedups, or alone
+    has_preset = is_preset.groupby(means["model"]).transform("any")
+    is_alone = means.groupby("model")["method"].transform("nunique") == 1
+    is_shown = is_preset | ((means["label"] == BASELINE) & (has_preset | is_alone))
     means = means[(means["level"] == "task") & means["method"].isin(published["method"]) & is_shown.astype(bool)]
     rows = []
     for row in means.to_dict("records"):
@@ -235,11 +235,8 @@ def _as_printed(table: Table, values: Sequence[Column], results: Results) -> Row
         (MODEL_NAMES[column], column, ran[ran["paper_model"] == column]) for column in PAPER_MODELS
     ]
     others = ran[~ran["paper_model"].isin(PAPER_MODELS)].groupby(["model", "suite"], sort=False)
-    families = [(results.families[model], suite) for (model, suite), _ in others]
     for (model, suite), rows in others:
-        family, name = results.families[model], model_name({"model": model, "suite": suite}, results)
-        # a column has no room for the variant, unless several tell apart
-        sides.append((name.replace(model, family) if families.count((family, suite)) == 1 else name, "", rows))
+        sides.append((model_name({"model": model, "suite": suite}, results), "", rows))
     for name, column, ours in sides:
         rows = lines[key].merge(ours.drop_duplicates(key), "left", key).to_dict("records")
         if len(ours):

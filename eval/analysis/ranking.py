@@ -10,8 +10,8 @@ from eval.analysis import columns
 from eval.analysis.columns import BASELINE, KLS, SECTION, in_order, range_of, ranges_in, with_ends
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, MODEL, Column, Rows, as_table, cells, forms, measured
 from eval.benchmarks.datasets import TASKS
-from eval.store.aggregate import beside, drawn_means, on_common_examples
 from eval.store.results import Results
+from eval.store.summary import beside, drawn_means, on_common_examples
 
 LEAST = 0.9  # share of its target speedup that a setting must reach (by computed FLOPs) to be ranked
 # {value: digits shown}: ranked by the first that all methods of a speedup have

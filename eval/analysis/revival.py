@@ -8,9 +8,9 @@ import pandas as pd
 
 from eval.analysis.columns import KLS, SECTION, STUDIED, targets_of, with_ends
 from eval.analysis.table import MODEL, Cell, Column, Rows, as_table, cells, forms
-from eval.store.aggregate import drawn_means, on_common_examples
 from eval.store.results import Results
 from eval.store.runs import is_ablation
+from eval.store.summary import drawn_means, on_common_examples
 
 WITH, WITHOUT, STATIC, RANDOM = "LazyLLM", "without revival", "static pruning", "random drop"
 _PAIRS = ((WITH, WITHOUT), (WITHOUT, STATIC), (WITH, STATIC), (STATIC, RANDOM))

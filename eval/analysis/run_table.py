@@ -1,4 +1,4 @@
-"""The table of a run: its arms by task, beside the baseline of the same visits (numbers: `eval.store.aggregate`)."""
+"""The table of a run: its arms by task, beside the baseline of the same visits (numbers: `eval.store.summary`)."""
 
 import json
 from collections import Counter
@@ -12,10 +12,10 @@ import pandas as pd
 from eval.analysis.columns import kind_of, range_of, ranges_in, unsolved
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, UNFORCED, Column, Table, cells, forms, has_values
 from eval.benchmarks.datasets import DATASETS, format_value
-from eval.store.aggregate import NO_INTERVAL, VALUES, rows_of
 from eval.store.record import Visit
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun, counted
+from eval.store.summary import NO_INTERVAL, VALUES, rows_of
 from lazyllm.machine import accelerator
 from lazyllm.methods import Baseline, Sparse, by_name, settings_of
 
@@ -58,7 +58,7 @@ def run_table(results: Results, title: str) -> Table:
     frame: run (its folder's name), name, kind ("dataset", "task", "all", or "length": a range of prompt tokens, if
     there are several), task, method (the arm, for people), examples, failed (answers that are missing; no other
     column counts them), score_failed_as_zero (the score if they count as 0), and the columns of
-    `eval.store.aggregate.by_task`.
+    `eval.store.summary.by_task`.
     """
     rows = [row for run in results.runs for row in _rows(run)]
     frame: Any = pd.DataFrame(rows, columns=_COLUMNS)
@@ -234,9 +234,8 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
         if dense and _is_sparse(arm):
             yield f"{where}{name} skipped no attention in {len(dense)} of {counted(asked, 'prompt')}."
         thoughts = [
-            answer.text
+            visit.answers[label].text
             for visit, label in answered
-            for answer in visit.answers[label]
             if run.about["config"]["model"].get("thinking_tokens") and DATASETS[visit.dataset].chat_wrap
         ]
         if count := thoughts.count(""):

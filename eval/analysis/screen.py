@@ -15,8 +15,8 @@ from eval.analysis.columns import SECTION, SETTING, in_order, range_names, range
 from eval.analysis.run_table import EXAMPLES, is_unforced, shown_in
 from eval.analysis.table import LABEL, UNFORCED, Column, Table, cells, console, forms
 from eval.benchmarks.datasets import DATASETS, TASKS
-from eval.store.aggregate import NO_INTERVAL
-from eval.store.results import Results, add_choice
+from eval.store.results import Results, add_choice, read_results
+from eval.store.summary import NO_INTERVAL
 from lazyllm.errors import UserError, nearest, parser_of
 
 _KEYS = ("model", "suite", "method", "label")  # of rows; other keys of --where are of runs
@@ -30,15 +30,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sort", metavar="COLUMN", help="by this column, the highest first: score, ttft_speedup, ...")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     options = parser.parse_args(arguments)
-    of_rows = [condition for condition in options.where if condition.partition("=")[0] in _KEYS]
-    results = Results.read(options.runs, [one for one in options.where if one not in of_rows], options.newest)
-    frame: Any = summary(results, options.by)
-    for condition in of_rows:
-        key, _, value = condition.partition("=")
-        known = sorted(frame[key].unique())
-        frame = frame[frame[key] == value]
-        if frame.empty:
-            raise UserError(f"--where {condition}: no such row; {key} is one of {', '.join(known)}")
+    conditions = [condition for condition in options.where if condition.partition("=")[0] in _KEYS]
+    groups = read_results(options.runs, [one for one in options.where if one not in conditions])
+    frames = [summary(results, options.by).assign(runs=results.name) for results in groups]
+    frame: Any = _selected(pd.concat(frames, ignore_index=True), conditions)
     if options.sort is not None:
         if options.sort not in frame:
             raise UserError(f"--sort {options.sort}: {nearest(options.sort, frame, '--json')}")
@@ -49,8 +44,21 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(rows, indent=2, default=str))
         return 0
     screen = console()
-    screen.print(table_of(frame).to_rich(screen.width))
+    for name, rows in frame.groupby("runs", sort=False):
+        title = f"Results of {name}" if name else "Results"
+        screen.print(table_of(rows.reset_index(drop=True), title).to_rich(screen.width))
     return 0
+
+
+def _selected(frame: Any, conditions: Sequence[str]) -> Any:
+    """The rows that these conditions of --where select. Raises UserError if they select none."""
+    for condition in conditions:
+        key, _, value = condition.partition("=")
+        known = sorted(frame[key].unique())
+        frame = frame[frame[key] == value]
+        if frame.empty:
+            raise UserError(f"--where {condition}: no such row; {key} is one of {', '.join(known)}")
+    return frame
 
 
 def summary(results: Results, by: str | None = None) -> pd.DataFrame:
@@ -106,7 +114,7 @@ def _unfinished(results: Results) -> dict[tuple[str, str, str], list[str]]:
     return lacking
 
 
-def table_of(frame: Any) -> Table:
+def table_of(frame: Any, title: str = "Results") -> Table:
     """A `summary` as people read it."""
     sections = frame.assign(section=frame["model"] + ", " + frame["suite"] + ", " + frame["part"])
     score, *others = shown_in(frame)
@@ -122,4 +130,4 @@ def table_of(frame: Any) -> Table:
     unfinished = [Column("unfinished", "unfinished")] if (frame["unfinished"] != "").any() else []
     keys = Column("section", "model, suite, part"), LABEL
     shown = cells(sections, [*keys, score, EXAMPLES, *seeds, *others, *unfinished])
-    return Table("results", "Results", " ".join(sentences), frame, shown, keys=len(keys))
+    return Table("results", title, " ".join(sentences), frame, shown, keys=len(keys))

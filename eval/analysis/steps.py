@@ -9,8 +9,8 @@ import pandas as pd
 from eval.analysis.claims import Section, sections
 from eval.analysis.columns import SETTING, in_order, range_of, ranges_in, with_sums
 from eval.analysis.table import LABEL, MODEL, Column, Rows, as_table, cells, forms, measured
-from eval.store.aggregate import beside
 from eval.store.results import Results
+from eval.store.summary import beside
 
 _ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
 _LENGTHS = ["prompt_tokens", "answer_tokens"]
@@ -50,7 +50,7 @@ def steps(results: Results) -> Rows:
     setting of LazyLLM that figures show.
     """
     shares, headings = _shares(results)
-    costs: Any = pd.DataFrame([row for section in sections(results) for row in _costs(section)])
+    costs: Any = pd.DataFrame([row for found in sections([results]).values() for row in _costs(found[0])])
     rows = pd.concat([part for part in (shares, costs) if len(part)] or [shares])
     # the tasks of a setting follow it
     place = {key: number for number, key in enumerate(map(tuple, shares[SETTING].to_numpy().tolist()))}

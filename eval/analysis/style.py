@@ -82,12 +82,12 @@ def of_all_tasks(rows: Any) -> Any:
 
 def studied(results: Results) -> Any:
     """The rows that count of one LazyLLM setting for each model: Figure 4's schedule if it was run, else the setting
-    with most examples (the first by label of equal ones), in the variant that differs least. Without ablations.
+    with most examples (the first by label of equal ones). Without ablations.
     """
     counting = as_published(results.counting)
     rows = counting[counting["method"] == STUDIED]
-    is_paper, families = rows["label"] == PAPER_SETTING, rows["model"].map(results.families)
-    rows = results.least_different(rows[is_paper | ~is_paper.groupby(families).transform("any")])
+    is_paper = rows["label"] == PAPER_SETTING
+    rows = rows[is_paper | ~is_paper.groupby(rows["model"]).transform("any")]
     sizes = rows.groupby(["model", "label"])[["dataset", "id"]].apply(lambda part: len(part.drop_duplicates()))
     chosen: dict[str, str] = {}
     for model, label in sorted(sizes.index, key=lambda key: (-int(sizes[key]), key[1])):
@@ -98,18 +98,15 @@ def studied(results: Results) -> Any:
 def of_trace(
     results: Results, frame_of: Callable[[Trace], Any], about: Sequence[str], method: str | None = None
 ) -> Any:
-    """The frame of the runs' first trace (of the paper's models, Figure 4's schedule and the variant that differs
-    least, if there are such), after `about`: model, or model and label; empty without a trace. method: whose arms
-    count, without ablations.
+    """The frame of the runs' first trace (of the paper's models and Figure 4's schedule, if there are such), after
+    `about`: model, or model and label; empty without a trace. method: whose arms count, without ablations.
     """
     traced = [(run, run.arms[trace.arm], trace) for run in results.runs for trace in map(read_trace, run.traces)]
     if method is not None:
         traced = [one for one in traced if one[1].method == method and not is_ablation(one[1].settings)]
     if not traced:
         return pd.DataFrame()
-    run, arm, trace = min(
-        traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING, len(one[0].differences))
-    )
+    run, arm, trace = min(traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING))
     frame = frame_of(trace)
     return frame.assign(model=run.model, label=arm.label)[[*about, *frame.columns]]
 

@@ -1,11 +1,12 @@
 """The paper's claims about LazyLLM, each with what stored runs say of it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.analysis.claims import CLAIMS, PAPER_SUITE, Claim, Value, sections
+from eval.analysis.claims import PAPER_SUITE, Claim, Value, claims, sections
 from eval.analysis.columns import SECTION
 from eval.analysis.paper_tables import PAPER_MODELS
 from eval.analysis.table import MODEL, Column, Rows, as_table, cells, forms
@@ -35,36 +36,52 @@ _FRAME = [
     ),
     command="python run.py -m experiment=table1 model=llama2,xgen",
 )
-def verdicts(results: Results) -> Rows:
+def verdicts(*groups: Results) -> Rows:
     """Each claim of the paper about LazyLLM for each model: the paper's number, ours, and the verdict.
 
-    frame: model, suite, section, claim, paper (the published number for the model), expected, parts (the number of
-    values behind ours), value, value_low, value_high (of a single part), verdict, lacking (what a run must have for a
-    verdict), shown.
+    groups: of runs that share no table. frame: model, suite, section, claim, paper (the published number for the
+    model), expected, parts (the number of values behind ours), value, value_low, value_high (of a single part),
+    verdict, lacking (what a run must have for a verdict), shown.
     """
-    found = sections(results)
-    rows = [_row(claim, one.suite, one.paper_model, *claim.judged(one)) for one in found for claim in CLAIMS]
-    there = {one.paper_model for one in found}
-    absent = [name for name in PAPER_MODELS if name not in there]
-    rows += [_row(claim, PAPER_SUITE, name, name) for name in absent for claim in CLAIMS if name in claim.paper]
+    found = sections(groups)
+    rows = list[dict[str, Any]]()
+    for (model, suite), parts in found.items():
+        rows += [_row(claim, model, suite, parts[0].paper_model, *claim.judged(parts)) for claim in claims()]
+    there = {parts[0].paper_model for parts in found.values()}
+    for name in PAPER_MODELS:
+        if name not in there:
+            rows += [_row(claim, name, PAPER_SUITE, name) for claim in claims() if name in claim.paper]
     frame: Any = pd.DataFrame(rows, columns=[*_FRAME, "ours"])
     shown = [
         f"{verdict}: {text}" if text else verdict
         for verdict, text in zip(frame["verdict"], frame["lacking"], strict=True)
     ]
-    return Rows(frame[_FRAME], cells(frame.assign(shown_verdict=shown), _COLUMNS, results), keys=3)
+    text = cells(frame.assign(shown_verdict=shown), _COLUMNS, groups[0])
+    return Rows(frame[_FRAME], text, keys=3)
 
 
 def _row(
-    claim: Claim, suite: str, paper_model: str | None, model: str, parts: list[Value] | None = None, lacking: str = ""
+    claim: Claim,
+    model: str,
+    suite: str,
+    paper_model: str | None,
+    parts: Sequence[Value] = (),
+    lacking: str = "",
 ) -> dict[str, Any]:
-    """A claim of the paper beside ours. model, parts, lacking: of `Claim.judged`."""
-    parts, paper = parts or [], claim.paper.get(paper_model or "")
+    """A claim of the paper beside ours. parts, lacking: of `Claim.judged`."""
+    values, paper = list(parts), claim.paper.get(paper_model or "")
+    single = values[0] if len(values) == 1 else (np.nan,) * 3
     return {
-        "model": model, "suite": suite, "section": claim.section, "claim": claim.claim,
-        "paper": "-" if paper is None else f"{paper:g}", "parts": len(parts),
+        "model": model,
+        "suite": suite,
+        "section": claim.section,
+        "claim": claim.claim,
+        "paper": "-" if paper is None else f"{paper:g}",
+        "parts": len(values),
         "expected": claim.holds or f"within {claim.tolerance}",
-        **dict(zip(forms("value"), parts[0] if len(parts) == 1 else (np.nan,) * 3, strict=True)),
-        "ours": claim.ours(parts), "verdict": claim.verdict(parts, paper_model, lacking), "lacking": lacking,
+        **dict(zip(forms("value"), single, strict=True)),
+        "ours": claim.ours(values),
+        "verdict": claim.verdict(values, paper_model, lacking),
+        "lacking": lacking,
         "shown": claim.shown,
-    }  # fmt: skip
+    }

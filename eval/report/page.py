@@ -34,7 +34,7 @@ def render(results: Results, content: Content, most: int | None = None) -> str:
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.get_template("page.html.jinja").render(
-        title=", ".join(dict.fromkeys(run.family for run in runs)),
+        title=", ".join(dict.fromkeys(run.model for run in runs)),
         warnings=warnings(runs, most),
         runs=runs_table(runs),
         tables=content.tables,
@@ -64,7 +64,6 @@ def runs_table(runs: Sequence[StoredRun]) -> Table:
             "arms": ", ".join(run.arms),
             "examples": len(run.answered),
             "datasets": len(run.datasets),
-            "differs from most runs in": ", ".join(f"{key}={value}" for key, value in run.differences.items()) or "-",
             "device": run.device or "unknown",
             "started": run.started,
             "commit": run.about["provenance"]["git_commit"] or "unknown",

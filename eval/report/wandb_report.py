@@ -16,7 +16,7 @@ from eval.analysis.table import figures, legend, tables
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.report.content import Content, content_of
 from eval.store.folder import fingerprint
-from eval.store.results import Results, add_choice
+from eval.store.results import Results, add_choice, explain, read_results
 from lazyllm.errors import UserError, parser_of
 from lazyllm.files import write_whole
 
@@ -109,7 +109,9 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError("--publish needs --entity NAME (or WANDB_ENTITY): the user or team of the project")
         if not wandb.login(prompt=False):
             raise UserError("--publish needs a key: WANDB_API_KEY, or `wandb login`. Offline: --out FILE")
-    results = Results.read(options.runs, options.where, options.newest)
+    results, *others = read_results(options.runs, options.where)
+    if others:
+        raise UserError(f"{explain([results, *others])}: choose one with --where KEY=VALUE")
     content = content_of(results, {name: tables()[name] for name in _TABLES}, figures())
     title = options.title or ", ".join(dict.fromkeys(run.model for run in results.runs))
     report = specification(results, content, title, options.project, options.entity)

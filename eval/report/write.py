@@ -6,6 +6,9 @@ OUT/README.md     all tables and figures with captions, and a list of those with
 OUT/tables/       each table as .md, .csv (full precision) and .tex
 OUT/figures/      each figure as .svg, .pdf and .png, and its data as .csv
 OUT/provenance.json   the runs used: fingerprint, commit, versions, machine, hashes of the visits
+
+Runs that differ in more than arms, data and seed share no table: each group of them has a folder of its own in OUT, and
+OUT itself has the verdicts on the paper's claims, which any group may decide.
 """
 
 from __future__ import annotations
@@ -21,91 +24,149 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.store.folder import files_of
-from eval.store.results import Results, add_choice
+from eval.store.results import Results, add_choice, explain, read_results
 from eval.store.runs import counted
 from lazyllm.errors import parser_of, require
 from lazyllm.files import write_whole
 
 if TYPE_CHECKING:
     from eval.analysis.table import Figure, Table
+    from eval.report.content import Content, Picture
 
 log = logging.getLogger(__name__)
 
 TITLE = "# Tables and figures"
 FORMATS = ("md", "csv", "tex", "svg", "pdf", "png", "html")
+OF_ALL = "verdicts"  # the table that all groups of runs share
 
 
 def write_paper(
     results: Results,
     out: Path,
-    tables: Mapping[str, Callable[[Results], Table]],
+    tables: Mapping[str, Callable[..., Table]],
     figures: Mapping[str, Figure],
     formats: Sequence[str] = FORMATS,
     most: int | None = None,
 ) -> list[Path]:
-    """Write everything into `out`, created if missing. Returns the paths, the index first.
+    """Write everything of runs that share tables into `out`, created if missing. Returns the paths, the index first.
 
     tables, figures: as in `eval.analysis.table`. formats: suffixes of the files; pictures in README.md are PNG.
-    most: of `render`. Raises UserError if a file cannot be written.
+    most: of `eval.report.page.render`. Raises UserError if a file cannot be written.
     """
-    from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
-    from eval.analysis.table import legend
     from eval.report.content import content_of
 
-    content, notes = content_of(results, tables, figures), results.unfinished
+    content = content_of(results, tables, figures)
     for stem in [*(out / "tables" / name for name in tables), *(out / "figures" / name for name in figures)]:
         _remove(stem)
     paths, sections = [], []
-    for made in content.tables:
-        table = replace(made, caption="\n".join([*notes, made.caption]))
-        forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
-        files = {suffix: out / "tables" / f"{table.name}.{suffix}" for suffix in forms if suffix in formats}
-        for suffix, file in files.items():
-            write_whole(file, forms[suffix]())
-        sections.append(f"{table.to_markdown('##')}\n{_source(files, table.command)}\n")
+    for table in content.tables:
+        noted = replace(table, caption="\n".join([*results.unfinished, table.caption]))
+        files = write_table(noted, out, formats)
+        sections.append(f"{noted.to_markdown('##')}\n{_source(files, noted.command)}\n")
         paths += files.values()
     for picture in content.pictures:
-        stem, figure = out / "figures" / picture.name, picture.figure
-        pictures = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
-        saved = save(picture.drawn, stem, pictures) if pictures else []
-        files = {file.suffix[1:]: file for file in saved}
-        if "csv" in formats:
-            files["csv"] = stem.with_name(f"{picture.name}.csv")
-            write_whole(files["csv"], picture.data.to_csv(index=False, lineterminator="\n"))
-        texts = [text for text in (figure.caption, figure.notes) if text]
-        if "png" in formats:
-            texts.insert(0, f"![{figure.title}](figures/{picture.name}.png)")
-        sections.append("\n\n".join([f"## {figure.title}", *texts, _source(files, figure.command)]) + "\n")
+        files = _write_picture(picture, out, formats)
+        sections.append(_section_of(picture, files, formats))
         paths += files.values()
     if "html" in formats:
-        from eval.report.page import render
-
-        page = render(results, content, most)
-        write_whole(out / "index.html", page)
-        if (size := len(page.encode()) / 1e6) > 30:
-            log.warning("index.html has %.0f MB, so a browser loads it slowly: --examples N shows fewer answers", size)
-        paths.append(out / "index.html")
+        paths.append(_write_page(results, content, out, most))
     write_whole(out / "provenance.json", json.dumps(provenance(results), indent=2, sort_keys=True) + "\n")
-    runs, answers = len(results.runs), len(results.counting)
-    index = (
-        f"{TITLE}\n\nMade by `lazyllm-bench paper` from {counted(runs, 'stored run')} with "
-        f"{counted(answers, 'answer')}, without a model. [provenance.json](provenance.json) lists the runs, their "
-        "code and their machines.\n\n"
-    )
-    if notes:
-        index += "\n".join([*(f"**{note}**" for note in notes), "", ""])
+    index = _free_index(out)
+    write_whole(index, "\n".join([_introduce(results, content, formats), *sections]))
+    return [index, out / "provenance.json", *paths]
+
+
+def write_groups(
+    groups: Sequence[Results],
+    out: Path,
+    tables: Mapping[str, Callable[..., Table]],
+    figures: Mapping[str, Figure],
+    formats: Sequence[str] = FORMATS,
+    most: int | None = None,
+) -> list[Path]:
+    """`write_paper` of each group of runs in a folder of its own, and what all groups share. Arguments: as there."""
+    if len(groups) == 1:
+        return write_paper(groups[0], out, tables, figures, formats, most)
+    paths = list[Path]()
+    own = {name: make for name, make in tables.items() if name != OF_ALL}
+    links = []
+    for results in groups:
+        index, *files = write_paper(results, out / results.name, own, figures, formats, most)
+        runs = ", ".join(run.folder.name for run in results.runs)
+        links.append(f"- [{results.name}]({index.relative_to(out).as_posix()}): {runs}")
+        paths += [index, *files]
+    sections = list[str]()
+    if OF_ALL in tables and len((table := tables[OF_ALL](*groups)).frame):
+        files = write_table(table, out, formats)
+        sections = [f"{table.to_markdown('##')}\n{_source(files, table.command)}\n"]
+        paths += files.values()
+    text = f"{TITLE}\n\n{explain(groups).capitalize()}.\n\n" + "\n".join([*links, "", *sections])
+    index = _free_index(out)
+    write_whole(index, text)
+    return [index, *paths]
+
+
+def write_table(table: Table, out: Path, formats: Sequence[str]) -> dict[str, Path]:
+    """Write a table's files; returns them by suffix."""
+    forms = {"md": table.to_page, "csv": table.to_csv, "tex": table.to_latex}
+    files = {suffix: out / "tables" / f"{table.name}.{suffix}" for suffix in forms if suffix in formats}
+    for suffix, file in files.items():
+        write_whole(file, forms[suffix]())
+    return files
+
+
+def _write_picture(picture: Picture, out: Path, formats: Sequence[str]) -> dict[str, Path]:
+    from eval.analysis.style import save  # not at the top: importing matplotlib is slow and writes caches
+
+    stem = out / "figures" / picture.name
+    suffixes = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]
+    files = {file.suffix[1:]: file for file in (save(picture.drawn, stem, suffixes) if suffixes else [])}
+    if "csv" in formats:
+        files["csv"] = stem.with_name(f"{picture.name}.csv")
+        write_whole(files["csv"], picture.data.to_csv(index=False, lineterminator="\n"))
+    return files
+
+
+def _section_of(picture: Picture, files: Mapping[str, Path], formats: Sequence[str]) -> str:
+    figure = picture.figure
+    texts = [text for text in (figure.caption, figure.notes) if text]
+    if "png" in formats:
+        texts.insert(0, f"![{figure.title}](figures/{picture.name}.png)")
+    return "\n\n".join([f"## {figure.title}", *texts, _source(files, figure.command)]) + "\n"
+
+
+def _write_page(results: Results, content: Content, out: Path, most: int | None) -> Path:
+    from eval.report.page import render
+
+    page = render(results, content, most)
+    write_whole(out / "index.html", page)
+    if (size := len(page.encode()) / 1e6) > 30:
+        log.warning("index.html has %.0f MB, so a browser loads it slowly: --examples N shows fewer answers", size)
+    return out / "index.html"
+
+
+def _introduce(results: Results, content: Content, formats: Sequence[str]) -> str:
+    """The text of the index before the tables."""
+    from eval.analysis.table import legend
+
+    made_from = f"{counted(len(results.runs), 'stored run')} with {counted(len(results.counting), 'answer')}"
+    parts = [
+        f"{TITLE}\n",
+        f"Made by `lazyllm-bench paper` from {made_from}, without a model. [provenance.json](provenance.json) lists "
+        "the runs, their code and their machines.\n",
+    ]
+    if results.unfinished:
+        parts += [*(f"**{sentence}**" for sentence in results.unfinished), ""]
     if "html" in formats:
-        index += "[index.html](index.html) has all of it on one page, with the answers of every arm.\n\n"
+        parts.append("[index.html](index.html) has all of it on one page, with the answers of every arm.\n")
     if content.missing:
-        missing = [f"- {title}: `{command}`" for title, command in content.missing]
-        index += "\n".join(["No run yet for:", "", *missing, "", ""])
-    index += f"In all tables, {signs}\n\n" if (signs := legend(content.tables)) else ""
-    written = _index(out)
-    write_whole(written, index + "\n".join(sections))
-    return [written, out / "provenance.json", *paths]
+        parts += ["No run yet for:", "", *(f"- {title}: `{command}`" for title, command in content.missing), ""]
+    if signs := legend(content.tables):
+        parts.append(f"In all tables, {signs}\n")
+    return "\n".join(parts)
 
 
-def _index(out: Path) -> Path:
+def _free_index(out: Path) -> Path:
     """README.md; index.md beside one that somebody else wrote."""
     file = out / "README.md"
     is_free = not file.exists() or file.read_text(encoding="utf-8").startswith(TITLE)
@@ -148,26 +209,23 @@ def main(arguments: Sequence[str]) -> int:
     parser = parser_of("paper", __doc__)
     add_choice(parser)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write (default: paper beside the runs)")
-    parser.add_argument(
-        "--within", type=float, default=1.0, metavar="X",
-        help="for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)",
-    )  # fmt: skip
+    within = "for the effective keep rate: accept a score up to X %% below the baseline's (default: %(default)s)"
+    parser.add_argument("--within", type=float, default=1.0, metavar="X", help=within)
     parser.add_argument("--examples", type=int, metavar="N", help="index.html: only the first N of a run and dataset")
-    parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="SUFFIX",
-        help="the files to write: %(choices)s (default: all)",
-    )  # fmt: skip
+    formats = {"nargs": "+", "choices": FORMATS, "default": FORMATS, "metavar": "SUFFIX"}
+    parser.add_argument("--formats", help="the files to write: %(choices)s (default: all)", **formats)
     options = parser.parse_args(arguments)
     require(options.examples is None or options.examples > 0, "--examples", options.examples, "1 or more")
     require(0 <= options.within < 100, "--within", options.within, "0 or more, and less than 100")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
     logging.getLogger("fontTools").setLevel(logging.WARNING)
-    results = Results.read(options.runs, options.where, options.newest)
+    groups = read_results(options.runs, options.where)
     from eval.analysis.ranking import effective_keep  # not at the top: importing matplotlib is slow
     from eval.analysis.table import figures, tables
 
     made = tables() | {"effective_keep": partial(effective_keep, within=options.within)}
     out = options.out or options.runs[0] / "paper"
-    paths = write_paper(results, out, made, figures(), options.formats, options.examples)
-    print(f"{counted(len(paths), 'file')} from {counted(len(results.runs), 'run')}: {paths[0]}")
+    paths = write_groups(groups, out, made, figures(), options.formats, options.examples)
+    runs = sum(len(results.runs) for results in groups)
+    print(f"{counted(len(paths), 'file')} from {counted(runs, 'run')}: {paths[0]}")
     return 0

@@ -133,7 +133,7 @@ class Tracker:
                 self._run.log({f"figures/{file.stem}": self._wandb.Image(str(file))})
 
     def _per_example(self, results: Results) -> Any:
-        from eval.store.aggregate import beside
+        from eval.store.summary import beside
 
         frame: Any = results.frame
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]].drop(columns="token_s")

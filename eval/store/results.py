@@ -1,6 +1,6 @@
-"""Stored runs as one value with the frames behind tables, figures and reports, without a model.
+"""Stored runs that share tables, with the frames behind tables, figures and reports. No model is needed.
 
-Runs of a model share a table if they agree in everything but arms, data and seed (`with_variants`).
+Runs share a table if their identities agree in everything but arms, data and seed (`share`).
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,43 +26,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Keys of an identity that may differ between runs that share a table
-_FREE = {"arms", "baseline", "data", "seed", "warmup", "fidelity", "batch_size", "suite_code"}
-_SHOWN = 20  # characters of a value in a name
-_ROWS = "rows of "  # key of a dataset: the hashes of its rows and templates
+_FREE = {
+    "arms", "baseline", "data", "subset", "seed", "warmup", "fidelity", "batch_size", "suite_code",
+}  # fmt: skip
 _MEASURED_ONCE = ["model", "method", "settings", "seed", "dataset"]
 
 
 class Results:
-    """Stored runs, and their frames for tables and figures, each made once. runs: in order."""
+    """Runs that share tables, and their frames, each made once.
 
-    def __init__(self, runs: Sequence[StoredRun]) -> None:
+    runs: in order. name: what tells them from other runs of a command; "" if there are no others.
+    """
+
+    def __init__(self, runs: Sequence[StoredRun], name: str = "") -> None:
         self.runs = tuple(runs)
-
-    @classmethod
-    def read(cls, folders: Sequence[Path], where: Sequence[str] = (), newest: bool = False) -> Results:
-        """All runs with answers in the folders and below, by name. where, newest: as in `chosen`. Raises UserError."""
-        read = [replace(run, given=run.visits) for run in chosen(stored_runs(folders), where, newest)]
-        if not (runs := [run for run in read if run.answered]):
-            raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
-        results = cls(with_variants(runs))
-        for sentence in [*results.unfinished, *results.choices]:
-            log.warning("%s", sentence)
-        return results
+        self.name = name
 
     @cached_property
     def frame(self) -> pd.DataFrame:
         """A row for each arm's answer in each visit of each run.
 
-        model, paper_model (missing: the paper has no such model), run (the fingerprint), folder, arm (its label in the
-        run), method, settings (canonical JSON of speedup and hyperparameters), label
-        (the same for people), speedup, seed, is_baseline,
-        dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens, visit (from 0, of the example), counts;
-        then `eval.store.runs.MEASURED`, and token_s, the seconds to each token (None if steps were not timed). Scores
-        are 0 to 100.
+        model, paper_model (missing: the paper has no such model), run (the fingerprint), folder,
+        arm (its label in the run), method, settings (canonical JSON of speedup and hyperparameters),
+        label (the same for people), speedup (missing for none, "table1" for the paper's), seed,
+        is_baseline, dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens, visit
+        (from 0, of the example), counts; then `eval.store.runs.MEASURED`, and token_s, the seconds
+        to each token (None if steps were not timed). Scores are 0 to 100.
 
-        counts: whether tables count the row: the first answer of its arm in its run, and of several runs of a setting
-        and seed that with most examples of the dataset, then the newest (`choices`). The others serve `beside` only.
-        Raises UserError.
+        counts: whether tables count the row: the first answer of its arm in its run, and of several
+        runs of a setting and seed that with most examples of the dataset, then the newest
+        (`choices`). The others serve `beside` only. Raises UserError.
         """
         import pandas as pd
 
@@ -77,8 +69,10 @@ class Results:
     def _chosen(self, frame: Any) -> Any:
         """For each row, the folder of the run that counts for its setting, seed and dataset."""
         started = {str(run.folder): run.started for run in self.runs}
-        sizes = frame[frame["counts"]].groupby([*_MEASURED_ONCE, "folder"], sort=False)["id"].nunique().reset_index()
-        sizes = sizes.assign(started=sizes["folder"].map(started)).sort_values(["id", "started", "folder"])
+        answered = frame[frame["counts"]].groupby([*_MEASURED_ONCE, "folder"], sort=False)["id"]
+        sizes = answered.nunique().reset_index()
+        sizes = sizes.assign(started=sizes["folder"].map(started))
+        sizes = sizes.sort_values(["id", "started", "folder"])
         best = sizes.groupby(_MEASURED_ONCE)["folder"].last().rename("chosen")
         return frame[_MEASURED_ONCE].join(best, on=_MEASURED_ONCE)["chosen"]
 
@@ -90,18 +84,20 @@ class Results:
 
     @property
     def choices(self) -> list[str]:
-        """A sentence for each run whose answers do not count, as another run has more of the same, or newer ones."""
+        """A sentence for each run whose answers do not count, as another run has more or newer."""
         lost: Any = self.superseded[~self.superseded["is_baseline"]]
         return [
-            f"{', '.join(rows['label'].unique())}, {', '.join(rows['dataset'].unique())}: measured in {folder} and in "
-            f"{other}; tables count {other}, which has more examples or is newer (--where KEY=VALUE chooses)"
+            f"{', '.join(rows['label'].unique())} ({_few(rows['dataset'].unique())}): measured in "
+            f"{folder} and in {other}; tables count {other}, which has more examples or is newer "
+            "(--where KEY=VALUE chooses)"
             for (folder, other), rows in lost.groupby(["folder", "chosen"], sort=False)
         ]
 
     @cached_property
     def unfinished(self) -> list[str]:
         """A sentence for each run that lacks answers; empty if all runs are complete."""
-        return [f"Unfinished: {run.folder.name}, {part}." for run in self.runs if (part := run.unfinished)]
+        lacking = [(run, part) for run in self.runs if (part := run.unfinished)]
+        return [f"Unfinished: {run.folder.name}, {part}." for run, part in lacking]
 
     @cached_property
     def counting(self) -> pd.DataFrame:
@@ -110,13 +106,13 @@ class Results:
 
     @cached_property
     def by_task(self) -> pd.DataFrame:
-        """`eval.store.aggregate.by_task` of the frame. Raises UserError."""
-        from eval.store.aggregate import by_task  # not at the top: pandas is slow to import
+        """`eval.store.summary.by_task` of the frame. Raises UserError."""
+        from eval.store.summary import by_task  # not at the top: pandas is slow to import
 
         return by_task(self.frame)
 
     def answers(self, rows: Any) -> Iterator[tuple[Visit, Answer]]:
-        """The visit and the answer of each of these rows of the frame, with the lists that are in no column."""
+        """The visit and the answer of each of these rows, with the lists that are in no column."""
         visits = defaultdict[tuple[str, str, str], list[Visit]](list)
         for run in self.runs:
             for visit in run.visits:
@@ -126,92 +122,95 @@ class Results:
             visit = visits[folder, dataset, example][number]
             yield visit, visit.answers[arm]
 
-    @cached_property
-    def families(self) -> dict[str, str]:
-        """{model: it without its variant}."""
-        return {run.model: run.family for run in self.runs}
 
-    def least_different(self, rows: Any) -> Any:
-        """Of these rows of a frame, those of the variant of each model that differs least from its other runs.
-
-        What shows one variant of a model, as figures and claims do, asks it of the rows that it could show.
-        """
-        differences = rows["model"].map({run.model: len(run.differences) for run in self.runs})
-        least = differences.groupby(rows["model"].map(self.families)).transform("min")
-        return rows[differences == least]
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{len(names)} datasets"
 
 
-def with_variants(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs, with `differences` and `variant` set, such as ` (dtype=bfloat16)`.
+def read_results(folders: Sequence[Path], where: Sequence[str] = ()) -> list[Results]:
+    """All runs with answers in the folders and below, by name, as those that share tables.
 
-    Runs share a table if those of one model agree in everything but arms, data and seed, those of one method or suite
-    in its code, and all in the rows and templates of a dataset. `differences` holds the values that are not the most
-    common of the model (of equally common ones, the newest run's is). `variant` names one or two of these, or the
-    first and how many there are more, and a number where that is the name of several.
+    where: as of `choose`. Logs what is unfinished or superseded, and what keeps runs apart.
+    Raises UserError.
     """
-    runs = _with_paths(runs)
-    compared = _compared_values(runs)
-    seen = defaultdict[tuple[str, str], list[str]](list)
-    for run, own in sorted(zip(runs, compared, strict=True), key=lambda pair: pair[0].started):
-        for key, value in own.items():
-            seen[run.model, key].append(value)
-    usual = {key: max(reversed(values), key=values.count) for key, values in seen.items()}
-    found = [
-        {key: text.strip('"') for key, text in own.items() if text != usual[run.model, key]}
-        for run, own in zip(runs, compared, strict=True)
-    ]
-    variants, named = dict[tuple[Any, ...], str](), Counter[tuple[str, str]]()
-    for kind in sorted({(run.model, *own.items()) for run, own in zip(runs, found, strict=True) if own}):
-        model, *pairs = kind
-        first, *others = (f"{key}={value[:_SHOWN]}" for key, value in pairs)
-        text = f"{first} and {len(others)} more" if len(others) > 1 else ", ".join([first, *others])
-        named[model, text] += 1
-        variants[kind] = f" ({text})" if named[model, text] == 1 else f" ({text}, {named[model, text]})"
-    return [
-        replace(run, differences=own, variant=variants.get((run.model, *own.items()), ""))
-        for run, own in zip(runs, found, strict=True)
-    ]
+    read = [replace(run, given=run.visits) for run in choose(stored_runs(folders), where)]
+    if not (runs := [run for run in read if run.answered]):
+        raise UserError(f"no run with answers in {', '.join(map(str, folders))}")
+    groups = share(runs)
+    if len(groups) > 1:
+        log.warning("%s", explain(groups))
+    for results in groups:
+        for sentence in [*results.unfinished, *results.choices]:
+            log.warning("%s", sentence)
+    return groups
 
 
-def _with_paths(runs: Sequence[StoredRun]) -> list[StoredRun]:
-    """The runs, with `path` set where models of other weights have the same short name and another path."""
-    firsts = defaultdict[str, dict[str, Path]](dict)  # {short name: {weights: the path that was given first}}
-    for run in runs:
-        firsts[run.model].setdefault(str(run.identity.get("weights")), Path(run.about["config"]["model"]["name"]))
-    ends = {name: _different_ends({*paths.values()}) for name, paths in firsts.items()}
-    paths = [firsts[run.model][str(run.identity.get("weights"))] for run in runs]
-    return [replace(run, path=ends[run.model][path]) for run, path in zip(runs, paths, strict=True)]
+def share(runs: Sequence[StoredRun]) -> list[Results]:
+    """The runs as those that share tables: each run joins the first ones that it agrees with.
 
-
-def _different_ends(paths: set[Path]) -> dict[Path, str]:
-    """{path: as many of its last parts as tell all apart}; "" for a single path."""
-    if len(paths) == 1:
-        return dict.fromkeys(paths, "")
-    ends = ({path: str(Path(*path.parts[-length:])) for path in paths} for length in count(1))
-    return next(found for found in ends if len({*found.values()}) == len(paths))
-
-
-def _compared_values(runs: Sequence[StoredRun]) -> list[dict[str, str]]:
-    """For each run, {key of its identity that all runs of a table share: JSON of its value}.
-
-    A key that only other runs of the model have, such as `batch_size`, is null. Rows and code of what the run has not
-    run are left out.
+    Runs of one model agree in everything but `_FREE`, those of one method or suite in its code, and
+    all in the rows and templates of a dataset.
     """
-    compared, names = [], defaultdict(set)
+    groups: list[tuple[dict[str, Any], list[StoredRun]]] = []
     for run in runs:
-        compared.append(dict(_flat({name: value for name, value in run.identity.items() if name not in _FREE})))
-        names[run.model] |= compared[-1].keys()
-    for run, own in zip(runs, compared, strict=True):
-        own |= dict.fromkeys(sorted(names[run.model] - own.keys()))
-        arms = run.identity["arms"].values()
-        own |= {f"code of {arm['method']['name']}": arm["code"] for arm in arms if "code" in arm}
-        suites = {DATASETS[name].suite for name in run.identity["data"] if name in DATASETS}
-        own |= {f"code of {suite}": run.identity.get("suite_code") for suite in suites}
-        own |= {f"{_ROWS}{name}": sha256 for name, sha256 in run.identity["data"].items()}
-    return [{name: json.dumps(value, sort_keys=True) for name, value in own.items()} for own in compared]
+        values = shared_values(run)
+        for known, members in groups:
+            if all(known.get(key, value) == value for key, value in values.items()):
+                known.update(values)
+                members.append(run)
+                break
+        else:
+            groups.append((values, [run]))
+    if len(groups) == 1:
+        return [Results(runs)]
+    names, taken = [_name(members) for _, members in groups], list[str]()
+    for name in names:
+        taken.append(name if name not in taken else f"{name}-{len(taken) + 1}")
+    return [Results(members, name) for name, (_, members) in zip(taken, groups, strict=True)]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _name(runs: Sequence[StoredRun]) -> str:
+    """`figure5+field_2x`: the labels or methods of these runs."""
+    labels = [run.about["config"].get("label") or "+".join(run.methods) for run in runs]
+    return "+".join(dict.fromkeys(labels))[:60].replace("/", "_")
+
+
+def explain(groups: Sequence[Results]) -> str:
+    """Which keys of their identities keep groups of runs apart."""
+    values = [{**shared_values(run)} for results in groups for run in results.runs]
+    seen = defaultdict[str, list[Any]](list)
+    for one in values:
+        for key, value in one.items():
+            if value not in seen[key]:
+                seen[key].append(value)
+    differ = [
+        f"{key.partition(': ')[2] or key} ({', '.join(map(_short, different))})"
+        for key, different in seen.items()
+        if len(different) > 1
+    ]
+    names = "; ".join(results.name for results in groups)
+    return f"runs that differ in {', '.join(differ)} share no table: {names}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 20 else f"{text[:17]}..."
+
+
+def shared_values(run: StoredRun) -> dict[str, Any]:
+    """{key: value of a run's identity} that runs of a table have in common; of a model, with its name."""
+    identity = run.identity
+    usual = {"clock": None, "chat_args": None, "system": None, "today": None, "thinking_tokens": 0}
+    flat = usual | dict(_flat({key: one for key, one in identity.items() if key not in _FREE}))
+    values = {f"{run.model}: {key}": value for key, value in flat.items()}
+    arms = identity["arms"].values()
+    values |= {f"code of {arm['method']['name']}": arm["code"] for arm in arms if "code" in arm}
+    suites = {DATASETS[name].suite for name in identity["data"] if name in DATASETS}
+    values |= {f"code of {suite}": identity.get("suite_code") for suite in suites}
+    return values | {f"rows of {name}": sha256 for name, sha256 in identity["data"].items()}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all values but non-empty mappings."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
@@ -220,36 +219,38 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def as_text(values: dict[str, Any]) -> dict[str, str]:
+def as_text(values: Mapping[str, Any]) -> dict[str, str]:
     """{"machine.cpu": ...} of nested mappings, values in the command line's syntax."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(values)}
+    flat = dict(_flat(values))
+    return {key: one if isinstance(one, str) else json.dumps(one) for key, one in flat.items()}
 
 
 def add_choice(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select the stored runs of a command."""
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", default=[Path("runs")], help="default: runs")
-    where = "only runs with this in their config or identity, e.g. model.dtype=bfloat16; may be repeated"
+    runs = {"nargs": "*", "type": Path, "metavar": "RUNS", "default": [Path("runs")]}
+    parser.add_argument("runs", help="default: runs", **runs)
+    where = "only runs with this in their config or identity, e.g. model.dtype=bfloat16; repeatable"
     parser.add_argument("--where", action="append", default=[], metavar="KEY=VALUE", help=where)
-    newest = "only runs that share a table with the newest run of their model"
-    parser.add_argument("--newest", action="store_true", help=newest)
 
 
-def chosen(runs: Sequence[StoredRun], where: Iterable[str] = (), newest: bool = False) -> list[StoredRun]:
-    """The runs that the arguments of `add_choice` select. Raises UserError for a bad condition, or if none is left."""
+def choose(runs: Sequence[StoredRun], where: Iterable[str] = ()) -> list[StoredRun]:
+    """The runs that the arguments of `add_choice` select. Raises UserError for a bad condition."""
     left = list(runs)
     for condition in where if left else ():
         key, equals, value = condition.partition("=")
-        known = [{"folder": run.folder.name, **as_text(run.about["config"]), **as_text(run.identity)} for run in left]
+        known = [_searchable(run) for run in left]
         if not equals or not any(key in values for values in known):
             names = {name for values in known for name in values if "parameters." not in name}
             near = nearest(key, names, "run.json of a run")
-            raise UserError(f"--where {condition}: expected KEY=VALUE with a key of these runs: {near}")
-        left = [run for run, values in zip(left, known, strict=True) if values.get(key) == value]
+            expected = f"expected KEY=VALUE with a key of these runs: {near}"
+            raise UserError(f"--where {condition}: {expected}")
+        left = [run for run, own in zip(left, known, strict=True) if own.get(key) == value]
         if not left:
             choices = ", ".join(sorted({values[key] for values in known if key in values}))
             raise UserError(f"--where {condition}: no such run; {key} is one of {choices}")
-    if newest:
-        pairs = list(zip(left, _compared_values(left), strict=True))
-        latest = {run.model: values for run, values in sorted(pairs, key=lambda pair: pair[0].started)}
-        left = [run for run, own in pairs if own.items() <= (own | latest[run.model]).items()]
     return left
+
+
+def _searchable(run: StoredRun) -> dict[str, str]:
+    config, identity = as_text(run.about["config"]), as_text(run.identity)
+    return {"folder": run.folder.name, **config, **identity}

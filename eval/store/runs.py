@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -57,17 +57,12 @@ class StoredArm:
 class StoredRun:
     """A run: run.json's content, and its visits, which are read on first use.
 
-    given: the visits, if they are in memory already. path: the end of the model's path, if that of another run's model
-    ends in the same name. variant: follows the model's short name if the run shares no table
-    with most runs of the model; differences: the values that make it so (`eval.store.results`).
+    given: the visits, if they are in memory already.
     """
 
     folder: Path
     about: dict[str, Any]
     given: Sequence[Visit] | None = None
-    path: str = ""
-    variant: str = ""
-    differences: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def visits(self) -> list[Visit]:
@@ -184,19 +179,15 @@ class StoredRun:
 
     @property
     def model(self) -> str:
-        """A preset, the last part of a folder or hub id, or `path`; then `variant`.
-
-        A GGUF file's quantisation is part of its name.
-        """
-        name, quantisation = self.path or Path(self.about["config"]["model"]["name"]).name, self.identity.get("gguf")
-        if quantisation is not None:
-            name = f"{self.path} ({quantisation})" if self.path else self.identity["model"]
-        return name + self.variant
+        """A preset, or the last part of a folder or hub id; a GGUF file's name has its quantisation."""
+        if self.identity.get("gguf") is not None:
+            return self.identity["model"]
+        return Path(self.about["config"]["model"]["name"]).name
 
     @property
-    def family(self) -> str:
-        """`model` without `variant`: what runs of one model share."""
-        return self.model.removesuffix(self.variant)
+    def methods(self) -> list[str]:
+        """The names of its methods but the baseline's, each once."""
+        return list(dict.fromkeys(arm.method for arm in self.arms.values() if not arm.is_baseline))
 
     @property
     def paper_model(self) -> str | None:
