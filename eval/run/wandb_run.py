@@ -133,14 +133,14 @@ class Tracker:
                 self._run.log({f"figures/{file.stem}": self._wandb.Image(str(file))})
 
     def _per_example(self, results: Results) -> Any:
-        from eval.store.summary import beside
+        from eval.store.summary import match_baselines
 
         frame: Any = results.frame
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]].drop(columns="token_s")
         pairs = list(results.answers(rows))
         gold = [" | ".join(visit.gold) for visit, _ in pairs]
         rows = rows.assign(gold=gold, answer=[answer.text for _, answer in pairs])
-        rows.insert(5, "ttft_speedup", beside(rows, frame)["ttft_s"] / rows["ttft_s"])
+        rows.insert(5, "ttft_speedup", match_baselines(rows, frame)["ttft_s"] / rows["ttft_s"])
         cells: Any = rows.astype(object).where(rows.notna(), None)  # None without a baseline
         return self._wandb.Table(columns=list(cells), data=cells.to_numpy().tolist())
 
