@@ -117,8 +117,9 @@ def tune(config: TuneConfig) -> Path:
         raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
     import optuna  # this and others not at the top: arguments are checked first
 
+    from eval.run.bench import load_model
     from eval.run.device import held_and_released
-    from eval.run.loop import load_model, measure
+    from eval.run.loop import measure
     from eval.run.prepare import prepare
     from lazyllm.models.load import as_device, shape_of
 
