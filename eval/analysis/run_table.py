@@ -247,7 +247,7 @@ def _target_of(arm: StoredArm) -> str:
     """` (keep=1024)`: the parameter that says how many tokens stay; "" if the method has no such one."""
     kind = by_name(arm.method)
     name = kind.target_parameter or next(iter(kind.keep_all), None)
-    return "" if name is None else f" ({name}={format_value(arm.settings.get(name, settings_of(kind)[name]))})"
+    return "" if name is None else f" ({name}={format_value(arm.values.get(name, settings_of(kind)[name]))})"
 
 
 def _drops_tokens(arm: StoredArm) -> bool:

@@ -78,7 +78,7 @@ def rotate(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 def plan_visits(run: Run, store: RunStore) -> list[Visited]:
     """The prompts that some arms have not answered, each with these arms and the baseline, in order."""
-    planned = list[Visited]()
+    planned: list[Visited] = []
     for number, prompt in enumerate(run.prompts):
         answered = store.answered(prompt.key)
         if lacking := [arm for arm in run.arms if arm.label not in answered]:

@@ -27,7 +27,7 @@ from eval.config import TrackerSettings
 from eval.run.check import QUIET
 from eval.store.record import Visit
 from eval.store.results import Results
-from eval.store.runs import StoredArm, StoredRun, numbers_of
+from eval.store.runs import StoredArm, StoredRun
 from lazyllm.errors import reason_of
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Tracker:
     @_harmless
     def visit(self, visit: Visit) -> None:
         """Show a new visit: means and speedups over this job's visits so far, all with the same weight."""
+        from eval.store.frame import numbers_of  # not at the top: it imports pandas
+
         answers = {label: numbers_of(visit, answer) for label, answer in visit.answers.items()}
         own, reference = answers.get(self.arm.name), answers.get(self.run.identity["baseline"])
         if own is None:

@@ -22,7 +22,7 @@ import pandas as pd
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
-from eval.store.runs import MEASURED
+from eval.store.frame import MEASURED
 
 RESAMPLES = 2000
 FEWEST, FEWEST_OF_TASK = 5, 2  # examples of a value that has an interval: fewer may agree by chance
