@@ -42,9 +42,9 @@ class TuneConfig(RunConfig):
     """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
 
     target_speedup: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
+        default=None, description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
     )
-    trials: Positive = Field(32, description="schedules to measure")
+    trials: Positive = Field(default=32, description="schedules to measure")
 
     @model_validator(mode="after")
     def _is_a_search(self) -> TuneConfig:
@@ -146,7 +146,8 @@ def tune(config: TuneConfig) -> Path:
         def kls(part: str, schedule: Schedule) -> KLs:
             out = folder / part / "-".join(f"{layer}_{ratio}" for layer, ratio in schedule.items())
             extra = config.arms[0].model_extra or {}
-            arm = ArmSettings(name=config.arms[0].name, label="tuned", **extra | {"schedule": schedule})
+            given = {"name": config.arms[0].name, "label": "tuned", **extra, "schedule": schedule}
+            arm = ArmSettings.model_validate(given)
             trial = prepare(config.model_copy(update={"arms": [arm], "out": str(out)}))
             measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
             if measured.failed:

@@ -262,7 +262,7 @@ def _row(
     }
 
 
-def _score_seeds(rows: pd.DataFrame) -> Any:
+def _score_seeds(rows: Any) -> Any:
     """[seeds, datasets] official scores; missing where a seed lacks an example."""
     means = rows.groupby(["seed", "dataset", "id"], sort=False)["score"].mean()
     answers = means.groupby(level=["seed", "dataset"], sort=False)
