@@ -181,7 +181,7 @@ def _with_failures(rows: list[dict[str, Any]], answers: Any, failures: Counter[s
 
 
 def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
-    """A row for each range of the conversations' prompt tokens; none if all (`among`) are in one. Without failures."""
+    """A row for each range of prompt tokens; none if all (`among`) are in one. Without failures."""
     if len(ranges_in(among["range"])) < 2:
         return []
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
@@ -235,9 +235,8 @@ def _notes(run: StoredRun, where: str) -> Iterator[str]:
         if dense and _is_sparse(arm):
             yield f"{where}{name} skipped no attention in {len(dense)} of {counted(asked, 'prompt')}."
         thoughts = [
-            answer.text
+            visit.answers[label].text
             for visit, label in answered
-            for answer in visit.answers[label]
             if run.about["config"]["model"].get("thinking_tokens") and DATASETS[visit.dataset].chat_wrap
         ]
         if count := thoughts.count(""):

@@ -1,6 +1,6 @@
 """A visit: an example, answered by all arms of a run one after the other. A line of the store, and its schema.
 
-What can be derived from these numbers is not stored: `eval.store.frame` derives it, also for old runs. A new measured
+What can be derived from these numbers is not stored: `eval.store.runs` derives it, also for old runs. A new measured
 number is a field of `Answer`, with a default for the visits that lack it, and a value in `eval.run.answer`. Every field
 of `Answer` that is a number is a column of the frame, under its own name.
 """
