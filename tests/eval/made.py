@@ -14,7 +14,7 @@ from eval.store.folder import fingerprint, open_store
 from eval.store.record import Visit
 from eval.store.runs import StoredRun
 from eval.store.trace import Trace, trace_name
-from tests.eval.store.visits import visit
+from tests.eval.store.visits import NOTHING, only, visit
 
 PROVENANCE = {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}}
 SWITCHES = {"prune_generated": False, "revive": True}  # of LazyLLM
@@ -31,7 +31,7 @@ _NUMBERS = count()  # of folders, as each run has one
 def stored(
     visits: Sequence[Visit], method: str = "lazy", settings: dict[str, Any] | None = None,
     *, model: str = "tiny", paper: str | None = None, seed: int = 0, folder: Path | None = None,
-    solved: dict[str, Any] | None = None, provenance: dict[str, Any] = {}, **identity: Any,
+    solved: dict[str, Any] | None = None, provenance: dict[str, Any] = NOTHING, **identity: Any,
 ) -> StoredRun:  # fmt: skip
     """Make a run of the arms `baseline` and `lazy`, which is any method; of the method `baseline`, of it alone.
 
@@ -39,7 +39,9 @@ def stored(
     """
     own = json.loads(json.dumps((LAZY if method == "lazy" else {}) | (settings or {})))
     arms: dict[str, Any] = {"baseline": {"method": {"name": "baseline"}, "code": "2"}}
-    if method != "baseline":
+    if method == "baseline":
+        visits = [only(one, "baseline") for one in visits]
+    else:
         arms["lazy"] = {"method": {"name": method, "seed": seed, **own}, "code": "2"}
         arms["lazy"] |= {} if solved is None else {"parameters": solved}
     usual = {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, "model": model}

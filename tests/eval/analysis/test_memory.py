@@ -8,7 +8,7 @@ from eval.store.record import Visit
 from eval.store.results import Results
 from eval.store.runs import StoredRun
 from tests.eval.made import line, over, stored
-from tests.eval.store.visits import visit
+from tests.eval.store.visits import only, visit
 
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
@@ -70,8 +70,8 @@ def test_aux_cache_step_by_step() -> None:
 
 def test_settings_without_an_aux_cache_have_no_steps() -> None:
     none = answered("a", 20, [[20, 10, 10]], 2, aux_bytes=0)
-    alone = [one.model_copy(update={"arms": {"lazy": one.arms["lazy"]}}) for one in VISITS]
-    table = memory(Results([stored([none], settings={"revive": False}), stored(alone)]))
+    alone = stored([only(one, "lazy") for one in VISITS])
+    table = memory(Results([stored([none], settings={"revive": False}), alone]))
     by_step = table.frame["steps"] != "end"
     assert set(table.frame["label"][by_step]) == {"lazy, schedule=paper"}
     named = {"baseline", "lazy, schedule=paper", "lazy, schedule=paper, revive=false"}

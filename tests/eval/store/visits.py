@@ -4,6 +4,7 @@ from typing import Any
 
 from eval.store.record import Answer, Failure, Visit
 
+NOTHING: Any = {}  # no changes
 FAILED = Failure(error="out of memory", traceback="...")
 
 
@@ -19,7 +20,7 @@ def answer(**changes: Any) -> Answer:
 
 
 def visit(
-    number: Any = 0, dataset: str = "hotpotqa", baseline: dict[str, Any] | None = {}, **changes: Any
+    number: Any = 0, dataset: str = "hotpotqa", baseline: dict[str, Any] | None = NOTHING, **changes: Any
 ) -> Visit:
     """Make a visit of row `number`, answered by `baseline` and `lazy`.
 
@@ -33,3 +34,8 @@ def visit(
     about = {"id": f"row-{number}", "gold": ["because", "so"], "prompt_sha256": "abc"}
     about |= {"prompt_tokens": 100, "uncut_tokens": 120, "prompt_end": "...\nwhy?", "arms": arms} | fields
     return Visit(dataset=dataset, order=[*about["arms"]], **about)
+
+
+def only(made: Visit, *arms: str) -> Visit:
+    """Leave the answers of these arms in a visit."""
+    return made.model_copy(update={"arms": {name: made.arms[name] for name in arms}})
