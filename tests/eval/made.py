@@ -44,6 +44,8 @@ def stored(
     else:
         arms["lazy"] = {"method": {"name": method, "seed": seed, **own}, "code": "2"}
         arms["lazy"] |= {} if solved is None else {"parameters": solved}
+    if identity.get("baseline", "baseline") is None:
+        del arms["baseline"]
     usual = {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, "model": model}
     identity = usual | {"engine": "1", "load_format": "auto", "warmup": 1} | identity
     about = {
