@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from eval.run.config import run_config
+from tests.eval.analysis.made import ARM, example
+from tests.eval.store.made import write_run
 
 from eval.cli import COMMANDS
-from eval.run.config import run_config
 from eval.run.work import Model
 from eval.store.record import Answer
 from eval.store.runs import COLUMNS
@@ -19,8 +21,6 @@ from lazyllm.methods import Baseline
 from lazyllm.models.load import shape_of
 from lazyllm.spec import ModelSpec
 from scripts.dev import docs
-from tests.eval.analysis.made import ARM, example
-from tests.eval.store.made import write_run
 
 ROOT = docs.ROOT
 PAGES = docs.pages()
