@@ -59,10 +59,7 @@ def read() -> dict[tuple[str, str], list[Row]]:
         for line in gzip.decompress((folder / "visits.jsonl.gz").read_bytes()).splitlines():
             visit = json.loads(line)
             (task,) = (task for task, names in TASKS.items() if visit["dataset"] in names)
-            about = {
-                "task": task,
-                **{key: visit[key] for key in ("dataset", "id", "prompt_tokens", "attention_ceiling")},
-            }
+            about = {"task": task, **{key: visit[key] for key in ("dataset", "id", "prompt_tokens", "attention_ceiling")}}
             answers = {name: about | answer for name, answer in visit["arms"].items()}
             for name, answer in answers.items():
                 arm = setting_of(identity["arms"][name])
