@@ -15,14 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
-from eval.run.run import prepare
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
 from tests.hub_server import Repository
 from tests.reference import VARIANTS, random_model, random_variant
-from tests.runs import run_of
+from tests.runs import prepared
 from tests.stand_in_checkpoints import xgen
 
 TINY = Path(PRESETS["tiny"].source)
@@ -130,15 +129,15 @@ def test_end_tokens_are_the_generation_configs(tiny_copy: Path) -> None:
 
 
 def test_load_model_is_refused_offline_with_the_remedies(offline) -> None:
-    refused("llama2", r"not in the hub's cache.*model.name=FOLDER.*model.load_format=dummy")
+    refused("llama2", r"not in the hub's cache.*model=FOLDER.*model.load_format=dummy")
 
 
 def test_repository_without_access_is_refused_with_the_remedy(hub) -> None:
-    refused("llama2", "no such repository.*model.name=FOLDER")
+    refused("llama2", "no such repository.*model=FOLDER")
     hub.repositories[PRESETS["llama2"].source] = replace(Repository.of(TINY), gated=frozenset())
-    refused("llama2", "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf.*model.name=FOLDER")
+    refused("llama2", "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf.*model=FOLDER")
     hub.repositories["owner/tiny"] = Repository.of(TINY)
-    with pytest.raises(UserError, match=r"no revision 'nosuch'.*model.name=FOLDER"):
+    with pytest.raises(UserError, match=r"no revision 'nosuch'.*model=FOLDER"):
         load_weights(ModelSpec("owner/tiny", revision="nosuch", device="cpu"))
 
 
@@ -324,7 +323,7 @@ def test_folder_s_own_tokenizer_must_fit_the_model(tiny_copy: Path, monkeypatch:
     (tiny_copy / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     refusal = r"tokenizer of .*checkpoint: it has [0-9,]+ tokens, the model 100: give the model's own"
     with pytest.raises(UserError, match=refusal):
-        prepare(run_of(f"model.name={tiny_copy}", "dataset=lookup", "limit=1"))
+        prepared(f"model={tiny_copy}", "dataset=lookup", "limit=1")
     monkeypatch.setattr("lazyllm.models.load.load_weights", None)
     with pytest.raises(UserError, match=refusal):
         lazyllm.load_model(str(tiny_copy))
