@@ -26,7 +26,7 @@ from eval.store.runs import is_ablation, label_of
 from eval.store.trace import Trace, read_trace
 
 # Figure 4's schedule with all other settings at their defaults
-PAPER_SETTING = label_of(STUDIED, {"schedule": "paper", "prune_generated": False, "revive": True})
+PAPER_SETTING = label_of(STUDIED, {"schedule": "paper"})
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -131,13 +131,10 @@ def styles_of(methods: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def shown_label(label: str, method: str) -> str:
-    """A setting's label with the method's name as shown, `LazyLLM, schedule=paper`; an arm's own label in words.
-
-    At most two lines, for matplotlib.
+    """A setting's label with the method's name as shown, `LazyLLM, schedule=paper`, in at most two lines for
+    matplotlib.
     """
-    rest = label.removeprefix(method)
-    words = rest if rest.startswith(",") else rest.replace("_", " ")
-    text = place_of(method)[1] + words if label.startswith(method) else words
+    text = place_of(method)[1] + label.removeprefix(method)
     return "\n".join(wrap(text, 50, max_lines=2, placeholder="…")).replace("$", r"\$")
 
 

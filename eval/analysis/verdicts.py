@@ -56,7 +56,8 @@ def verdicts(*groups: Results) -> Rows:
         f"{verdict}: {text}" if text else verdict
         for verdict, text in zip(frame["verdict"], frame["lacking"], strict=True)
     ]
-    text = cells(frame.assign(shown_verdict=shown), _COLUMNS, groups[0])
+    everything = Results([run for results in groups for run in results.runs])
+    text = cells(frame.assign(shown_verdict=shown), _COLUMNS, everything)
     return Rows(frame[_FRAME], text, keys=3)
 
 

@@ -55,7 +55,7 @@ class Results:
 
         counts: whether tables count the row: the first answer of its arm in its run, and of several
         runs of a setting and seed that with most examples of the dataset, then the newest
-        (`choices`). The others serve `beside` only. Raises UserError.
+        (`choices`). The others serve `match_baselines` only. Raises UserError.
         """
         import pandas as pd
 
@@ -173,16 +173,15 @@ def share(runs: Sequence[StoredRun]) -> list[Results]:
 
 def _name(runs: Sequence[StoredRun]) -> str:
     """`figure5+field_2x`: the labels or methods of these runs."""
-    labels = [run.about["config"].get("label") or "+".join(run.methods) for run in runs]
+    labels = [run.about["config"].get("label") or "+".join(run.methods) or "baseline" for run in runs]
     return "+".join(dict.fromkeys(labels))[:60].replace("/", "_")
 
 
 def explain(groups: Sequence[Results]) -> str:
     """Which keys of their identities keep groups of runs apart."""
-    values = [{**shared_values(run)} for results in groups for run in results.runs]
     seen = defaultdict[str, list[Any]](list)
-    for one in values:
-        for key, value in one.items():
+    for run in (run for results in groups for run in results.runs):
+        for key, value in shared_values(run).items():
             if value not in seen[key]:
                 seen[key].append(value)
     differ = [

@@ -22,7 +22,7 @@ from lazyllm.methods import Lazy, Method, by_name, settings_of
 if TYPE_CHECKING:
     import pandas as pd
 
-# LazyLLM's switches, which labels leave out at their defaults
+# LazyLLM's switches
 _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance(value, bool)}
 
 
@@ -221,11 +221,9 @@ def canonical_json(settings: Mapping[str, Any]) -> str:
 
 
 def label_of(method: str, settings: Mapping[str, Any]) -> str:
-    """A setting as shown: `lazy, speedup=1.5x`, without null and LazyLLM's usual values; or its own label."""
-    if settings.get("label") is not None:
-        return settings["label"]
-    shown = {key: value for key, value in settings.items() if value is not None and _USUAL.get(key) is not value}
-    return ", ".join([method, *(f"{key}={_format(key, value)}" for key, value in shown.items())])
+    """A setting as shown: `lazy, speedup=1.5x`, without null."""
+    shown = [f"{key}={_format(key, value)}" for key, value in settings.items() if value is not None]
+    return ", ".join([method, *shown])
 
 
 def _format(key: str, value: Any) -> str:

@@ -17,12 +17,11 @@ from eval.store.trace import Trace, trace_name
 from tests.eval.store.visits import NOTHING, only, visit
 
 PROVENANCE = {"git_commit": "abc", "machine": {"device": "a device"}, "versions": {"torch": "2"}}
-SWITCHES = {"prune_generated": False, "revive": True}  # of LazyLLM
-LAZY = {"schedule": "paper", **SWITCHES}
+LAZY = {"schedule": "paper"}
 TABLE1: dict[str, dict[str, Any]] = {
-    "lazy": {"schedule": "table1"},
-    "random_drop": {"keep": "table1"},
-    "static_pruning": {"layer": 2, "keep": "table1"},
+    "lazy": {"speedup": "table1"},
+    "random_drop": {"speedup": "table1"},
+    "static_pruning": {"speedup": "table1", "layer": 2},
 }
 SIX = ("qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")  # one of each paper's task
 _NUMBERS = count()  # of folders, as each run has one
@@ -35,15 +34,18 @@ def stored(
 ) -> StoredRun:  # fmt: skip
     """Make a run of the arms `baseline` and `lazy`, which is any method; of the method `baseline`, of it alone.
 
-    solved: {dataset: the hyperparameters that a target speedup in `settings` gave}. provenance, identity: changes.
+    settings: hyperparameters, and the `speedup` that the arm was solved for. solved: {dataset: the hyperparameters that
+    the speedup gave}. provenance, identity: changes.
     """
-    own = json.loads(json.dumps((LAZY if method == "lazy" else {}) | (settings or {})))
+    settings = settings or {}
+    settings = (LAZY if method == "lazy" and "speedup" not in settings else {}) | settings
+    own = {name: value for name, value in settings.items() if name != "speedup"}
     arms: dict[str, Any] = {"baseline": {"method": {"name": "baseline"}, "code": "2"}}
     if method == "baseline":
         visits = [only(one, "baseline") for one in visits]
     else:
         arms["lazy"] = {"method": {"name": method, "seed": seed, **own}, "code": "2"}
-        arms["lazy"] |= {} if solved is None else {"parameters": solved}
+        arms["lazy"] |= {"speedup": settings["speedup"], "parameters": solved or {}} if "speedup" in settings else {}
     if identity.get("baseline", "baseline") is None:
         del arms["baseline"]
     usual = {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, "model": model}

@@ -110,11 +110,11 @@ def test_models_and_suites_have_panels_of_their_own() -> None:
 
 
 def test_settings_given_by_a_speedup_are_joined() -> None:
-    points = {"1.5x": (0.3, 0.2), "2.0x": (0.4, 0.1), "table1": (0.9, 0.05)}
-    swept = [run({"trec": point}, "lazy", {"schedule": name}) for name, point in points.items()]
+    points = {1.5: (0.3, 0.2), 2.0: (0.4, 0.1), "table1": (0.9, 0.05)}
+    swept = [run({"trec": point}, "lazy", {"speedup": speedup}) for speedup, point in points.items()]
     measured = data(Results(swept)).query("source == 'measured' and task == 'few_shot'")
     assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
-        "lazy, schedule=1.5x": True, "lazy, schedule=2x": True, "lazy, schedule=table1": False,
+        "lazy, speedup=1.5x": True, "lazy, speedup=2x": True, "lazy, speedup=table1": False,
     }  # fmt: skip
 
 

@@ -93,24 +93,24 @@ def test_memory_at_the_end() -> None:
     assert {cells[name] for name in ("both / baseline", "peak / baseline", "peak, MB")} == {"-"}
 
 
-def run(method: str, keep: str, kv: int, aux: int = 0, **values: list[float]) -> StoredRun:
+def run(method: str, speedup: float, kv: int, aux: int = 0, **values: list[float]) -> StoredRun:
     """Two examples; values: of each."""
     visits = [
         visit(row, "hops", {"kv_bytes": 1000, "aux_bytes": 0}, kv_bytes=kv, aux_bytes=aux,
               **{name: pair[row] for name, pair in values.items()})
         for row in (0, 1)
     ]  # fmt: skip
-    return stored(visits, method, {"schedule" if method == "lazy" else "keep": keep})
+    return stored(visits, method, {"speedup": speedup})
 
 
 def test_methods_at_equal_bytes() -> None:
     runs = [
-        run("lazy", "1.5x", 700, 100, score=[1.0, 0.5], answer_kl=[0.1, 0.3], kl=[0.5, 0.5],
+        run("lazy", 1.5, 700, 100, score=[1.0, 0.5], answer_kl=[0.1, 0.3], kl=[0.5, 0.5],
             gold_log_likelihood=[-0.2, -0.4]),
-        run("lazy", "3.0x", 300, 100, score=[0.0, 0.0], answer_kl=[0.9, 0.9], kl=[0.1, 0.1]),
-        run("static_pruning", "1.2x", 820, score=[0.5, 0.5], answer_kl=[0.2, 0.3], kl=[0.1, 0.1],
+        run("lazy", 3.0, 300, 100, score=[0.0, 0.0], answer_kl=[0.9, 0.9], kl=[0.1, 0.1]),
+        run("static_pruning", 1.2, 820, score=[0.5, 0.5], answer_kl=[0.2, 0.3], kl=[0.1, 0.1],
             gold_log_likelihood=[-0.1, -0.6]),
-        run("random_drop", "2.0x", 600, score=[0.0, 1.0], answer_kl=[2.0, 2.0]),
+        run("random_drop", 2.0, 600, score=[0.0, 1.0], answer_kl=[2.0, 2.0]),
     ]  # fmt: skip
     table = memory(Results(runs))
     ends = table.frame[table.frame["steps"] == "end"]
@@ -120,11 +120,11 @@ def test_methods_at_equal_bytes() -> None:
     leads = ends[["lazy", "lead_kl", "lead_score"]]
     assert leads[ends["method"].isin(["lazy", "baseline"])].isna().all(axis=None)
     static = line(table.frame, method="static_pruning")
-    assert (static["lazy"], static["lead_score"]) == ("schedule=1.5x", 25)
+    assert (static["lazy"], static["lead_score"]) == ("speedup=1.5x", 25)
     # the answer's KL decides, not the first token's: 0.25 - 0.2, by example 0.1 and 0
     ends_of_lead = [static[f"lead_kl{end}"] for end in ("", "_low", "_high")]
     assert ends_of_lead == pytest.approx([0.05, 0, 0.1])
     assert static["lead_log_likelihood"] == pytest.approx(0.05)  # -0.3 against -0.35
-    drop = line(table.cells, method="random_drop, keep=2x")  # 0.2 of the baseline's bytes away
+    drop = line(table.cells, method="random_drop, speedup=2x")  # 0.2 of the baseline's bytes away
     assert (drop["LazyLLM at these bytes"], drop["LazyLLM's lead, nats"]) == ("-", "-")
     assert ("answer's KL" in table.cells, "gold KL" in table.cells) == (True, False)

@@ -32,7 +32,7 @@ def test_paper_values_are_read_by_key() -> None:
 
 def test_table1_stands_beside_the_papers_numbers() -> None:
     lazy = llama2(score=0.25, ttft_s=0.1, kl=0.002)
-    lazy.identity["arms"]["lazy"]["parameters"] = {"musique": {"name": "lazy", "schedule": {"2": 0.4}}}
+    lazy.identity["arms"]["lazy"]["parameters"] = {"musique": {"schedule": {"2": 0.4}}}
     other = stored(over(QA), settings={"schedule": {"2": 0.5}}, model="llama2", paper="llama2")  # not the preset: no row
     table = table1(Results([lazy, other, llama2("static_pruning")]))
     assert table.frame["method"].tolist() == ["baseline", "static_pruning", "lazy"]  # as in the paper
@@ -73,7 +73,7 @@ def test_other_models_and_suites_have_no_published_number() -> None:
 
 
 def test_settings_of_one_method_are_named() -> None:
-    settings = {"lazy, schedule=table1": {}, "lazy, schedule=table1, revive=false": {"revive": False}}
+    settings = {"lazy, speedup=table1": {}, "lazy, speedup=table1, revive=false": {"revive": False}}
     runs = [stored(over(("hops",)), settings=TABLE1["lazy"] | more) for more in settings.values()]
     assert settings.keys() < set(table1(Results(runs)).cells["method"])
 

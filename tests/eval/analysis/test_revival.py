@@ -11,8 +11,8 @@ from tests.eval.made import stored
 from tests.eval.store.visits import visit
 
 ARMS = (  # method, settings
-    ("lazy", {"schedule": "2x"}), ("lazy", {"schedule": "2x", "revive": False}),
-    ("static_pruning", {"layer": 2, "keep": "2x"}), ("random_drop", {"keep": "2x"}),
+    ("lazy", {"speedup": 2.0}), ("lazy", {"speedup": 2.0, "revive": False}),
+    ("static_pruning", {"speedup": 2.0, "layer": 2}), ("random_drop", {"speedup": 2.0}),
 )  # fmt: skip
 RATIOS = {  # {heading: its two arms}
     "LazyLLM / without revival": (0, 1), "without revival / static pruning": (1, 2),

@@ -19,11 +19,11 @@ from tests.eval.store.visits import visit
 )
 def test_parts_follow_the_mean_and_name_a_setting_as_it_does(by: str, parts: dict[str, int]) -> None:
     visits = [visit(1, "trec"), visit(1, "hotpotqa", prompt_tokens=600)]
-    frame = summary(Results([stored(visits, "gemfilter", {"keep": "2x"})]), by)
+    frame = summary(Results([stored(visits, "gemfilter", {"speedup": 2.0})]), by)
     assert frame[["part", "label", "examples"]].to_numpy().tolist() == [
         [part, label, examples]
         for part, examples in parts.items()
-        for label in ("baseline", "gemfilter, keep=2x")
+        for label in ("baseline", "gemfilter, speedup=2x")
     ]
 
 

@@ -36,7 +36,7 @@ def test_step_cost_is_recovered_from_the_other_tasks() -> None:
         )
         for number, (dataset, revived, tokens) in enumerate(rows)
     ]  # fmt: skip
-    frame = steps(Results([stored(visits, settings={"schedule": "table1"})])).frame
+    frame = steps(Results([stored(visits, settings={"speedup": "table1"})])).frame
     assert frame["task"].tolist() == ["all", "all", "few_shot", "single_doc_qa", "multi_doc_qa"]
     frame = frame[frame["task"] != "all"]
     assert list(frame["step_cost"]) == pytest.approx([1.5] * 3)

@@ -51,7 +51,7 @@ def test_tables_do_not_depend_on_the_order_of_runs() -> None:
 
 def test_tables_name_random_weights() -> None:
     visits = over(("hops",), kl=0.1, prefill_flops=50, baseline={"prefill_flops": 100})
-    settings = ({"schedule": "table1"}, {"schedule": "1.5x"})
+    settings = ({"speedup": "table1"}, {"speedup": 1.5})
     results = Results([stored(visits, "lazy", one, load_format="dummy") for one in settings])
     # no ablation, no column for models
     for name in TABLES.keys() - {"revival", "table1_paper", "table2_paper"}:
@@ -77,9 +77,9 @@ def test_figures_leave_out_ablations(name: str, changed: dict[str, Any], tmp_pat
 
 def test_a_mean_over_fewer_tasks_is_not_drawn_beside_others() -> None:
     both = over(("trec", "lcc"))
-    runs = [stored(both, settings={"schedule": "2x"}), stored(both[:2], settings={"schedule": "3x"})]
+    runs = [stored(both, settings={"speedup": 2.0}), stored(both[:2], settings={"speedup": 3.0})]
     frames: Any = [FIGURES[name].data(Results(runs)) for name in ("field", "figure5")]
     for means in (frames[0], frames[1].query("task == 'all'")):
-        assert set(means["label"].dropna()) == {"lazy, schedule=2x"}
+        assert set(means["label"].dropna()) == {"lazy, speedup=2x"}
     task = frames[1].query("task == 'few_shot' and source == 'measured'")
-    assert set(task["label"]) == {"lazy, schedule=2x", "lazy, schedule=3x"}  # its own task is drawn
+    assert set(task["label"]) == {"lazy, speedup=2x", "lazy, speedup=3x"}  # its own task is drawn
