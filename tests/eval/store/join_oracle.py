@@ -32,10 +32,10 @@ COMPARED = ("score", "kv_bytes", "aux_bytes", "peak_memory_bytes")  # values tha
 BESIDE = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "relative_score")
 PLAIN = (
     "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s", "generated_tokens",
-    "pct_answered", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
-    "prefill_mfu", "attention_ceiling", "tokens_computed", "revived_tokens", *OF_PAIRS,
+    "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
+    "prefill_mfu", "attention_ceiling", "revived_tokens", *OF_PAIRS,
 )  # fmt: skip
-VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE, "answered_score")
+VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,6 @@ def number(visit: Visit, one: Answer, name: str) -> float:
         "total_s": None if steps is None else one.ttft_s + sum(steps),
         "step_s": sum(steps) / len(steps) if steps else None,
         "generated_tokens": len(one.token_ids),
-        "pct_answered": None if one.text is None else 100 * (one.text != ""),
-        "tokens_computed": computed,
         "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
         "attention_ceiling": visit.attention_ceiling,
     }
@@ -84,7 +82,8 @@ def answers_of(run: StoredRun) -> list[Counted]:
     found: dict[Any, Counted] = {}
     for visit in run.visits:
         for arm, own in visit.arms.items():
-            settings = {**identity["arms"][arm]["method"]}
+            about = identity["arms"][arm]
+            settings = {**about["method"], **({"speedup": about["speedup"]} if "speedup" in about else {})}
             method, seed = settings.pop("name"), settings.pop("seed", identity["seed"])
             theirs = visit.arms.get(identity["baseline"])
             if isinstance(own, Answer):
@@ -196,7 +195,6 @@ def with_ratios(values: dict[str, float]) -> dict[str, float]:
         "reference_score": values["their score"],
         "score_difference": values["own score"] - values["their score"],
         "relative_score": ratio(100 * values["own score"], values["their score"]),
-        "answered_score": ratio(100 * values["score"], values["pct_answered"]),
     }
 
 

@@ -2,43 +2,42 @@
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from eval.analysis.run_table import arm_groups, run_table
 from eval.benchmarks.datasets import DATASETS
-from eval.store.aggregate import COLUMNS, beside, by_task
-from eval.store.aggregate import VALUES as TABLE_VALUES
 from eval.store.record import SCALES, Answer, Visit
-from eval.store.results import Results, with_variants
+from eval.store.results import Results
 from eval.store.runs import StoredRun
+from eval.store.summary import COLUMNS, by_task, match_baselines
+from eval.store.summary import VALUES as TABLE_VALUES
 from tests.eval.made import LAZY, stored
 from tests.eval.store import join_oracle as oracle
 from tests.eval.store.visits import FAILED, answer, visit
 from tests.helpers import slow
 
 DATASETS_HERE = ("hotpotqa", "musique", "trec", "hops")  # two tasks of LongBench, and another suite
-METHODS: dict[str, dict[str, Any]] = {
-    "baseline": {"name": "baseline"},
-    "lazy": {"name": "lazy", **LAZY},
-    "drop seed 0": {"name": "random_drop", "keep": 0.5, "seed": 0},
-    "drop seed 1": {"name": "random_drop", "keep": 0.5, "seed": 1},
-    "drop seed 2": {"name": "random_drop", "keep": 0.5, "seed": 2},
-    "fastkv": {"name": "fastkv", "layer": 3},
+ARMS: dict[str, dict[str, Any]] = {
+    "baseline": {"method": {"name": "baseline"}},
+    "lazy": {"method": {"name": "lazy", **LAZY}},
+    **{f"drop seed {seed}": {"method": {"name": "random_drop", "keep": 0.5, "seed": seed}} for seed in range(3)},
+    "fastkv": {"method": {"name": "fastkv", "layer": 3}, "speedup": 1.5},
 }
 
 
 def run_of(visits: list[Visit], arms: list[str], started: str = "1") -> StoredRun:
-    identity: Any = {"arms": {name: {"method": METHODS[name], "code": "1"} for name in arms}}
-    return stored(visits, provenance={"started": started}, **identity)
+    identity: Any = {name: ARMS[name] for name in arms}
+    return stored(visits, provenance={"started": started}, arms=identity)
 
 
 # ---- the oracle and the tables by hand
 
 
-def values_of(*visits: Visit, arms: list[str] = ["baseline", "lazy"], method: str = "lazy") -> dict[str, Any]:
-    table = checked_table([run_of(list(visits), arms)], intervals=True)
+def values_of(*visits: Visit, arms: Sequence[str] = ("baseline", "lazy"), method: str = "lazy") -> dict[str, Any]:
+    table = checked_table([run_of(list(visits), [*arms])], intervals=True)
     return {level: values for (_, name, _, _, level), values in table.items() if name == method}
 
 
@@ -183,7 +182,7 @@ def drawn_run(
     datasets: tuple[str, ...] = DATASETS_HERE,
 ) -> StoredRun:  # fmt: skip
     """A run with random arms, datasets and failures; a failed arm is visited again, with the baseline or not."""
-    arms = arms or ["baseline", *rng.sample([*METHODS][1:], rng.randrange(1, len(METHODS)))]
+    arms = arms or ["baseline", *rng.sample([*ARMS][1:], rng.randrange(1, len(ARMS)))]
     # as in real runs, what an answer lacks depends on the dataset and the arm
     lacks = {(name, arm) for name in DATASETS_HERE for arm in arms if rng.random() < bare}
     visits: list[Visit] = []
@@ -235,6 +234,7 @@ def checked_table(runs: list[StoredRun], intervals: bool) -> dict[Any, dict[str,
         assert_row(row, expected[key], intervals)
         assert (row["seeds"], row["datasets"]) == (expected[key]["seeds"], expected[key]["datasets"])
         assert close(row["score_seed_std"], expected[key]["score_seed_std"])
+        assert (row["speedup"] == 1.5) == (row["method"] == "fastkv")
     return expected
 
 
@@ -256,13 +256,12 @@ def test_intervals_of_a_run_are_the_oracles(seed: int) -> None:
 @pytest.mark.parametrize("seed", [*range(6), *slow(*range(6, 20))])
 def test_of_several_runs_one_counts_and_no_ratio_mixes_them(seed: int) -> None:
     rng = random.Random(200 + seed)
-    runs = with_variants([drawn_run(rng, started) for started in "abc"])
+    runs = [drawn_run(rng, started) for started in "abc"]
     checked_table(runs, intervals=False)
     frame = Results(runs).frame
-    other = beside(frame, frame)
-    both = other["ttft_s"].notna()
-    for name in ("folder", "dataset", "id", "visit"):
-        assert (frame.loc[both, name] == other.loc[both, name]).all()
+    visits = frame[["folder", "dataset", "id", "visit"]].apply(tuple, axis=1)
+    times = dict(zip(visits[frame["is_baseline"]], frame.loc[frame["is_baseline"], "ttft_s"], strict=True))
+    assert match_baselines(frame, frame)["ttft_s"].equals(visits.map(times))
 
 
 @pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 40))])
