@@ -1,26 +1,29 @@
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
 
-from eval.analysis.claims import CLAIMS, Claim, sections
-from eval.analysis.paper_tables import paper_values, table1, table1_paper
+from eval.analysis.claims import PAPER_SUITE, Claim, claims, sections
+from eval.analysis.paper_tables import paper_values
+from eval.analysis.table import figures, tables
 from eval.analysis.verdicts import verdicts
-from eval.store.results import Results, with_variants
+from eval.store.results import Results
 from tests.eval.made import SIX, small_trace, stored, with_traces
 from tests.eval.store.visits import visit
 
 NAN = math.nan
-TABLE1 = {"lazy": {"schedule": "table1"}}
-SWEEP = {"lazy": {"schedule": "2.0x"}, "static_pruning": {"layer": 2, "keep": "2.0x"}}
+TABLE1 = {"lazy": {"speedup": "table1"}}
+SWEEP = {"lazy": {"speedup": 2.0}, "static_pruning": {"speedup": 2.0, "layer": 2}}
 BETTER = "Better than static pruning at one speedup, task by task, "
 
 
 def claim(**values: Any) -> Claim:
-    return Claim("1", "", lambda section, rows: [], "table1", "", **{"digits": 1} | values)
+    usual: dict[str, Any] = {"paper": {}, "tolerance": "", "holds": "", "digits": 1, "widest": None}
+    return replace(claims()[0], **usual | values)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +63,8 @@ def test_a_reproduction_compares_the_interval_with_the_number(tolerance: str, va
 
 
 def test_the_papers_own_values_agree() -> None:
-    assert sum(len(one.paper) for one in CLAIMS if one.tolerance) >= 10
-    for one in CLAIMS:
+    assert sum(len(one.paper) for one in claims() if one.tolerance) >= 10
+    for one in claims():
         for model, number in one.paper.items():
             assert one.verdict([(number,) * 3], model) == ("agrees" if one.tolerance else "holds"), one.claim
 
@@ -84,13 +87,13 @@ def test_numbers_are_those_of_the_papers_tables(model: str) -> None:
         "Never slower": min(column("equal_length_speedup")),
     }
     for words, number in expected.items():
-        stated = next(one for one in CLAIMS if one.claim.startswith(words) and "measured" not in one.claim)
+        stated = next(one for one in claims() if one.claim.startswith(words) and "measured" not in one.claim)
         assert stated.paper[model] == pytest.approx(number, abs=0.005), words
 
 
-def row(results: Results, start: str, model: str = "tiny") -> dict[str, Any]:
+def row(results: Results | list[Results], start: str, model: str = "tiny") -> dict[str, Any]:
     """The row of the only claim that begins with these words."""
-    frame = verdicts(results).frame
+    frame = verdicts(*(results if isinstance(results, list) else [results])).frame
     (found,) = frame[(frame["model"] == model) & frame["claim"].str.startswith(start)].to_dict("records")
     return found
 
@@ -130,25 +133,46 @@ def test_claims_of_time_by_hand() -> None:
     assert verdict(few, "Faster to the first") == (6, "undecided")
 
 
-def test_each_claim_takes_the_variant_of_its_experiment() -> None:
-    """Table 1 at one limit of prompts, and twice another experiment at another one, which is then the usual limit."""
-    fast: Any = lambda *_: {"ttft_s": 0.2}  # noqa: E731
-    runs = [
-        *results_of(TABLE1, fast, max_prompt_tokens=2000).runs,
-        *results_of(SWEEP, fast, max_prompt_tokens=1000).runs,
-    ]
-    results = Results(with_variants(runs))
-    whole = "tiny (max_prompt_tokens=2000)"
-    assert [one.model for one in sections(results)] == ["tiny"]
-    assert row(results, "Faster to the first", whole)["verdict"] == "holds"
-    assert row(results, f"{BETTER}points")["parts"] == 6
-    assert set(verdicts(results).frame["model"]) == {"tiny", whole, "llama2", "xgen"}
-    assert set(table1(results).cells["model"]) == {whole}  # the baseline of the others has no row
-    assert "tiny: n" in table1_paper(results).cells  # a column has no room for the variant
+def test_of_groups_the_largest_that_can_decide_a_claim_counts() -> None:
+    """Whole answers in one; twice as many examples of short ones in another; most, without LazyLLM's Table 1."""
+    about = {"model": "llama2", "paper": "llama2"}
+    whole = results_of(TABLE1, lambda *_: {"ttft_s": 0.1, "score": 0.9}, **about)
+    short = results_of(TABLE1, lambda *_: {"ttft_s": 0.2}, rows=12, max_new_tokens=6, **about)
+    most = results_of({"lazy": {"speedup": 1.5}}, lambda *_: {"ttft_s": 0.4}, rows=18, max_new_tokens=1, **about)
+    for groups in ([whole, short, most], [most, short, whole]):
+        assert [len(found) for found in sections(groups).values()] == [3]
+        assert row(groups, "TTFT speedup (mean", "llama2")["value"] == pytest.approx(2)  # the short one's
+        kept = row(groups, "Score kept, %", "llama2")
+        assert (kept["value"], kept["lacking"]) == (pytest.approx(90), "")
+        assert set(verdicts(*groups).frame["model"]) == {"llama2", "xgen"}
+    alone = row([short, most], "Score kept, %", "llama2")
+    assert (alone["verdict"], alone["value"]) == ("not run", pytest.approx(100))
+    assert alone["lacking"] == "needs whole answers, has max_new_tokens=6"
+    random = stored([visit()], model="other", load_format="dummy")
+    assert "other (random weights)" in set(verdicts(whole, Results([random])).cells["model"])
+
+
+def test_every_claim_names_what_there_is(tmp_path: Path) -> None:
+    """Runs with all that claims need give each a value; a name that is not there is an error, or leaves one out."""
+    values = {"kl": 0.2, "answer_kl": 0.1, "ttft_s": 0.1}
+    arms = [("lazy", TABLE1["lazy"]), ("prompt_compression", {"speedup": "table1", "keep": 0.5})]
+    arms += [(name, {"speedup": speedup}) for name in ("lazy", "static_pruning", "random_drop") for speedup in (2.5, 3.0)]
+    arms += [("lazy", {"schedule": {layer: keep}}) for layer in "24" for keep in (0.3, 0.5)]
+    runs = [stored([visit(0, name, **values) for name in SIX], *arm) for arm in arms]
+    results = Results([with_traces(runs[0], tmp_path, small_trace()), *runs[1:]])
+    section = sections([results])["tiny", PAPER_SUITE]
+    shown = tables().keys() | figures().keys()
+    for one in claims():
+        found, lacking = one.judged(section)
+        assert (bool(found), lacking) == (True, ""), one.claim
+        assert one.shown in shown, one.claim
+        assert bool(one.tolerance) != bool(one.holds), one.claim
+        assert not one.tolerance or (one.paper and one.tolerance.split()[1] in ("%", "points", "point")), one.claim
+    assert len({one.claim for one in claims()}) == len(claims())
 
 
 def test_another_setting_is_not_judged_as_table_1s() -> None:
-    methods = {"lazy": {"schedule": "1.2x"}, "prompt_compression": {"keep": 0.2}}
+    methods = {"lazy": {"speedup": 1.2}, "prompt_compression": {"keep": 0.2}}
     results = results_of(methods, lambda *_: {"ttft_s": 0.3})
     for start in ("Score kept, %", "Prompt compression's"):
         assert row(results, start)["verdict"] == "not run"
@@ -164,7 +188,7 @@ def test_what_was_run_without_a_number_cannot_be_seen() -> None:
 
 
 def test_speed_that_is_only_ideal_does_not_count() -> None:
-    sweep = {"lazy": {"schedule": "3.0x"}}
+    sweep = {"lazy": {"speedup": 3.0}}
     start = "Score kept at a measured 3x"
     ideal = results_of(sweep, lambda *_: {"ttft_s": 0.2, "prefill_flops": 1})  # measured 2x
     assert row(ideal, start)["verdict"] == "undecided"
@@ -175,12 +199,14 @@ def test_speed_that_is_only_ideal_does_not_count() -> None:
 def test_better_is_judged_task_by_task_in_each_measure() -> None:
     own = {"lazy": {"kl": 0.3, "answer_kl": 0.1, "score": 1.0}, "static_pruning": {"kl": 0.1, "answer_kl": 0.2}}
     trec = {"lazy": 0.5, "static_pruning": 0.6}
-    results = results_of(SWEEP, lambda label, name: {"score": 0.2} | own[label] | ({"score": trec[label]} if name == "trec" else {}))
+    results = results_of(
+        SWEEP, lambda label, name: {"score": 0.2} | own[label] | ({"score": trec[label]} if name == "trec" else {})
+    )
     # +80 and once -10, which the mean hides
     assert verdict(results, f"{BETTER}points") == (6, "does not hold")
     assert verdict(results, f"{BETTER}nats of KL") == (6, "does not hold")
     assert verdict(results, f"{BETTER}nats of the") == (6, "holds")
-    bare = row(results_of(SWEEP, lambda *_: {"kl": 0.1}), "Better than random token drop at one speedup, task by task, nats of the")
+    bare = row(results_of(SWEEP, lambda *_: {"kl": 0.1}), BETTER.replace("static pruning", "random token drop") + "nats of the")
     assert (bare["verdict"], bare["lacking"]) == ("not run", "needs fidelity=answer")
 
 
@@ -196,8 +222,8 @@ def test_monotony_is_judged_step_by_step() -> None:
 
 
 def test_claims_of_tokens_by_hand() -> None:
-    counts = dict.fromkeys(SIX, [[100, 60], [100, 70]]) | dict.fromkeys(SIX[:3], [[100, 40], [100, 90]])
-    results = results_of(TABLE1, lambda _, name: {"computed": counts[name]})
+    ran = lambda name: [[100, 40], [100, 90]] if name in SIX[:3] else [[100, 60], [100, 70]]  # noqa: E731
+    results = results_of(TABLE1, lambda _, name: {"computed": ran(name)})
     assert row(results, "First layers compute more")["value"] == pytest.approx((30 + 10) / 2)
     assert row(results, "No token twice")["verdict"] == "holds"
     twice = results_of(TABLE1, lambda *_: {"computed": [[100, 60], [100, 101]]})
