@@ -14,7 +14,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from eval.report.content import content_of
 from eval.report.page import render
-from eval.store.results import Results
+from eval.store.results import read_results
 from scripts.dev import records
 from tests.eval.report.test_report import FIGURES, HOSTILE, TABLES, make_runs
 
@@ -126,7 +126,7 @@ def test_a_heading_sorts_by_number_with_empty_cells_last(page: webdriver.Chrome)
 
 def test_answers_without_texts_are_not_shown_as_equal(browser: webdriver.Chrome, tmp_path: Path) -> None:
     records.write(tmp_path / "records", make_runs(tmp_path / "runs").runs)
-    results = Results.read([tmp_path / "records"])
+    (results,) = read_results([tmp_path / "records"])
     (tmp_path / "page.html").write_text(render(results, content_of(results, {}, {})), encoding="utf-8")
     browser.get((tmp_path / "page.html").as_uri())
     one(browser, ".dataset > summary").click()

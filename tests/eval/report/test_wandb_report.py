@@ -12,7 +12,7 @@ import pytest
 
 from eval.cli import main
 from eval.report.wandb_report import made, report_id
-from eval.store.results import Results
+from eval.store.results import read_results
 from tests.eval.made import TABLE1, over, write_run
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
@@ -61,7 +61,7 @@ def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
     columns = ("score", "ttft_speedup", "equal_length_speedup", "generation_speedup")
     columns += ("pct_prompt_tokens_computed", "kv_bytes", "aux_bytes")
     assert bars == {f"{task}/{column}" for task in ("multi_doc_qa", "code", "all") for column in columns}
-    results = Results.read([Path("runs")])
+    (results,) = read_results([Path("runs")])
     filters = {block["filters"] for block in of_kind(report, "Runset")}
     assert filters == {
         f"Config('fingerprint') in {[run.about['fingerprint'] for run in results.runs]}",
@@ -76,6 +76,15 @@ def test_every_device_is_named() -> None:
     about = of_kind(written(), "P")[0]["text"]
     assert "Runs: 3" in about
     assert "device: a device, another" in about
+
+
+def test_runs_that_share_no_table_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("runs", "short"), over(("lcc",)), model="llama2", max_new_tokens=6)
+    assert main(["wandb-report", "runs", "--out", "report.json"]) == 2
+    said = capsys.readouterr().err
+    assert "differ in max_new_tokens" in said
+    assert "choose one with --where KEY=VALUE" in said
+    assert not Path("report.json").exists()
 
 
 def test_report_is_made_of_public_classes() -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from eval.analysis.style import new_figure
 from eval.analysis.table import Figure, figures, tables
-from eval.report.write import main, write_paper
-from eval.store.results import Results
+from eval.report.write import main, write_groups, write_paper
+from eval.store.results import Results, read_results
 from lazyllm.errors import UserError
 from tests.conftest import ROOT
 from tests.eval.made import TABLE1, over, write_run
@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Results:
     visits = over(("hotpotqa", "2wikimqa", "musique"))
     write_run(folder / "one", visits, "lazy", TABLE1["lazy"], model="llama2", paper="llama2")
     write_run(folder / "two", over(("hops",)))
-    return Results.read([folder])
+    return read_results([folder])[0]
 
 
 def test_paper_has_every_table_and_figure_and_says_what_had_no_run(runs: Results, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_provenance_names_every_run(runs: Results, tmp_path: Path) -> None:
     assert str(folder.parent) not in text
     one, two = json.loads(text)
     assert (one["folder"], one["model"], one["examples"]) == ("one", "llama2", 6)
-    assert one["arms"]["lazy"]["method"]["schedule"] == "table1"
+    assert one["arms"]["lazy"]["speedup"] == "table1"
     assert one["fingerprint"] == runs.runs[0].about["fingerprint"]
     assert two["visits_sha256"] == {"visits.jsonl": hashlib.sha256((folder / "visits.jsonl").read_bytes()).hexdigest()}
     assert two["provenance"]["git_commit"] == "abc"
