@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,7 @@ def write_paper(
     from eval.report.content import content_of
 
     content = content_of(results, tables, figures)
-    for stem in [*(out / "tables" / name for name in tables), *(out / "figures" / name for name in figures)]:
-        _remove(stem)
+    _remove(out, tables, figures)
     paths, sections = [], []
     for table in content.tables:
         noted = replace(table, caption="\n".join([*results.unfinished, table.caption]))
@@ -87,6 +86,9 @@ def write_groups(
     """`write_paper` of each group of runs in a folder of its own, and what all groups share. Arguments: as there."""
     if len(groups) == 1:
         return write_paper(groups[0], out, tables, figures, formats, most)
+    from eval.analysis.table import legend
+
+    _remove(out, tables, figures)
     paths = list[Path]()
     own = {name: make for name, make in tables.items() if name != OF_ALL}
     links = []
@@ -98,9 +100,10 @@ def write_groups(
     sections = list[str]()
     if OF_ALL in tables and len((table := tables[OF_ALL](*groups)).frame):
         files = write_table(table, out, formats)
-        sections = [f"{table.to_markdown('##')}\n{_source(files, table.command)}\n"]
+        sections = [f"{table.to_markdown('##')}\n{legend([table])}\n\n{_source(files, table.command)}\n"]
         paths += files.values()
-    text = f"{TITLE}\n\n{explain(groups).capitalize()}.\n\n" + "\n".join([*links, "", *sections])
+    why = explain(groups)
+    text = f"{TITLE}\n\n{why[0].upper()}{why[1:]}.\n\n" + "\n".join([*links, "", *sections])
     index = _free_index(out)
     write_whole(index, text)
     return [index, *paths]
@@ -179,10 +182,13 @@ def _source(files: Mapping[str, Path], command: str) -> str:
     return f"{links}; `{command}`" if links else f"`{command}`"
 
 
-def _remove(stem: Path) -> None:
-    """Remove what an earlier call wrote of a table or figure: it may have no run now."""
-    for suffix in FORMATS:
-        stem.with_name(f"{stem.name}.{suffix}").unlink(missing_ok=True)
+def _remove(out: Path, tables: Iterable[str], figures: Iterable[str]) -> None:
+    """Remove what an earlier call wrote into this folder: a table or figure may have no run now, or be of a group."""
+    stems = [*(out / "tables" / name for name in tables), *(out / "figures" / name for name in figures)]
+    for file in (stem.with_name(f"{stem.name}.{suffix}") for stem in stems for suffix in FORMATS):
+        file.unlink(missing_ok=True)
+    for name in ("index.html", "provenance.json"):
+        (out / name).unlink(missing_ok=True)
 
 
 def provenance(results: Results) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ class Results:
         """A sentence for each run whose answers do not count, as another run has more or newer."""
         lost: Any = self.superseded[~self.superseded["is_baseline"]]
         return [
-            f"{', '.join(rows['label'].unique())} ({_few(rows['dataset'].unique())}): measured in "
+            f"{'; '.join(rows['label'].unique())} ({_few(rows['dataset'].unique())}): measured in "
             f"{folder} and in {other}; tables count {other}, which has more examples or is newer "
             "(--where KEY=VALUE chooses)"
             for (folder, other), rows in lost.groupby(["folder", "chosen"], sort=False)

@@ -79,10 +79,10 @@ def test_every_device_is_named() -> None:
 
 
 def test_runs_that_share_no_table_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(Path("runs", "short"), over(("lcc",)), model="llama2", max_new_tokens=6)
+    write_run(Path("runs", "short"), over(("lcc",)), model="llama2", engine="2")
     assert main(["wandb-report", "runs", "--out", "report.json"]) == 2
     said = capsys.readouterr().err
-    assert "differ in max_new_tokens" in said
+    assert "differ in engine (1, 2)" in said
     assert "choose one with --where KEY=VALUE" in said
     assert not Path("report.json").exists()
 

@@ -11,12 +11,12 @@ import pandas as pd
 import pytest
 
 from eval.analysis.style import new_figure
-from eval.analysis.table import Figure, figures, tables
+from eval.analysis.table import Figure, figures, legend, tables
 from eval.report.write import main, write_groups, write_paper
-from eval.store.results import Results, read_results
+from eval.store.results import Results, read_results, share
 from lazyllm.errors import UserError
 from tests.conftest import ROOT
-from tests.eval.made import TABLE1, over, write_run
+from tests.eval.made import TABLE1, over, stored, write_run
 
 TABLES = tables()
 
@@ -124,15 +124,47 @@ def test_import_of_the_command_loads_nothing_slow() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_groups_have_folders_of_their_own_and_share_the_verdicts(runs: Results, tmp_path: Path) -> None:
+    shared = ("field", "verdicts")
+    made = {name: TABLES[name] for name in shared}
+    write_paper(runs, tmp_path, made, SOME)  # what an earlier call wrote of all runs in one table
+    short = stored(over(("lcc",)), "static_pruning", TABLE1["static_pruning"], engine="NEW")
+    groups = share([*runs.runs, short])
+    first, second = (group.name for group in groups)
+    paths = write_groups(groups, tmp_path, made, SOME, ["md"])
+    own = {"README.md", "provenance.json", "tables/field.md"}
+    expected = {f"{name}/{file}" for name in (first, second) for file in own} | {"README.md", "tables/verdicts.md"}
+    assert files_in(tmp_path) == {str(path.relative_to(tmp_path)) for path in paths} == expected
+    index = paths[0].read_text()
+    assert paths[0] == tmp_path / "README.md"
+    assert links_in(paths[0]) == {f"{name}/README.md" for name in (first, second)} | {"tables/verdicts.md"}
+    assert f"\nRuns that differ in engine (1, NEW) share no table: {first}; {second}.\n" in index
+    table = TABLES["verdicts"](*groups)
+    assert table.to_markdown("##") in index
+    assert legend([table]) in index
+    assert "Published claims" not in (tmp_path / first / "README.md").read_text()
+    assert [one["folder"] for one in json.loads((tmp_path / second / "provenance.json").read_text())] == [short.folder.name]
+    (alone,) = share(runs.runs)
+    assert write_groups([alone], tmp_path / "alone", {}, SOME)[0] == tmp_path / "alone" / "README.md"
+
+
 @pytest.mark.slow
 def test_committed_tables_are_those_of_the_committed_records(tmp_path: Path) -> None:
     """results/smollm2 goes stale if a table changes: results/smollm2/README.md has the command that makes it."""
     committed = ROOT / "results" / "smollm2"
-    results = Results.read([committed / "records"])
-    paths = write_paper(results, tmp_path, TABLES, {}, ["md"])
-    there = {f"tables/{file.name}" for file in (committed / "tables").iterdir()}
-    assert files_in(tmp_path) == there | {"README.md", "provenance.json"}
-    for file in paths[1:]:
-        assert file.read_text() == (committed / file.relative_to(tmp_path)).read_text()
-    drawn = {name for name, one in figures().items() if not one.data(results).empty}
-    assert drawn == {file.stem for file in (committed / "figures").iterdir()}
+    (tmp_path / "README.md").write_text("Somebody else's.\n")
+    groups = read_results([committed / "records"])
+    made = [path.relative_to(tmp_path) for path in write_groups(groups, tmp_path, TABLES, {}, ["md"])]
+    assert {*made} >= {Path("index.md"), Path("tables/verdicts.md")}
+    for file in made:
+        if file.name != "README.md":  # which has the figures too
+            assert (tmp_path / file).read_text() == (committed / file).read_text(), file
+    there = {file.relative_to(committed) for file in committed.rglob("*") if file.is_file()}
+    there = {file for file in there if file.parts[0] not in ("README.md", "percentile.csv", "records")}
+    pictures = {
+        Path(group.name, "figures", f"{name}.png")
+        for group in groups
+        for name, one in figures().items()
+        if not one.data(group).empty
+    }
+    assert there == {*made} | pictures
