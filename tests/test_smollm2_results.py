@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "results" / "smollm2"
+MODEL = "smollm2 (Q4_1)"
 TASKS = {
     "single_doc_qa": ("narrativeqa", "qasper", "multifieldqa_en"),
     "multi_doc_qa": ("hotpotqa", "2wikimqa", "musique"),
@@ -24,8 +25,8 @@ TASKS = {
     "synthetic": ("passage_count", "passage_retrieval_en"),
     "code": ("lcc", "repobench-p"),
 }
-# {max_new_tokens: what follows the model's name}; 16 is the most common
-VARIANTS = {16: "", 1: " (max_new_tokens=1)", 64: " (max_new_tokens=64, max_prompt_tokens=2000)"}
+# {max_new_tokens: the folder of the tables of its runs}
+GROUPS = {16: "field_1.5x+figure5+revival", 1: "figure6", 64: "figure7+table1"}
 METHODS = {
     "random_drop": "random token drop", "static_pruning": "static pruning", "lazy": "lazyllm",
     "prompt_compression": "prompt compression",
@@ -35,22 +36,15 @@ Number = Callable[[list[Row]], float]  # of a setting's rows
 
 
 def setting_of(arm: Row) -> str:
-    """An arm's setting as tables show it: `lazy, schedule=1.5x`; seed, null and usual switches are left out.
-
-    ASL and UniPrefill compute as many tokens as the prompt asks for: where a speedup was given, its number is shown.
-    """
-    method = arm["method"]
-    if method["name"] in ("asl", "uniprefill"):
-        (number,) = {json.dumps(solved) for solved in arm["parameters"].values()}
-        method = method | json.loads(number)
-    hidden = {"name": method["name"], "seed": 0, "prune_generated": False, "revive": True}
-    values = {key: value for key, value in method.items() if value is not None and hidden.get(key) != value}
-    text = ", ".join([method["name"], *(f"{key}={json.dumps(value)}" for key, value in values.items())])
-    return re.sub(r"\b(\d+)\.0x", r"\1x", text.replace('"', ""))
+    """An arm's setting as tables show it: `lazy, speedup=1.5x`; the seed and null are left out."""
+    speedup = arm.get("speedup")
+    values = {} if speedup is None else {"speedup": speedup if isinstance(speedup, str) else f"{speedup:g}x"}
+    values |= {key: value for key, value in arm["method"].items() if key not in ("name", "seed") and value is not None}
+    return ", ".join([arm["method"]["name"], *(f"{key}={json.dumps(value)}" for key, value in values.items())]).replace('"', "")
 
 
 def read() -> dict[tuple[str, str], list[Row]]:
-    """{(model, setting): its answers that count}: of runs of one setting, seed and dataset, those of the run with most
+    """{(folder, setting): its answers that count}: of runs of one setting, seed and dataset, those of the run with most
     examples, else of the newest."""
     found = defaultdict[tuple[str, str, str], list[tuple[int, str, list[Row]]]](list)
     for folder in (FOLDER / "records").iterdir():
@@ -64,12 +58,12 @@ def read() -> dict[tuple[str, str], list[Row]]:
             for name, answer in answers.items():
                 arm = setting_of(identity["arms"][name])
                 rows[arm, visit["dataset"]].append(answer | {"baseline": answers["baseline"]})
-        model = identity["model"] + VARIANTS[identity["max_new_tokens"]]
+        assert identity["model"] == MODEL
         for (arm, dataset), own in rows.items():
-            found[model, arm, dataset].append((len(own), run["provenance"]["started"], own))
+            found[GROUPS[identity["max_new_tokens"]], arm, dataset].append((len(own), run["provenance"]["started"], own))
     counting = defaultdict[tuple[str, str], list[Row]](list)
-    for (model, arm, _), runs in found.items():
-        counting[model, arm] += max(runs, key=lambda one: one[:2])[2]
+    for (group, arm, _), runs in found.items():
+        counting[group, arm] += max(runs, key=lambda one: one[:2])[2]
     return counting
 
 
@@ -144,9 +138,10 @@ SHOWN: dict[str, Number] = {
 }
 
 
-def lines_of(name: str) -> list[dict[str, str]]:
-    """A table's rows, {heading: cell}."""
-    lines = [line for line in (FOLDER / "tables" / f"{name}.md").read_text().splitlines() if line.startswith("|")]
+def lines_of(name: str, group: str = "") -> list[dict[str, str]]:
+    """A table's rows of the model, {heading: cell}."""
+    text = (FOLDER / group / "tables" / f"{name}.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith(("| model", "|---", f"| {MODEL}"))]
     head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [dict(zip(head, row, strict=True)) for row in rows]
 
@@ -162,10 +157,14 @@ def check(cell: str, value: float, about: Any) -> None:
 
 def test_field_has_every_setting_with_its_numbers() -> None:
     titles = {}
-    for (model, setting), rows in ROWS.items():
+    for (group, setting), rows in ROWS.items():
         method, _, rest = setting.partition(", ")
-        titles[model, METHODS.get(method, method), rest or "-"] = rows
-    lines = {(line["model"], line["method"].lower(), line["setting"]): line for line in lines_of("field")}
+        titles[group, METHODS.get(method, method), rest or "-"] = rows
+    lines = {
+        (group, line["method"].lower(), line["setting"]): line
+        for group in GROUPS.values()
+        for line in lines_of("field", group)
+    }
     assert lines.keys() == titles.keys()
     for key, line in lines.items():
         for name in line.keys() & SHOWN.keys():
@@ -173,19 +172,20 @@ def test_field_has_every_setting_with_its_numbers() -> None:
 
 
 ARMS = {
-    "LazyLLM": "lazy, schedule={}", "without revival": "lazy, revive=false, schedule={}",
-    "static pruning": "static_pruning, keep={}, layer=2", "random drop": "random_drop, keep={}",
+    "LazyLLM": "lazy, speedup={}", "without revival": "lazy, speedup={}, revive=false",
+    "static pruning": "static_pruning, speedup={}, layer=2", "random drop": "random_drop, speedup={}",
 }  # fmt: skip
 KLS = {"the baseline's answer": "answer_kl", "the gold answer": "gold_kl", "the first token": "kl"}
 
 
 def test_revival_is_a_geometric_mean_of_ratios() -> None:
-    sets = {(model, frozenset(setting.split(", "))): rows for (model, setting), rows in ROWS.items()}
-    for line in lines_of("revival"):
+    lines = lines_of("revival", GROUPS[16])
+    assert len(lines) == 2 * len(KLS)
+    for line in lines:
         speedup, kl = line["ideal speedup"], KLS[line["KL of"]]
         for heading in [heading for heading in line if " / " in heading]:
-            keys = [frozenset(ARMS[name].format(speedup).split(", ")) for name in heading.split(" / ")]
-            first, second = ({(row["dataset"], row["id"]): row for row in sets[line["model"], key]} for key in keys)
+            keys = [(GROUPS[16], ARMS[name].format(speedup)) for name in heading.split(" / ")]
+            first, second = ({(row["dataset"], row["id"]): row for row in ROWS[key]} for key in keys)
             logs = [
                 row | {"log": math.log(row[kl] / second[key][kl])}
                 for key, row in first.items()
@@ -206,12 +206,11 @@ def below_even_share() -> float:
 
 
 def test_claims() -> None:
-    usual = ROWS["smollm2 (Q4_1)", "baseline"]
-    table1 = {setting: rows for (model, setting), rows in ROWS.items() if model.endswith("=2000)")}
-    lazy, compression = table1["lazy, schedule=table1"], next(table1[one] for one in table1 if "compression" in one)
+    table1 = {setting: rows for (group, setting), rows in ROWS.items() if group == GROUPS[64]}
+    lazy, compression = table1["lazy, speedup=table1"], next(table1[one] for one in table1 if "compression" in one)
     step = of_examples(lambda row: row["ttft_s"] / mean(row["decode_step_s"]))
     expected = {
-        "TTFT, in decoding steps of the baseline": step([row for row in usual if row["decode_step_s"]]),
+        "TTFT, in decoding steps of the baseline": step([row for row in table1["baseline"] if row["decode_step_s"]]),
         "Most prompt tokens get less than an even share of the last token's attention, %": below_even_share(),
         "TTFT speedup (mean over tasks)": TTFT_SPEEDUP(lazy),
         "Prompt compression's TTFT speedup (fastest task)": max(map(TTFT_SPEEDUP, group_by(compression, "task"))),
@@ -221,7 +220,7 @@ def test_claims() -> None:
             100 * (row["computed"][-1][0] - row["computed"][-1][-1]) / row["prompt_tokens"] for row in lazy
         ),
     }
-    ours = {line["claim"]: line["ours"] for line in lines_of("verdicts") if line["model"].startswith("smollm2")}
+    ours = {line["claim"]: line["ours"] for line in lines_of("verdicts")}
     for name, value in expected.items():
         check(ours[name], value, name)
 
