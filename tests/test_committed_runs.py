@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.datasets import DATASETS, load
 from eval.benchmarks.metrics import needs_classes, score_example
+from eval.benchmarks.suite import DataSettings
 from eval.store.folder import PLANNED, fingerprint
 from eval.store.record import Visit
 from eval.store.runs import StoredRun, stored_runs
@@ -74,7 +75,7 @@ def leaves_out_texts(visit: Visit) -> bool:
 @cache
 def classes_of(dataset: str) -> dict[str, Sequence[str]]:
     """{row: its class names}."""
-    return {example.id: example.all_classes for example in load_rows(DATASETS[dataset]).examples}
+    return {example.id: example.all_classes for example in load(DATASETS[dataset], DataSettings()).examples}
 
 
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
@@ -88,7 +89,7 @@ def test_committed_run_scores_as_its_answers_do(folder: Path) -> None:
         ("run.json", '"git_commit": "abc"', '"git_commit": null', "run.json lacks git_commit"),
         ("run.json", '"git_commit": "abc"', '"git_commit": "abc+changes"', "the code had uncommitted changes"),
         ("run.json", '"hotpotqa": "aa bb v1"', '"trec": "aa bb v1"', "lacks the data hash of hotpotqa"),
-        ("run.json", '"revive": true', '"revive": false', "the fingerprint is not the identity's"),
+        ("run.json", '"schedule": "paper"', '"schedule": "table1"', "the fingerprint is not the identity's"),
         ("run.json", '"a device"', '"NVIDIA H100 80GB HBM3"', "impossible clock"),
         (PLANNED, '"row-2"', '"row-2", "row-3"', "hotpotqa, row row-3: an arm has no answer"),
         ("visits.jsonl", '"score":0.5', '"score":0.6', "hotpotqa, row row-1, lazy: stored score 0.6, computed 0.5"),
