@@ -82,7 +82,8 @@ class ModelSettings(Settings):
     )
     chat: Text | None = Field(
         None,
-        description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a template",
+        description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a "
+        "template",
     )
     chat_args: dict[str, Any] | None = Field(
         None, description="arguments of the template, such as `{enable_thinking: true}`"
@@ -139,8 +140,9 @@ class CommonSettings(Settings):
     method: dict[str, Any] | None = None
     arms: list[ArmSettings] = Field(
         [],
-        description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, ...]`; a list of values, "
-        "or `seeds: 5`, makes an arm of each",
+        min_length=1,
+        description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, ...]`; a list of "
+        "values, or `seeds: 5`, makes an arm of each",
     )
     speedup: Speedup | None = Field(
         None,
@@ -156,8 +158,8 @@ class CommonSettings(Settings):
     limit: Positive | None = Field(None, description="N examples of each dataset; `null`: all (embedded: 12)")
     subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(  # type: ignore[valid-type]
         "first",
-        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; `mini`: "
-        "of the 187 rows of LongBench that MiniLongBench chose",
+        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; "
+        "`mini`: of the 187 rows of LongBench that MiniLongBench chose",
     )
     max_new_tokens: Positive | None = Field(
         None, description="shorter answers than the dataset allows, for a quick look"
@@ -192,9 +194,8 @@ class CommonSettings(Settings):
         """Make `arms` a list of mappings, of `method` if there is no other, and `dataset` a list."""
         method, arms, dataset = (values.get(key) for key in ("method", "arms", "dataset"))
         if method and arms:
-            given = method.get("name", "method")
-            raise ValueError(f"method={given}: arms={_short(arms)} has arms of its own: add it to them")
-        arms = [arms] if isinstance(arms, str) else arms or [method or "lazy"]
+            raise ValueError(_refuse_both(method.get("name"), arms))
+        arms = [method or "lazy"] if arms is None else [arms] if isinstance(arms, str) else arms
         if isinstance(arms, list):
             arms = [{"name": arm} if isinstance(arm, str) else arm for arm in arms]
         dataset = [dataset] if isinstance(dataset, str) else dataset or []
@@ -209,6 +210,15 @@ class CommonSettings(Settings):
         if self.tracker.mode == "online" and self.tracker.name != "wandb":
             raise ValueError("tracker.mode=online: expected tracker=wandb with it")
         return self
+
+
+def _refuse_both(method: Any, arms: Any) -> str:
+    """What the user can do who gives a method beside arms, such as those of an experiment."""
+    names = [arm.get("name") if isinstance(arm, dict) else arm for arm in arms]
+    given = f"method={method}: the arms are {', '.join(map(str, names))} already"
+    if all(isinstance(arm, str) for arm in arms):
+        return f"{given}: give arms=[{','.join([*arms, str(method)])}]"
+    return f"{given}: leave it out, or give arms=[{method}], which takes their place"
 
 
 class RunConfig(
@@ -245,6 +255,7 @@ _EXPECTED = {
     "missing": "a value",
     "too_short": "at least one value",
     "string_too_short": "a text that is not empty",
+    "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",

@@ -70,8 +70,9 @@ class Run:
 
 
 def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
-    """The run that the settings ask for. runs: the folder in which it makes its own without `out`. Sets torch's threads.
+    """The run that the settings ask for. Sets torch's threads.
 
+    runs: the folder in which it makes its own without `out`.
     Raises UserError for what cannot be run; what is known without rows is refused first, as making them may take
     minutes.
     """

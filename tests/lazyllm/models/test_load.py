@@ -130,15 +130,15 @@ def test_end_tokens_are_the_generation_configs(tiny_copy: Path) -> None:
 
 
 def test_load_model_is_refused_offline_with_the_remedies(offline) -> None:
-    refused("llama2", r"not in the hub's cache.*model.name=FOLDER.*model.load_format=dummy")
+    refused("llama2", r"not in the hub's cache.*model=FOLDER.*model.load_format=dummy")
 
 
 def test_repository_without_access_is_refused_with_the_remedy(hub) -> None:
-    refused("llama2", "no such repository.*model.name=FOLDER")
+    refused("llama2", "no such repository.*model=FOLDER")
     hub.repositories[PRESETS["llama2"].source] = replace(Repository.of(TINY), gated=frozenset())
-    refused("llama2", "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf.*model.name=FOLDER")
+    refused("llama2", "https://huggingface.co/meta-llama/Llama-2-7b-chat-hf.*model=FOLDER")
     hub.repositories["owner/tiny"] = Repository.of(TINY)
-    with pytest.raises(UserError, match=r"no revision 'nosuch'.*model.name=FOLDER"):
+    with pytest.raises(UserError, match=r"no revision 'nosuch'.*model=FOLDER"):
         load_weights(ModelSpec("owner/tiny", revision="nosuch", device="cpu"))
 
 
