@@ -151,6 +151,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"{argument}: expected one {key}; {several} takes several")
         if key == "model.name":
             raise UserError(f"{argument}: give model={value}, which may be a preset, a folder, a file or a hub id")
+        if re.match(r"\+*arms\.\d+", key) and value.startswith("{"):
+            raise UserError(
+                f"{argument}: a mapping would be merged into what the arm has: give all arms, arms=[...], or "
+                "keys one by one, such as arms.0.schedule=4:0.5"
+            )
         if key == "hydra/launcher" and value in LAUNCHERS:
             package, extra = LAUNCHERS[value]
             try:
