@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -55,44 +55,54 @@ class ModelSettings(Settings):
     """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
     name: Text = Field(description="a preset, a folder, a GGUF file or a hub id")
-    gguf: Text | None = Field(None, description="a GGUF file in the folder or repository that `model.name` is")
+    gguf: Text | None = Field(default=None, description="a GGUF file in the folder or repository that `model.name` is")
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="`dummy` builds random weights and downloads nothing, for timing"
+        default="auto", description="`dummy` builds random weights and downloads nothing, for timing"
     )
-    dtype: Literal[AUTO, *DTYPES] = Field(  # type: ignore[valid-type]
-        AUTO,
+    dtype: Literal[AUTO, *DTYPES] = Field(
+        # type: ignore[valid-type]
+        default=AUTO,
         description="`bfloat16`, `float16`, `float32`, `float64`; `auto`: the checkpoint's on a GPU; on a CPU "
         "`float32`, or `bfloat16` where it is measured to be faster",
     )
-    device: Text = Field(AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
-    revision: Text | None = Field(None, description="branch, tag or commit of a hub id; `null`: the newest")
-    tokenizer: Text | None = Field(None, description="folder or hub id of another tokenizer; `null`: the model's")
-    attn_implementation: Literal[ATTENTION] = Field(  # type: ignore[valid-type]
-        "sdpa", description="`sdpa`, `eager`, `flash_attention_2`"
+    device: Text = Field(
+        default=AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one"
     )
-    sdpa_backend: Literal[SDPA_BACKENDS] = Field(  # type: ignore[valid-type]
-        AUTO,
+    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id; `null`: the newest")
+    tokenizer: Text | None = Field(
+        default=None, description="folder or hub id of another tokenizer; `null`: the model's"
+    )
+    attn_implementation: Literal[ATTENTION] = Field(
+        # type: ignore[valid-type]
+        default="sdpa",
+        description="`sdpa`, `eager`, `flash_attention_2`",
+    )
+    sdpa_backend: Literal[SDPA_BACKENDS] = Field(
+        # type: ignore[valid-type]
+        default=AUTO,
         description="of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's "
         "fastest",
     )
     max_prompt_tokens: Positive | None = Field(
-        None,
+        default=None,
         description="longer prompts lose their middle, as in LongBench; `null`: LongBench's share of the model's "
         "positions",
     )
     chat: Text | None = Field(
-        None,
+        default=None,
         description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a "
         "template",
     )
     chat_args: dict[str, Any] | None = Field(
-        None, description="arguments of the template, such as `{enable_thinking: true}`"
+        default=None, description="arguments of the template, such as `{enable_thinking: true}`"
     )
-    system: Text | None = Field(None, description="a system message before the prompt")
-    today: Text = Field(TODAY, description="the date, for templates that write one into the prompt")
-    thinking_tokens: Count = Field(0, description="extra tokens for thinking; the text after `</think>` is scored")
+    system: Text | None = Field(default=None, description="a system message before the prompt")
+    today: Text = Field(default=TODAY, description="the date, for templates that write one into the prompt")
+    thinking_tokens: Count = Field(
+        default=0, description="extra tokens for thinking; the text after `</think>` is scored"
+    )
     paper: Literal["llama2", "xgen"] | None = Field(
-        None, description="the column of the paper's tables to compare with: `llama2`, `xgen`"
+        default=None, description="the column of the paper's tables to compare with: `llama2`, `xgen`"
     )
 
 
@@ -100,23 +110,23 @@ class DataConfig(Settings):
     """Files of rows."""
 
     dir: PathText | None = Field(
-        None,
+        default=None,
         description="folder with LongBench's `<dataset>.jsonl` and `config/*.json`, LongBench v2's `data.json` and "
         "`prompts/0shot.txt`, or RULER's `LENGTH/TASK.jsonl`; `null` fetches them once",
     )
-    length: Positive = Field(4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384")
+    length: Positive = Field(default=4096, description="of RULER's rows, in tokens: as published, 4096, 8192 or 16384")
     on_error: Literal["raise", "skip"] = Field(
-        "raise", description="`skip` leaves out invalid rows, and reports their number"
+        default="raise", description="`skip` leaves out invalid rows, and reports their number"
     )
 
 
 class TrackerSettings(Settings):
     """Weights & Biases. Its other settings are its own environment variables: WANDB_ENTITY, WANDB_TAGS, ..."""
 
-    name: Literal["none", "wandb"] = Field("none", description="`wandb`")
-    project: Text = Field("lazyllm-bench", description="W&B's project")
+    name: Literal["none", "wandb"] = Field(default="none", description="`wandb`")
+    project: Text = Field(default="lazyllm-bench", description="W&B's project")
     mode: Literal["online", "offline", "disabled"] = Field(
-        "offline", description="`offline` writes to `<run folder>/wandb`; `online` needs a key"
+        default="offline", description="`offline` writes to `<run folder>/wandb`; `online` needs a key"
     )
 
 
@@ -126,11 +136,11 @@ class ArmSettings(Settings):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     name: Text
-    label: Text | None = Field(None, description="the arm's name in tables of its run")
+    label: Text | None = Field(default=None, description="the arm's name in tables of its run")
     speedup: Annotated[Any, PlainValidator(_read_speedups)] = Field(
-        None, description="the ideal TTFT speedup that a hyperparameter is solved for; `table1`: the paper's"
+        default=None, description="the ideal TTFT speedup that a hyperparameter is solved for; `table1`: the paper's"
     )
-    seeds: Positive | None = Field(None, description="an arm for each of so many seeds")
+    seeds: Positive | None = Field(default=None, description="an arm for each of so many seeds")
 
 
 class CommonSettings(Settings):
@@ -139,53 +149,54 @@ class CommonSettings(Settings):
     model: ModelSettings
     method: dict[str, Any] | None = None
     arms: list[ArmSettings] = Field(
-        [],
+        default=[],
         min_length=1,
         description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, ...]`; a list of "
         "values, or `seeds: 5`, makes an arm of each",
     )
     speedup: Speedup | None = Field(
-        None,
+        default=None,
         description="the ideal TTFT speedup that each arm is solved for, such as `2x`, unless it gives its own",
     )
-    baseline: bool = Field(True, description="also measure the standard model on every example, among the arms")
+    baseline: bool = Field(default=True, description="also measure the standard model on every example, among the arms")
     dataset: list[Text] = Field(
-        [],
+        default=[],
         description="datasets, a task or a suite: `dataset=hotpotqa`, `dataset=[vt,cwe]`, `dataset=all`; or a YAML "
         "file that describes your own rows",
     )
     data: DataConfig = DataConfig()
-    limit: Positive | None = Field(None, description="N examples of each dataset; `null`: all (embedded: 12)")
-    subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(  # type: ignore[valid-type]
-        "first",
+    limit: Positive | None = Field(default=None, description="N examples of each dataset; `null`: all (embedded: 12)")
+    subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(
+        # type: ignore[valid-type]
+        default="first",
         description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; "
         "`mini`: of the 187 rows of LongBench that MiniLongBench chose",
     )
     max_new_tokens: Positive | None = Field(
-        None, description="shorter answers than the dataset allows, for a quick look"
+        default=None, description="shorter answers than the dataset allows, for a quick look"
     )
     batch_size: Positive | None = Field(
-        None,
+        default=None,
         description="answers that decode together, after TTFT was measured alone; 1 also times every step; `null`: as "
         "many as fit into a GPU's memory, up to 8, and 1 on a CPU",
     )
-    warmup: Count = Field(5, description="warm-up runs of each arm before the first example")
+    warmup: Count = Field(default=5, description="warm-up runs of each arm before the first example")
     seed: Annotated[Count, Field(lt=2**63)] = Field(
-        0, description="of random weights, of random subsets, and the default of methods with a `seed`"
+        default=0, description="of random weights, of random subsets, and the default of methods with a `seed`"
     )
     threads: Annotated[Positive, Field(le=1024)] | None = Field(
-        None, description="CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)"
+        default=None, description="CPU threads, up to 1024; `null`: torch's choice (`tiny`: 1)"
     )
     out: PathText | None = Field(
-        None, description="the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`"
+        default=None, description="the run's folder; `null`: `runs/<model>-<method or label>-<data>-<fingerprint>`"
     )
     trace: Count = Field(
-        0, description="keep each layer's importance and selection for the first N examples of each dataset"
+        default=0, description="keep each layer's importance and selection for the first N examples of each dataset"
     )
     fidelity: Literal["answer"] | None = Field(
-        None, description="`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
+        default=None, description="`answer`: also feed the baseline's answer and the gold one to every arm; not timed"
     )
-    label: Text | None = Field(None, description="the comparison's name, in titles and folders")
+    label: Text | None = Field(default=None, description="the comparison's name, in titles and folders")
     tracker: TrackerSettings = TrackerSettings()
 
     @model_validator(mode="before")
@@ -221,13 +232,14 @@ def _refuse_both(method: Any, arms: Any) -> str:
     return f"{given}: leave it out, or give arms=[{method}], which takes their place"
 
 
-class RunConfig(
-    create_model(  # type: ignore[misc]  # one field for each suite that has settings
-        "SuiteSettings",
-        __base__=CommonSettings,
-        **{name: (kind, kind()) for name, kind in _SUITE_SETTINGS.items()},
-    )
-):
+if TYPE_CHECKING:
+    SuiteSettings = CommonSettings
+else:  # a field for each suite that has settings
+    _FIELDS = {name: (kind, kind()) for name, kind in _SUITE_SETTINGS.items()}
+    SuiteSettings = create_model("SuiteSettings", __base__=CommonSettings, **_FIELDS)
+
+
+class RunConfig(SuiteSettings):
     """All settings of a run, those of each suite under its name."""
 
 

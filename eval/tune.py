@@ -44,7 +44,7 @@ class TuneConfig(RunConfig):
     target_speedup: Annotated[float, Field(gt=1)] = Field(
         description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
     )
-    trials: Positive = Field(32, description="schedules to measure")
+    trials: Positive = Field(default=32, description="schedules to measure")
 
     @model_validator(mode="after")
     def _is_a_search(self) -> TuneConfig:
@@ -118,8 +118,9 @@ def tune(config: TuneConfig) -> Path:
         raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
     import optuna  # this and others not at the top: arguments are checked first
 
+    from eval.run.bench import load_model
     from eval.run.device import held_and_released
-    from eval.run.loop import load_model, measure
+    from eval.run.loop import measure
     from eval.run.prepare import prepare
     from lazyllm.models.load import as_device, shape_of
 
@@ -146,7 +147,8 @@ def tune(config: TuneConfig) -> Path:
         def kls(part: str, schedule: Schedule) -> KLs:
             out = folder / part / "-".join(f"{layer}_{ratio}" for layer, ratio in schedule.items())
             extra = config.arms[0].model_extra or {}
-            arm = ArmSettings(name=config.arms[0].name, label="tuned", **extra | {"schedule": schedule})
+            given = {"name": config.arms[0].name, "label": "tuned", **extra, "schedule": schedule}
+            arm = ArmSettings.model_validate(given)
             trial = prepare(config.model_copy(update={"arms": [arm], "out": str(out)}))
             measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
             if measured.failed:

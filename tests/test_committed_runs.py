@@ -1,7 +1,6 @@
 """Every run in results/ scores as its answers do, answers all that was planned, and names its origin."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,13 +9,13 @@ import pytest
 from eval.benchmarks.datasets import DATASETS, load_rows
 from eval.benchmarks.metrics import needs_classes, score_example
 from eval.store.folder import PLANNED, fingerprint
+from eval.store.record import Visit
 from eval.store.runs import StoredRun, stored_runs
-from eval.store.visit import Visit
 from lazyllm.errors import UserError
 from lazyllm.machine import accelerator
 from tests.conftest import ROOT
-from tests.eval.store.made import write_run
-from tests.eval.store.visits import measurement, turn
+from tests.eval.made import write_run
+from tests.eval.store.visits import visit
 
 COMMITTED = sorted(file.parent for file in (ROOT / "results").rglob("run.json"))
 
@@ -59,19 +58,17 @@ def wrong_scores(run: StoredRun) -> Iterator[str]:
     for one in (visit for visit in run.visits if not leaves_out_texts(visit)):
         dataset = DATASETS[one.dataset]
         classes = classes_of(one.dataset)[one.id] if needs_classes(dataset) else None  # visits lack the class names
-        for arm, answers in one.answers.items():
-            for asked, stored in zip(one.turns, answers, strict=True):
-                score = score_example(dataset, stored.text or "", asked.answers, classes)
-                # versions of Python may add floats in another order
-                if stored.score is None or abs(score - stored.score) > 1e-9:
-                    yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score}, computed {score:g}"
+        for arm, stored in one.answers.items():
+            score = score_example(dataset, stored.text or "", one.gold, classes)
+            # versions of Python may add floats in another order
+            if stored.score is None or abs(score - stored.score) > 1e-9:
+                yield f"{one.dataset}, row {one.id}, {arm}: stored score {stored.score}, computed {score:g}"
 
 
 def leaves_out_texts(visit: Visit) -> bool:
     """Whether it is of a suite whose texts may not be published (tests/test_records.py holds that they are not)."""
-    return DATASETS[visit.dataset].suite in ("longbench", "ruler") and all(
-        one.text is None for answers in visit.answers.values() for one in answers
-    )
+    is_private = DATASETS[visit.dataset].suite in ("longbench", "ruler")
+    return is_private and all(one.text is None for one in visit.answers.values())
 
 
 @cache
@@ -99,10 +96,8 @@ def test_committed_run_scores_as_its_answers_do(folder: Path) -> None:
 )
 def test_fault_is_seen(tmp_path: Path, file: str, old: str, new: str, fault: str) -> None:
     # by hand: one of three words is right, and the one gold word is found: 2 * (1/3 * 1) / (1/3 + 1)
-    half = measurement("because of it", 0.5, prefill_flops=10**15)
-    answers = {"baseline": [measurement("because", 1.0)], "lazy": [half]}
-    fields = {"turns": [replace(turn(), answers=["because"])], "order": ["baseline", "lazy"], "answers": answers}
-    visits = [Visit(dataset="hotpotqa", id=f"row-{number}", **fields) for number in (1, 2)]
+    own = {"text": "because of it", "score": 0.5, "prefill_flops": 10**15, "gold": ["because"]}
+    visits = [visit(row, "hotpotqa", {"text": "because"}, **own) for row in (1, 2)]
     run = write_run(tmp_path / "run", visits, data={"hotpotqa": "aa bb v1"})
     (run / PLANNED).write_text('{"hotpotqa": ["row-1", "row-2"]}')
     assert problems(run) == []

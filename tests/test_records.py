@@ -3,7 +3,6 @@
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,17 @@ import pytest
 
 from eval.benchmarks.datasets import DATASETS
 from eval.store.folder import PLANNED
+from eval.store.record import Failure
 from eval.store.results import Results
 from eval.store.runs import stored_runs
-from eval.store.visit import Failure, Trace, read_trace
+from eval.store.trace import read_trace
 from scripts.dev import records
 from tests.conftest import ROOT
-from tests.eval.store.made import write_run
-from tests.eval.store.visits import changed, visit
+from tests.eval.made import small_trace, with_traces, write_run
+from tests.eval.store.visits import answer, visit
 
 # Keys of a visit and of a trace whose strings are names and hashes, not texts
-NAMES = {"dataset", "id", "sha256", "order", "groups", "attention_kernel", "arm"}
+NAMES = {"dataset", "id", "prompt_sha256", "order", "groups", "kernel", "arm"}
 COMMITTED = sorted(
     file.parent
     for file in (ROOT / "results").rglob("run.json")
@@ -46,8 +46,8 @@ def faults(folder: Path) -> list[str]:
     for line in gzip.decompress((folder / "visits.jsonl.gz").read_bytes()).splitlines():
         made = json.loads(line)
         found += texts_in(made)
-        ids = [one["token_ids"] for answers in made["answers"].values() for one in answers]
-        found += [f"token {number}" for own in ids for number in own or () if number]
+        ids = [number for one in made["arms"].values() for number in one.get("token_ids", ())]
+        found += [f"token {number}" for number in ids if number]
     for file in (folder / "traces").glob("*.json.gz"):
         found += texts_in(json.loads(gzip.decompress(file.read_bytes())))
     return found
@@ -63,13 +63,10 @@ def test_no_text_of_longbench_is_committed(folder: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run of three examples, of which the third lacks an arm, with a trace."""
-    failed = replace(visit(2), failures={"lazy": Failure(reason="secret", traceback="secret")})
-    failed = replace(failed, answers={"baseline": failed.answers["baseline"]})
+    failed = visit(2, arms={"baseline": answer(), "lazy": Failure(error="secret", traceback="secret")})
     folder = write_run(tmp_path / "runs" / "one", [visit(0), visit(1, score=0.25), failed])
     (folder / PLANNED).write_text('{"hotpotqa": ["row-0", "row-1", "row-2", "row-3"]}')
-    (folder / "traces").mkdir()
-    trace = Trace("hotpotqa", "row-0", "lazy", ["a", "b"], ["c"], [[0.25, 0.75]] * 4, [{2: [0]}], [1, 3], [[2, 1]])
-    (folder / "traces" / "hotpotqa-row-0-lazy.json").write_text(trace.to_json())
+    with_traces(stored_runs([folder])[0], folder, small_trace(dataset="hotpotqa", id="row-0"))
     return folder
 
 
@@ -84,8 +81,8 @@ def test_records_are_the_run_without_its_texts(run: Path, tmp_path: Path) -> Non
     assert made.unfinished == ""
     [trace] = map(read_trace, made.traces)
     [whole] = map(read_trace, was.traces)
-    assert replace(trace, tokens=whole.tokens, generated=whole.generated) == whole
-    assert (len(trace.tokens), len(trace.generated)) == (2, 1)
+    assert trace.model_copy(update={"tokens": whole.tokens, "generated": whole.generated}) == whole
+    assert (trace.tokens, trace.generated) == ([""] * 3, [""] * 3)
     numbers: Any = Results([was]).frame
     kept = numbers[numbers["id"] != "row-2"].drop(columns=["folder", "pct_answered"]).reset_index(drop=True)
     found: Any = Results([made]).frame
@@ -103,10 +100,8 @@ def test_a_text_would_be_seen(run: Path, tmp_path: Path) -> None:
 def test_a_visit_beside_other_work_is_named_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LazyLLM runs half of the baseline's FLOPs in half of its 0.4 s, as usual; in 0.4 s, its rate is halved."""
     times = [0.2, 0.21, 0.19, 0.4, 0.2]
-    visits = [visit(number, ttft_s=time, prefill_flops=50) for number, time in enumerate(times)]
-    for made in visits:
-        made.answers["baseline"] = [changed(made.answers["baseline"][0], prefill_flops=100)]
-    run = write_run(tmp_path / "runs" / "one", visits)
+    half = {"baseline": {"prefill_flops": 100}, "prefill_flops": 50}
+    run = write_run(tmp_path / "runs" / "one", [visit(row, ttft_s=time, **half) for row, time in enumerate(times)])
     records.main([str(tmp_path / "all"), str(run)])
     assert capsys.readouterr().out.splitlines() == [
         "one, hotpotqa, row-3: kept, speed beside the baseline's over the usual one: lazy 0.50"

@@ -9,7 +9,7 @@ import pandas as pd
 
 from eval.store.results import Results
 from eval.store.runs import kind_of
-from eval.store.summary import rows_of
+from eval.store.summary import summarise
 
 BASELINE = "baseline"
 STUDIED = "lazy"  # the paper's own method
@@ -35,12 +35,12 @@ def overall(results: Results) -> Any:
 
 
 def rows_by(rows: Any, key: str, among: Any) -> list[dict[str, Any]]:
-    """`rows_of` each setting on each suite and value of column `key`, as they appear. among: as of `rows_of`."""
+    """`summarise` each setting on each suite and value of column `key`, as they appear. among: as of `summarise`."""
     keys = [*SETTING, key]
     return [
         dict(zip(keys, values, strict=True)) | row
         for values, part in rows.groupby(keys, sort=False)
-        for row in rows_of(part, among)
+        for row in summarise(part, among)
     ]
 
 

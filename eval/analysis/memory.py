@@ -34,7 +34,7 @@ from eval.analysis.table import (
 )
 from eval.store.record import Answer
 from eval.store.results import Results
-from eval.store.summary import beside, drawn_means, on_common_examples
+from eval.store.summary import drawn_means, match_baselines, on_common_examples
 
 NEAR = 0.05  # of the baseline's bytes: settings that differ by more are not at equal memory
 END, PREFILL = "end", "prefill"
@@ -115,7 +115,7 @@ def _by_step(results: Results) -> Iterator[dict[str, Any]]:
     """A row for each range of decoding steps of each of LazyLLM's settings that has an Aux Cache."""
     frame: Any = results.counting
     rows = frame[(frame["method"] == STUDIED) & frame.groupby(SETTING)["aux_bytes"].transform("max").gt(0)]
-    rows = rows.assign(reference=_bytes_of_a_token(beside(rows, results.frame)))
+    rows = rows.assign(reference=_bytes_of_a_token(match_baselines(rows, results.frame)))
     for setting, part in rows.groupby(SETTING, sort=False):
         steps = pd.DataFrame(_steps_of(results, part))
         places = np.searchsorted((0, *_STEP_ENDS), steps["step"])

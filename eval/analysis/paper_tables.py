@@ -109,7 +109,7 @@ def table2(results: Results) -> Rows:
 
 def _with_published(results: Results, values: Sequence[Column]) -> Rows:
     parameters = {
-        (run.model, arm.method, canonical_json(arm.settings), dataset): canonical_json(resolved)
+        (run.model, arm.method, arm.settings, dataset): canonical_json(resolved)
         for run in results.runs
         for arm in run.arms.values()
         for dataset, resolved in (run.identity["arms"][arm.name].get("parameters") or {}).items()

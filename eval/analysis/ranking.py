@@ -11,7 +11,7 @@ from eval.analysis.columns import BASELINE, KLS, SECTION, in_order, range_of, ra
 from eval.analysis.table import EXAMPLES, FIDELITY, KL, MODEL, Column, Rows, as_table, cells, forms, measured
 from eval.benchmarks.datasets import TASKS
 from eval.store.results import Results
-from eval.store.summary import beside, drawn_means, on_common_examples
+from eval.store.summary import drawn_means, match_baselines, on_common_examples
 
 LEAST = 0.9  # share of its target speedup that a setting must reach (by computed FLOPs) to be ranked
 # {value: digits shown}: ranked by the first that all methods of a speedup have
@@ -141,7 +141,7 @@ def effective_keep(results: Results, within: float = WITHIN) -> Rows:
     """The smallest share of prefill FLOPs at which a method's score is at most `within` % below its own baseline's."""
     frame: Any = results.counting
     frame = frame[frame["method"] != BASELINE]
-    baseline = beside(frame, results.frame)
+    baseline = match_baselines(frame, results.frame)
     frame = frame.assign(
         share=100 * frame["prefill_flops"] / baseline["prefill_flops"],
         full_score=baseline["score"],

@@ -15,7 +15,7 @@ from eval.benchmarks.datasets import DATASETS, format_value
 from eval.store.record import Visit
 from eval.store.results import Results
 from eval.store.runs import StoredArm, StoredRun, counted
-from eval.store.summary import NO_INTERVAL, VALUES, rows_of
+from eval.store.summary import NO_INTERVAL, VALUES, summarise
 from lazyllm.machine import accelerator
 from lazyllm.methods import Baseline, Sparse, by_name, settings_of
 
@@ -140,7 +140,7 @@ def _rows(run: StoredRun) -> list[dict[str, Any]]:
         rows: Any = frame[frame["arm"].isin(labels) & frame["counts"]]
         if rows.empty:
             continue
-        for row in _with_failures(rows_of(rows, frame), rows, _failures(run, labels)) + _by_length(rows, frame):
+        for row in _with_failures(summarise(rows, frame), rows, _failures(run, labels)) + _by_length(rows, frame):
             row |= {"run": run.folder.name, "method": name}
             by_name.setdefault((row["kind"], row["name"]), []).append(row)
     one_task = sum(kind == "task" for kind, _ in by_name) == 1
@@ -186,7 +186,7 @@ def _by_length(rows: Any, among: Any) -> list[dict[str, Any]]:
         return []
     more = {"kind": "length", "failed": 0, "score_failed_as_zero": np.nan}
     return [
-        rows_of(rows[rows["range"] == name], among)[-1] | more | {"name": f"{name} prompt tokens"}
+        summarise(rows[rows["range"] == name], among)[-1] | more | {"name": f"{name} prompt tokens"}
         for name in ranges_in(rows["range"])
     ]
 
@@ -247,7 +247,7 @@ def _target_of(arm: StoredArm) -> str:
     """` (keep=1024)`: the parameter that says how many tokens stay; "" if the method has no such one."""
     kind = by_name(arm.method)
     name = kind.target_parameter or next(iter(kind.keep_all), None)
-    return "" if name is None else f" ({name}={format_value(arm.settings.get(name, settings_of(kind)[name]))})"
+    return "" if name is None else f" ({name}={format_value(arm.values.get(name, settings_of(kind)[name]))})"
 
 
 def _drops_tokens(arm: StoredArm) -> bool:

@@ -10,7 +10,7 @@ from eval.analysis.claims import Section, sections
 from eval.analysis.columns import SETTING, in_order, range_of, ranges_in, with_sums
 from eval.analysis.table import LABEL, MODEL, Column, Rows, as_table, cells, forms, measured
 from eval.store.results import Results
-from eval.store.summary import beside
+from eval.store.summary import match_baselines
 
 _ANSWER_ENDS = (4, 16, 64, 256)  # upper ends of the ranges of answer lengths, the end token included
 _LENGTHS = ["prompt_tokens", "answer_tokens"]
@@ -87,7 +87,7 @@ def _shares(results: Results) -> tuple[pd.DataFrame, list[str]]:
 def _costs(section: Section) -> Iterator[dict[str, Any]]:
     """A row for each task of a section."""
     rows = section.of("studied")
-    theirs = beside(rows, section.frame)
+    theirs = match_baselines(rows, section.frame)
     rows = rows.assign(**{f"theirs_{name}": theirs[name] for name in ("ttft_s", "total_s", "step_s")})
     rows = rows.dropna(subset=["revived_tokens", "total_s", "theirs_total_s"])
     rows = rows.assign(steps=rows["generated_tokens"] - 1, decoding_s=rows["total_s"] - rows["ttft_s"])

@@ -103,7 +103,7 @@ def of_trace(
     """
     traced = [(run, run.arms[trace.arm], trace) for run in results.runs for trace in map(read_trace, run.traces)]
     if method is not None:
-        traced = [one for one in traced if one[1].method == method and not is_ablation(one[1].settings)]
+        traced = [one for one in traced if one[1].method == method and not is_ablation(one[1].values)]
     if not traced:
         return pd.DataFrame()
     run, arm, trace = min(traced, key=lambda one: (one[0].paper_model is None, one[1].label != PAPER_SETTING))

@@ -63,20 +63,22 @@ class NeedleSettings(Settings):
     """Which needles lie where."""
 
     lengths: list[Positive] = Field(
-        [512, 1024, 2048],
+        default=[512, 1024, 2048],
         description="maximum tokens of a prompt, its chat template and its answer together",
     )
     depths: list[Annotated[Count, Field(le=100)]] = Field(
-        list(range(0, 101, 10)),
+        default=list(range(0, 101, 10)),
         description="per cent of the text before the needle, both without other needles",
     )
     others: Annotated[Count, Field(le=100)] = Field(
-        0, description="other needles in the text, with other keys: only the question tells which one is asked for"
+        default=0,
+        description="other needles in the text, with other keys: only the question tells which one is asked for",
     )
-    repeats: Positive = Field(1, description="rows for each length and depth, with different needles")
-    seed: int = Field(42, description="of the needles")
+    repeats: Positive = Field(default=1, description="rows for each length and depth, with different needles")
+    seed: int = Field(default=42, description="of the needles")
     haystack: Text | None = Field(
-        None, description="the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise"
+        default=None,
+        description="the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise",
     )
 
     @field_validator("lengths", "depths")

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 class RandomSettings(Settings):
     """How many tokens."""
 
-    length: list[Positive] = Field([1000, 3500], description="tokens of a prompt; speedups are solved for the longest")
-    new_tokens: Positive = Field(17, description="tokens of an answer")
-    repeats: Positive = Field(3, description="rows for each length, with different tokens")
-    seed: int = Field(0, description="of the tokens")
+    length: list[Positive] = Field(
+        default=[1000, 3500], description="tokens of a prompt; speedups are solved for the longest"
+    )
+    new_tokens: Positive = Field(default=17, description="tokens of an answer")
+    repeats: Positive = Field(default=3, description="rows for each length, with different tokens")
+    seed: int = Field(default=0, description="of the tokens")
 
     @field_validator("length")
     @classmethod

@@ -18,9 +18,10 @@ from markupsafe import Markup
 
 from eval.analysis.table import Column, Table, cells, legend
 from eval.report.content import Content
+from eval.store.frame import numbers_of
 from eval.store.record import Answer, Visit
 from eval.store.results import Results
-from eval.store.runs import StoredRun, numbers_of
+from eval.store.runs import StoredRun
 
 _HERE = Path(__file__).parent
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -1,23 +1,28 @@
 """The loaded model of a run, which answers each prompt with every arm in rotation: a visit."""
 
 import logging
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from eval.arms import Arm
 from eval.benchmarks.chat_format import ChatFormat
 from eval.benchmarks.prompts import Prompt, gold_token_ids
 from eval.run.answer import Measured, Reference, answer_of
-from eval.run.device import failure_of, recover
+from eval.run.device import failure_of, held_and_released, recover
+from eval.run.prepare import Run
 from eval.run.work import WARMUP_TOKENS
 from eval.store.record import PROMPT_END, Answer, Failure, Visit
 from lazyllm import Generation, generate
 from lazyllm.engine.batch import Batch
+from lazyllm.engine.devices import cpu_time
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.engine.generation import Greedy, Prefilled, Request, make_request
 from lazyllm.engine.sdpa import builds_plans
@@ -25,12 +30,14 @@ from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel, read_peak, reset_peak
 from lazyllm.methods import Method
 from lazyllm.methods.support.other_models import HELPERS
+from lazyllm.models.load import as_device, load_weights, unapplied_settings
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Visited = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it, in order
 Pair = tuple[Prompt, Arm]
+Load = Callable[[], PreTrainedModel]
 Ended = tuple[Prompt, Arm, Measured | Failure]
 Outcomes = dict[str, Measured | Failure]  # {label of an arm: what it did with a prompt, or why it failed}
 
@@ -268,3 +275,30 @@ def _arms_to_begin(waiting: deque[Pair], running: Mapping[Request, Running]) -> 
     newest = waiting[0][0]
     has_begun = any(one.prompt is newest for one in running.values())
     return 1 if has_begun else sum(prompt is newest for prompt, _ in waiting)
+
+
+@contextmanager
+def open_bench(run: Run, load: Load | None = None) -> Iterator[Bench]:
+    """The run's model, ready to answer until the block ends. load: gives the model, if several runs share it."""
+    with held_and_released(as_device(run.spec.device)), cpu_time(run.counts_cpu_time):
+        yield Bench(
+            model=(load or (lambda: load_model(run)))(),
+            tokenizer=run.tokenizer,
+            chat=run.chat,
+            arms=run.arms,
+            methods=run.methods,
+            baseline=run.baseline,
+            batch_size=run.batch_size,
+            forces_answers=run.config.fidelity is not None,
+        )
+
+
+def load_model(run: Run) -> PreTrainedModel:
+    """The run's model. Raises as `lazyllm.load_model`."""
+    log.info("loading %s in %s: %s", run.spec.name, run.spec.dtype, run.dtype_reason)
+    if unapplied := unapplied_settings(run.spec):
+        settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
+        log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    return load_weights(run.spec)

@@ -117,7 +117,7 @@ def identity_of(
 
     limit: tokens of a prompt.
     """
-    optional = {"fidelity": config.fidelity}
+    optional: dict[str, Any] = {"fidelity": config.fidelity}
     optional["batch_size"] = batch_size if batch_size > 1 else None  # rounding differs by it
     identity = {
         **_identify_model(config, spec),

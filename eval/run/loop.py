@@ -1,39 +1,35 @@
 """The loop of a run: make the visits that the run's folder lacks, then one table of all arms."""
 
+from __future__ import annotations
+
 import logging
 import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
-
-from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from typing import TYPE_CHECKING
 
 from eval.arms import Arm
 from eval.benchmarks.prompts import Prompt
-from eval.run.bench import Bench, Visited
-from eval.run.device import held_and_released
 from eval.run.identity import now
 from eval.run.prepare import Run
-from eval.run.tracing import traces_of
 from eval.run.wandb_run import Tracker, open_trackers
 from eval.store.folder import RunStore, open_store
 from eval.store.runs import StoredRun, counted
 from eval.store.trace import trace_name
-from lazyllm.engine.devices import cpu_time
 from lazyllm.errors import FailedExamplesError, UserError, reason_of
 from lazyllm.files import write_whole
-from lazyllm.models.load import as_device, load_weights, unapplied_settings
+
+if TYPE_CHECKING:  # a run that lacks nothing loads no model, nor the code that runs it
+    from eval.run.bench import Bench, Load, Visited
 
 log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0  # between lines of progress
 
-Load = Callable[[], PreTrainedModel]
 Untraced = dict[tuple[str, str], tuple[Prompt, set[str]]]  # {key of a prompt: it, and labels of arms}
 
 
@@ -51,6 +47,8 @@ def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:
             done = len(run.prompts) - len(missing)
             log.info("%s: %s, %d of them already measured", run.folder, counted(len(run.prompts), "example"), done)
             if missing or untraced:
+                from eval.run.bench import open_bench
+
                 with _noted(store, len(missing)), open_bench(run, load) as bench:
                     _measure(bench, missing, run.config.warmup, store, trackers)
                     _trace(bench, run, untraced, store)
@@ -80,40 +78,13 @@ def rotate(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 def plan_visits(run: Run, store: RunStore) -> list[Visited]:
     """The prompts that some arms have not answered, each with these arms and the baseline, in order."""
-    planned = list[Visited]()
+    planned: list[Visited] = []
     for number, prompt in enumerate(run.prompts):
         answered = store.answered(prompt.key)
         if lacking := [arm for arm in run.arms if arm.label not in answered]:
             again = [arm for arm in run.arms if arm in lacking or arm.label == run.baseline]
             planned.append((prompt, rotate(again, number)))
     return planned
-
-
-@contextmanager
-def open_bench(run: Run, load: Load | None = None) -> Iterator[Bench]:
-    """The run's model, ready to answer until the block ends. load: gives the model, if several runs share it."""
-    with held_and_released(as_device(run.spec.device)), cpu_time(run.counts_cpu_time):
-        yield Bench(
-            model=(load or (lambda: load_model(run)))(),
-            tokenizer=run.tokenizer,
-            chat=run.chat,
-            arms=run.arms,
-            methods=run.methods,
-            baseline=run.baseline,
-            batch_size=run.batch_size,
-            forces_answers=run.config.fidelity is not None,
-        )
-
-
-def load_model(run: Run) -> PreTrainedModel:
-    """The run's model. Raises as `lazyllm.load_model`."""
-    log.info("loading %s in %s: %s", run.spec.name, run.spec.dtype, run.dtype_reason)
-    if unapplied := unapplied_settings(run.spec):
-        settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
-        log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    return load_weights(run.spec)
 
 
 def _stored(run: Run, store: RunStore) -> StoredRun:
@@ -178,6 +149,8 @@ def _measure(
 
 def _trace(bench: Bench, run: Run, untraced: Untraced, store: RunStore) -> None:
     """Write the traces that are missing, of arms that have answered."""
+    from eval.run.tracing import traces_of
+
     for prompt, labels in untraced.values():
         arms = [arm for arm in run.arms if arm.label in labels & store.answered(prompt.key)]
         try:

@@ -27,7 +27,7 @@ from eval.config import TrackerSettings
 from eval.run.check import QUIET
 from eval.store.record import Visit
 from eval.store.results import Results
-from eval.store.runs import StoredArm, StoredRun, numbers_of
+from eval.store.runs import StoredArm, StoredRun
 from lazyllm.errors import reason_of
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ class Tracker:
     @_harmless
     def visit(self, visit: Visit) -> None:
         """Show a new visit: means and speedups over this job's visits so far, all with the same weight."""
+        from eval.store.frame import numbers_of  # not at the top: it imports pandas
+
         answers = {label: numbers_of(visit, answer) for label, answer in visit.answers.items()}
         own, reference = answers.get(self.arm.name), answers.get(self.run.identity["baseline"])
         if own is None:
@@ -133,14 +135,14 @@ class Tracker:
                 self._run.log({f"figures/{file.stem}": self._wandb.Image(str(file))})
 
     def _per_example(self, results: Results) -> Any:
-        from eval.store.summary import beside
+        from eval.store.summary import match_baselines
 
         frame: Any = results.frame
         rows = frame[(frame["arm"] == self.arm.name) & frame["counts"]].drop(columns="token_s")
         pairs = list(results.answers(rows))
         gold = [" | ".join(visit.gold) for visit, _ in pairs]
         rows = rows.assign(gold=gold, answer=[answer.text for _, answer in pairs])
-        rows.insert(5, "ttft_speedup", beside(rows, frame)["ttft_s"] / rows["ttft_s"])
+        rows.insert(5, "ttft_speedup", match_baselines(rows, frame)["ttft_s"] / rows["ttft_s"])
         cells: Any = rows.astype(object).where(rows.notna(), None)  # None without a baseline
         return self._wandb.Table(columns=list(cells), data=cells.to_numpy().tolist())
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.benchmarks.datasets import DATASETS
 from eval.store.record import Answer, Visit
-from eval.store.runs import COLUMNS, StoredRun, stored_runs
+from eval.store.runs import StoredRun, stored_runs
 from lazyllm.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Results:
         arm (its label in the run), method, settings (canonical JSON of speedup and hyperparameters),
         label (the same for people), speedup (missing for none, "table1" for the paper's), seed,
         is_baseline, dataset, task, suite, id, groups (of `Example`, a list), prompt_tokens, visit
-        (from 0, of the example), counts; then `eval.store.runs.MEASURED`, and token_s, the seconds
+        (from 0, of the example), counts; then `eval.store.frame.MEASURED`, and token_s, the seconds
         to each token (None if steps were not timed). Scores are 0 to 100.
 
         counts: whether tables count the row: the first answer of its arm in its run, and of several
@@ -58,6 +58,8 @@ class Results:
         (`choices`). The others serve `beside` only. Raises UserError.
         """
         import pandas as pd
+
+        from eval.store.frame import COLUMNS  # neither at the top: pandas is slow to import
 
         parts = [run.rows for run in self.runs if len(run.rows)]
         if not parts:

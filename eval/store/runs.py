@@ -9,15 +9,12 @@ import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from eval.benchmarks.datasets import DATASETS, format_value
+from eval.benchmarks.datasets import format_value
 from eval.store.folder import read_about, read_planned, read_visits
-from eval.store.record import SCALES, Answer, Visit
+from eval.store.record import Visit
 from lazyllm.errors import UserError
 from lazyllm.machine import LONG, machine_warnings
 from lazyllm.methods import Lazy, Method, by_name, settings_of
@@ -33,24 +30,29 @@ _USUAL = {name: value for name, value in settings_of(Lazy).items() if isinstance
 class StoredArm:
     """An arm of a stored run.
 
-    name: its label in the run. settings: its speedup and hyperparameters, without the seed.
+    name: its label in the run. values: its speedup and hyperparameters, without the seed.
     """
 
     name: str
     method: str
-    settings: dict[str, Any]
+    values: dict[str, Any]
     seed: int
     is_baseline: bool
 
     @property
+    def settings(self) -> str:
+        """The values as JSON that is equal for equal settings."""
+        return canonical_json(self.values)
+
+    @property
     def speedup(self) -> float | str | None:
         """The ideal TTFT speedup that it was solved for; "table1" for the paper's; None for none."""
-        return self.settings.get("speedup")
+        return self.values.get("speedup")
 
     @property
     def label(self) -> str:
         """The setting, as shown."""
-        return label_of(self.method, self.settings)
+        return label_of(self.method, self.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,43 +77,16 @@ class StoredRun:
         arms, usual_seed = {}, self.identity["seed"]
         for name, arm in self.identity["arms"].items():
             method, is_baseline = arm["method"], name == self.identity["baseline"]
-            settings = settings_of_arm(arm)
-            arms[name] = StoredArm(name, method["name"], settings, method.get("seed", usual_seed), is_baseline)
+            values, seed = settings_of_arm(arm), method.get("seed", usual_seed)
+            arms[name] = StoredArm(name, method["name"], values, seed, is_baseline)
         return arms
 
     @cached_property
     def rows(self) -> pd.DataFrame:
-        """The run's part of `Results.frame`, without another run that may count instead. Raises UserError."""
-        import pandas as pd
+        """`eval.store.frame.frame_run` of it. Raises UserError."""
+        from eval.store.frame import frame_run  # not at the top: pandas is slow to import
 
-        keys: list[tuple[Any, ...]] = []
-        numbers: list[dict[str, float]] = []
-        token_s: list[tuple[float, ...] | None] = []
-        times, answered = dict[tuple[str, str], int](), set[tuple[str, str, str]]()
-        for visit in self.visits:
-            number = times[visit.key] = times.get(visit.key, -1) + 1
-            about = visit.dataset, visit.id, visit.groups, visit.prompt_tokens, number
-            for arm, answer in visit.answers.items():
-                is_first = (*visit.key, arm) not in answered
-                answered.add((*visit.key, arm))
-                keys.append((arm, *about, is_first))
-                numbers.append(numbers_of(visit, answer))
-                token_s.append(_token_s(answer))
-        names = ["arm", "dataset", "id", "groups", "prompt_tokens", "visit", "counts"]
-        frame: Any = pd.DataFrame(keys, columns=names)
-        frame = frame.join(pd.DataFrame(numbers, columns=[*MEASURED], dtype=float))
-        frame["token_s"] = pd.Series(token_s, dtype=object)
-        for column in ("method", "label", "speedup", "seed", "is_baseline"):
-            frame[column] = frame["arm"].map({name: getattr(arm, column) for name, arm in self.arms.items()})
-        settings = {name: canonical_json(arm.settings) for name, arm in self.arms.items()}
-        frame["settings"] = frame["arm"].map(settings)
-        for name in ("task", "suite"):
-            frame[name] = frame["dataset"].map({key: getattr(dataset, name) for key, dataset in DATASETS.items()})
-        # arms in the order of tables, whatever was measured first
-        places = frame["arm"].map({name: place for place, name in enumerate(self.arms)})
-        frame = frame.iloc[places.argsort(kind="stable")].reset_index(drop=True)
-        frame = frame.assign(model=self.model, paper_model=self.paper_model, folder=str(self.folder))
-        return frame.assign(run=self.about["fingerprint"])[COLUMNS]
+        return frame_run(self)
 
     @cached_property
     def answered(self) -> dict[tuple[str, str], set[str]]:
@@ -223,45 +198,6 @@ class StoredRun:
     def traces(self) -> list[Path]:
         """Files with a `Trace`, one for each traced example and arm."""
         return sorted(file for end in ("json", "json.gz") for file in (self.folder / "traces").glob(f"*.{end}"))
-
-
-# Columns that follow from what is stored (`numbers_of`)
-DERIVED = (
-    "total_s", "step_s", "generated_tokens", "pct_answered", "tokens_computed", "pct_prompt_tokens_computed",
-    "attention_ceiling",
-)  # fmt: skip
-MEASURED = (*SCALES, *DERIVED)  # the numbers of an answer
-COLUMNS = [
-    "model", "paper_model", "run", "folder", "arm", "method", "settings", "label", "speedup", "seed", "is_baseline",
-    "dataset", "task", "suite", "id", "groups", "prompt_tokens", "visit", "counts", *MEASURED, "token_s",
-]  # fmt: skip
-
-
-def numbers_of(visit: Visit, answer: Answer) -> dict[str, float]:
-    """{column of `MEASURED`: value} of an answer, in units of the frame; NaN for what is not known."""
-    computed = answer.computed_per_layer[-1] + answer.scoring_tokens
-    steps, token_s = answer.decode_step_s, _token_s(answer)
-    stored = {name: _scaled(getattr(answer, name), scale) for name, scale in SCALES.items()}
-    derived = {
-        "total_s": None if token_s is None else token_s[-1],
-        "step_s": float(np.mean(steps)) if steps else None,
-        "generated_tokens": len(answer.token_ids),
-        "pct_answered": None if answer.text is None else 100 if answer.text else 0,
-        "tokens_computed": computed,
-        "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
-        "attention_ceiling": visit.attention_ceiling,
-    }
-    return stored | {name: _scaled(value, 1) for name, value in derived.items()}
-
-
-def _scaled(value: float | None, scale: float) -> float:
-    return float("nan") if value is None else value * scale
-
-
-def _token_s(answer: Answer) -> tuple[float, ...] | None:
-    """Seconds from the start to each token; None if steps were not timed, as those of batches."""
-    steps = answer.decode_step_s
-    return None if steps is None else tuple(accumulate([answer.ttft_s, *steps]))
 
 
 @cache

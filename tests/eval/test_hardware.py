@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from eval.analysis.run_table import run_table
 from eval.report.page import warnings
 from eval.run import doctor
+from eval.store.record import Visit
 from eval.store.results import Results
-from eval.store.runs import StoredRun, stored_runs
-from eval.store.visit import Visit
+from eval.store.runs import StoredRun
 from lazyllm import measuring
 from lazyllm.engine.generation import generate
 from lazyllm.errors import UserError
@@ -24,8 +23,8 @@ from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
 from lazyllm.models.load import load_config
 from lazyllm.spec import ModelSpec
-from tests.eval.store.made import PROVENANCE, write_run
-from tests.eval.store.visits import measurement, visit
+from tests.eval.made import stored
+from tests.eval.store.visits import visit
 from tests.helpers import prompt_of
 from tests.reference import random_model
 from tests.runs import measure, small_run
@@ -142,36 +141,31 @@ def test_kernel_that_ran_is_told_by_its_operators(attention: str, kernel: str) -
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_rate", lambda *_: 1e15)
-    stored = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
-    [one] = stored.visits
-    [baseline], [turn] = one.answers["baseline"], one.turns
+    run = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
+    [one] = run.visits
+    baseline = one.answers["baseline"]
     config: Any = load_config(ModelSpec("tiny"))
-    n, w, d = turn.tokens, config.hidden_size, config.head_dim
+    n, w, d = one.prompt_tokens, config.hidden_size, config.head_dim
     linear = 2 * (
         w * d * 2 * (config.num_attention_heads + config.num_key_value_heads) + 3 * w * config.intermediate_size
     )
     pairs = 4 * config.num_attention_heads * d * n * (n + 1) // 2
     flops = config.num_hidden_layers * (n * linear + pairs) + 2 * w * config.vocab_size
-    assert baseline.cost.prefill_mfu == pytest.approx(flops / baseline.times.ttft_s / 1e15)
-    assert one.attention_kernel == "SDPA's flash for CPUs"
-    text = run_table(Results([stored]), "a run").to_markdown()
+    assert baseline.prefill_mfu == pytest.approx(flops / baseline.ttft_s / 1e15)
+    assert one.kernel == "SDPA's flash for CPUs"
+    text = run_table(Results([run]), "a run").to_markdown()
     assert "MFU, %" in text
     assert "Attention kernel of the baseline, by its operators: SDPA's flash for CPUs." in text
 
 
-def at(mfu: float | None, tokens: int, kernel: str | None = None, **others: Any) -> Visit:
-    """A visit whose baseline has this MFU on a prompt of so many tokens."""
-    made = visit(1)
-    asked = [replace(made.turns[0], tokens=tokens)]
-    answers = made.answers | {"baseline": [measurement(prefill_mfu=mfu, **others)]}
-    return replace(made, turns=asked, answers=answers, attention_kernel=kernel)
+def at(mfu: float | None, tokens: int, kernel: str | None = None, **changes: Any) -> Visit:
+    """A visit whose baseline has this MFU on a prompt of so many tokens, and reads 14 GB of weights in a step."""
+    usual = {"prefill_mfu": mfu, "prefill_flops": 14 * 10**9 * tokens, "decode_step_s": [0.005]}
+    return visit(1, "hotpotqa", usual | changes, prompt_tokens=tokens, kernel=kernel)
 
 
-def stored_on(device: str, made: Visit, folder: Path) -> StoredRun:
-    about = PROVENANCE | {"machine": {"device": device}, "started": "2026-11-22T00:00:00Z"}
-    write_run(folder / "run", [made], provenance=about, warmup=1)
-    [stored] = stored_runs([folder])
-    return stored
+def stored_on(device: str, made: Visit) -> StoredRun:
+    return stored([made], provenance={"machine": {"device": device}, "started": "2026-11-22T00:00:00Z"})
 
 
 @pytest.mark.parametrize(
@@ -184,24 +178,24 @@ def stored_on(device: str, made: Visit, folder: Path) -> StoredRun:
         (H100, at(None, 9000), []),
         ("NVIDIA A100-SXM4-80GB", at(0.5, 9000, FLASH_2), []),
         ("AMD EPYC 7742", at(0.1, 9000), []),  # its peak was measured, not promised
-        # 14 GB of weights, which an H100 reads in 4.2 ms
-        (H100, at(0.5, 1000, prefill_flops=14 * 10**12, decode_step_s=[0.021, 0.025]), ["6 times as long as NVIDIA"]),
-        (H100, at(0.5, 1000, prefill_flops=14 * 10**12, decode_step_s=[0.012]), []),
+        # an H100 reads the weights in 4.2 ms
+        (H100, at(0.5, 1000, decode_step_s=[0.021, 0.025]), ["6 times as long as NVIDIA"]),
+        (H100, at(0.5, 1000, decode_step_s=[0.012]), []),
     ],
 )
-def test_baseline_that_flatters_speedups_is_named(device: str, made: Visit, signs: list[str], tmp_path: Path) -> None:
-    stored = stored_on(device, made, tmp_path)
-    assert len(stored.warnings) == len(signs)
-    table, page = run_table(Results([stored]), "a run").to_markdown(), " ".join(warnings([stored], None))
-    for sign, sentence in zip(signs, stored.warnings, strict=True):
+def test_baseline_that_flatters_speedups_is_named(device: str, made: Visit, signs: list[str]) -> None:
+    run = stored_on(device, made)
+    assert len(run.warnings) == len(signs)
+    table, page = run_table(Results([run]), "a run").to_markdown(), " ".join(warnings([run], None))
+    for sign, sentence in zip(signs, run.warnings, strict=True):
         assert sign in sentence
         assert f"Caution: {sentence}." in table
         assert sentence in page
     assert ("Caution" in table) == bool(signs)
 
 
-def test_table_of_runs_names_each_caution_of_all_runs_once(tmp_path: Path) -> None:
-    one, other = (stored_on(H100, at(0.1, 9000, kernel), tmp_path / str(kernel)) for kernel in (None, FLASH_2))
+def test_table_of_runs_names_each_caution_of_all_runs_once() -> None:
+    one, other = (stored_on(H100, at(0.1, 9000, kernel)) for kernel in (None, FLASH_2))
     caption = run_table(Results([one, other]), "two").caption
     assert len(one.warnings) == 1  # the other one has two
     assert [caption.count(f"Caution: {sentence}.") for sentence in other.warnings] == [1, 1]

@@ -5,89 +5,88 @@ import pytest
 from eval.analysis.field import data, field, plot
 from eval.analysis.run_table import run_table
 from eval.store.results import Results
-from tests.eval.analysis.made import drawn, example, line, over, stored, texts
+from eval.store.runs import StoredRun
+from tests.eval.made import SIX, drawn, line, over, stored, texts
+from tests.eval.store.visits import visit
 
 pytestmark = pytest.mark.usefixtures("two_have_an_interval")
 
-BASELINE = {"prefill_flops": 600}
 
-
-def test_field_by_hand() -> None:
-    records = [
-        example(name, "a", score=0.25, ttft_s=0.2, total_s=0.4, scoring_s=0.05, kv_bytes=2_000_000, prefill_flops=300,
-                attention_ceiling=1.6, baseline={"prefill_flops": 450, "score": 0.5})
-        for name in ("hotpotqa", "2wikimqa", "musique")
-    ]  # fmt: skip
-    table = field(Results([stored(records, "gemfilter", {"keep": "2x"})]))
-    cells = line(table.cells, method="GemFilter")
-    assert list(cells.values())[2:] == [
-        "keep=2x", "3", "25.00 ±0.00", "50.0 ±0.0", "2.00 ±0.00", "1.50 ±0.00", "25.0", "1.67 ±0.00", "2.00 ±0.00",
+def test_field_names_methods_and_their_settings() -> None:
+    baseline = {"score": 0.5, "prefill_flops": 450}
+    own: dict[str, Any] = {"score": 0.25, "scoring_s": 0.05, "kv_bytes": 2_000_000, "attention_ceiling": 1.6}
+    visits = over(SIX, baseline=baseline, decode_step_s=[0.3], prefill_flops=300, **own)
+    table = field(Results([stored(visits, "gemfilter", {"keep": "2x"})]))
+    assert table.cells["method"].tolist() == ["baseline", "GemFilter"]
+    # 0.4 s to 0.2 s; both answers have two tokens, after 0.5 s
+    assert list(line(table.cells, method="GemFilter").values())[2:] == [
+        "keep=2x", "12", "25.00 ±0.00", "50.0 ±0.0", "2.00 ±0.00", "1.50 ±0.00", "25.0", "1.00 ±0.00", "1.00 ±0.00",
         "2.000 ±0.000", "75.0 ±0.0", "1.60",
     ]  # fmt: skip
-    assert table.cells["method"].tolist() == ["baseline", "GemFilter"]
-    assert line(table.cells, method="baseline")["ideal"] == "1.00 ±0.00"
-    visits = [example("trec", "a")]
-    named = [stored(visits, "gemfilter", {"label": "again"}), stored(visits, "fastkv", {})]
+    baseline_row = line(table.cells, method="baseline")
+    assert (baseline_row["ideal"], baseline_row["scoring, %"]) == ("1.00 ±0.00", "-")
+    named = [stored([visit()], "gemfilter", {"label": "again"}), stored([visit()], "fastkv")]
     assert set(field(Results(named)).cells["setting"]) == {"again", "-"}
-    assert line(field(Results([stored(over(("trec",)), "lazy")])).cells, method="LazyLLM")["ideal"] == "-"
 
 
 def test_settings_that_no_speedup_gives_are_named() -> None:
-    runs = [stored(over(("trec",)), name, settings) for name, settings in
-            (("uniprefill", {"p": 0.99}), ("asl", {"keep": 2048}), ("fastkv", {"keep": 0.2}))]  # fmt: skip
+    settings = {"uniprefill": {"p": 0.99}, "asl": {"keep": 2048}, "fastkv": {"keep": 0.2}}
+    runs = [stored(over(("trec",)), *one) for one in settings.items()]
     assert "speedup gives" not in field(Results(runs)).notes  # none was asked for
-    runs.append(stored(over(("trec",)), "lazy", {"schedule": "2x"}))
-    said = "No speedup gives the settings of ASL and UniPrefill: the number of computed tokens depends on the prompt"
+    runs.append(stored(over(("trec",)), settings={"schedule": "2x"}))
+    note = "No speedup gives the settings of {}: the number of computed tokens depends on the prompt, so the speed"
     for text in (field(Results(runs)).notes, run_table(Results(runs), "").caption):
-        assert f"{said}, so the speed is measured, not set." in text
-    said = "No speedup gives the settings of UniPrefill: "
-    assert said in field(Results([runs[0], runs[-1]])).notes
+        assert note.format("ASL and UniPrefill") in text
+    assert note.format("UniPrefill") in field(Results([runs[0], runs[-1]])).notes
     assert "speedup gives" not in field(Results(runs[2:])).notes
 
 
-def test_a_speedup_asked_of_a_method_that_has_none_is_shown_as_its_numbers() -> None:
-    def setting(method: str, **solved: float) -> str:
-        numbers = {name: {"name": method, "p": p} for name, p in solved.items()}
-        run = stored([example(name, "a") for name in solved], method, {"p": "1.5x"}, solved=numbers)
-        return line(field(Results([run])).cells, method="UniPrefill")["setting"]
-
-    assert setting("uniprefill", trec=0.44, hotpotqa=0.44) == "p=0.44"
-    assert setting("uniprefill", trec=0.44, hotpotqa=0.4) == "p=[0.44, 0.4]"
-    lazy = stored(over(("trec",)), "lazy", {"schedule": "1.5x"}, solved={"trec": {"schedule": {"2": 0.3}}})
-    assert line(field(Results([lazy])).cells, method="LazyLLM")["setting"] == "schedule=1.5x"  # it reaches that
-
-
-def runs() -> list:
-    """LazyLLM at two targets, FastKV at another setting, CLAA at a target, and an old run without FLOPs."""
-    return [
-        stored([example("trec", "a", score=0.9, ttft_s=0.2, prefill_flops=250, baseline=BASELINE)],
-               settings={"schedule": "2x", "revive": True}),
-        stored([example("trec", "a", score=0.6, ttft_s=0.1, prefill_flops=100, baseline=BASELINE)],
-               settings={"schedule": "6x", "revive": True}),
-        stored([example("trec", "a", score=0.8, ttft_s=0.25, prefill_flops=400, baseline=BASELINE)],
-               "fastkv", {"keep": 0.2, "retain": 0.1}),
-        stored([example("trec", "a", score=1.0, ttft_s=0.2, prefill_flops=300, baseline=BASELINE)],
-               "claa", {"keep": "2x"}),
-        stored([example("trec", "a", score=0.5, ttft_s=0.2)], "random_drop", {"keep": 0.5}),
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "key", "solved", "setting"),
+    [
+        ("UniPrefill", "p", {"trec": 0.44, "hotpotqa": 0.44}, "p=0.44"),
+        ("UniPrefill", "p", {"trec": 0.44, "hotpotqa": 0.4}, "p=[0.44, 0.4]"),
+        ("LazyLLM", "schedule", {"trec": {"2": 0.3}}, "schedule=1.5x"),  # it reaches that
+    ],
+)
+def test_a_speedup_asked_of_a_method_that_has_none_is_shown_as_its_numbers(
+    method: str, key: str, solved: dict[str, Any], setting: str
+) -> None:
+    numbers = {name: {key: value} for name, value in solved.items()}
+    name = "lazy" if method == "LazyLLM" else method.lower()
+    run = stored([visit(1, dataset) for dataset in solved], name, {key: "1.5x"}, solved=numbers)
+    assert line(field(Results([run])).cells, method=method)["setting"] == setting
 
 
-def test_field_figure_by_hand() -> None:
-    frame: Any = data(Results(runs()))
-    found = frame.set_index("label")[["relative_score", "ttft_speedup", "ideal_ttft_speedup", "on_curve"]]
-    assert found.loc["lazy, schedule=2x"].tolist() == pytest.approx([90, 2.0, 2.4, True])
-    assert found.loc["lazy, schedule=6x"].tolist() == pytest.approx([60, 4.0, 6.0, True])
-    assert found.loc["fastkv, keep=0.2, retain=0.1"].tolist() == pytest.approx([80, 1.6, 1.5, True])  # its only setting
-    assert found.loc["random_drop, keep=0.5"].isna().tolist() == [False, False, True, False]
-    assert "claa, keep=2x" in found.index
-    assert "baseline" not in set(frame["method"])
-    assert data(Results([stored([example("trec", "a")], "baseline")])).empty
+def point(method: str, settings: dict[str, Any], score: float, ttft_s: float, flops: int) -> StoredRun:
+    one = visit(1, "trec", {"prefill_flops": 600}, score=score, ttft_s=ttft_s, prefill_flops=flops)
+    return stored([one], method, settings)
 
 
-def test_field_figure_draws_curves_and_ideals() -> None:
-    slow = example("trec", "a", score=0.7, ttft_s=0.4, prefill_flops=1000, baseline=BASELINE)
-    other = stored([slow], "fastkv", {"keep": 0.4, "retain": 0.1})
-    picture = drawn(plot, data(Results([*runs(), other])))
+RUNS = [
+    point("lazy", {"schedule": "2x"}, 0.9, 0.2, 250),
+    point("lazy", {"schedule": "6x"}, 0.6, 0.1, 100),
+    point("fastkv", {"keep": 0.2}, 0.8, 0.25, 400),
+    point("claa", {"keep": "2x"}, 1.0, 0.2, 300),
+]
+POINTS = {  # score, speedup and ideal speedup
+    "lazy, schedule=2x": [90, 2.0, 2.4], "lazy, schedule=6x": [60, 4.0, 6.0], "fastkv, keep=0.2": [80, 1.6, 1.5],
+    "claa, keep=2x": [100, 2, 2],
+}  # fmt: skip
+
+
+def test_figure_has_every_setting_but_the_baseline() -> None:
+    frame: Any = data(Results(RUNS)).set_index("label")
+    values = frame[["relative_score", "ttft_speedup", "ideal_ttft_speedup"]]
+    found = {label: row.tolist() for label, row in values.iterrows()}
+    assert found == {label: pytest.approx(point) for label, point in POINTS.items()}
+    assert frame["on_curve"].all()  # FastKV has no other setting
+    assert data(Results([stored([visit()], "baseline")])).empty
+
+
+def test_figure_draws_curves_and_ideals() -> None:
+    slow = point("fastkv", {"keep": 0.4}, 0.7, 0.4, 1000)
+    picture = drawn(plot, data(Results([*RUNS, slow])))
     scores, ideals, _ = picture.axes
     curves = {tuple(map(tuple, bars.lines[0].get_xydata().round(6))) for bars in scores.containers}
     assert {((2.0, 90.0), (4.0, 60.0)), ((2.0, 100.0),)} <= curves

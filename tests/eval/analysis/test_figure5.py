@@ -6,24 +6,31 @@ import pytest
 
 from eval.analysis.figure5 import _undominated, data, paper_points, plot
 from eval.analysis.paper_tables import PUBLISHED
-from eval.analysis.table import figures
 from eval.store.results import Results
-from tests.eval.analysis.made import drawn, example, stored, texts
+from eval.store.runs import StoredRun
+from tests.eval.made import drawn, over, stored, texts
+from tests.eval.store.visits import visit
 
 
-def runs(**where: Any) -> list:
+def run(points: dict[str, tuple[float, float]], *setting: Any, **about: Any) -> StoredRun:
+    """A run from the score and TTFT of an example of each dataset."""
+    visits = [visit(1, name, score=score, ttft_s=ttft) for name, (score, ttft) in points.items()]
+    return stored(visits, *setting, **about)
+
+
+def runs(**where: Any) -> list[StoredRun]:
     """Two tasks; two settings of LazyLLM, and one of random token drop with two seeds."""
+    one, other = ({"schedule": {"2": keep}} for keep in (0.3, 0.5))
+    drop = ("random_drop", {"keep": 0.5})
     return [
-        stored([example("hotpotqa", "a", score=0.5, ttft_s=0.2), example("trec", "a", score=1.0, ttft_s=0.1)],
-               settings={"schedule": {"2": 0.3}}, **where),
-        stored([example("hotpotqa", "a", score=0.9, ttft_s=0.25), example("trec", "a", score=0.8, ttft_s=0.4)],
-               settings={"schedule": {"2": 0.5}}, **where),
-        stored([example("hotpotqa", "a", score=0.2, ttft_s=0.1)], "random_drop", {"keep": 0.5}, **where),
-        stored([example("hotpotqa", "a", score=0.4, ttft_s=0.3)], "random_drop", {"keep": 0.5}, seed=1, **where),
-    ]  # fmt: skip
+        run({"hotpotqa": (0.5, 0.2), "trec": (1.0, 0.1)}, "lazy", one, **where),
+        run({"hotpotqa": (0.9, 0.25), "trec": (0.8, 0.4)}, "lazy", other, **where),
+        run({"hotpotqa": (0.2, 0.1)}, *drop, **where),
+        run({"hotpotqa": (0.4, 0.3)}, *drop, seed=1, **where),
+    ]
 
 
-def test_figure5_by_hand() -> None:
+def test_points_and_curves_by_hand() -> None:
     frame: Any = data(Results(runs()))
     measured = frame[frame["source"] == "measured"].set_index(["task", "label"])
     found = measured[["relative_score", "ttft_speedup", "on_curve", "seeds"]]
@@ -38,21 +45,9 @@ def test_figure5_by_hand() -> None:
         # (0.4 + 0.4) / (0.1 + 0.3); of one task only, so in no mean over both
         ("multi_doc_qa", drop): [30, 2.0, True, 2],
     }
-    assert set(found.index) == set(expected)
-    for key, values in expected.items():
-        assert found.loc[key].tolist() == pytest.approx(values), key
-
-
-def test_figure5_draws_kl_in_panels_without_published_points() -> None:
-    frame = data(Results([stored([example("hotpotqa", "a", ttft_s=0.2, kl=0.02)])]))
-    assert frame.loc[frame["source"] == "measured", "kl"].tolist() == [0.02, 0.02]
-    picture = drawn(plot, frame)
-    scales = [axes.get_yscale() for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA"]
-    assert scales == ["linear", "log"]
-    below = [axes for axes in picture.axes if axes.get_yscale() == "log" and axes.get_title(loc="left")]
-    points = [line.get_xydata().tolist() for axes in below for line in axes.lines if len(line.get_xydata()) == 1]
-    assert points == [[[2, 0.02]]]  # a mean over one task has no panel
-    assert "KL from the baseline's first token, nats" in texts(picture)
+    assert {key: found.loc[key].tolist() for key in found.index} == {
+        key: pytest.approx(values) for key, values in expected.items()
+    }
 
 
 def test_paper_points_are_those_of_the_papers_table() -> None:
@@ -78,33 +73,33 @@ def test_paper_points_are_those_of_the_papers_table() -> None:
     assert "paper, text" not in set(paper_points("xgen", tasks)["source"])
 
 
-@pytest.mark.parametrize(("model", "paper", "column"), [("tiny", None, "llama2"), ("xgen", "xgen", "xgen")])
-def test_figure5_draws_the_published_points_of_the_model(model: str, paper: str | None, column: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "paper", "legend"),
+    [("tiny", None, "the paper's (of Llama 2 7B,\non LongBench)"), ("xgen", "xgen", "the paper's, XGen 7B")],
+)
+def test_published_points_of_the_model_are_drawn(model: str, paper: str | None, legend: str) -> None:
     frame: Any = data(Results(runs(model=model, paper=paper)))
     published = frame[frame["source"] == "paper, Table 1"]
-    assert set(published["paper_model"]) == {column}
+    assert set(published["paper_model"]) == {paper or "llama2"}
     assert set(published["task"]) == {"multi_doc_qa", "few_shot", "all"}
     picture = drawn(plot, frame)
     written = " ".join(texts(picture))
-    own = {"tiny": "the paper's (of Llama 2 7B,\non LongBench)", "xgen": "the paper's, XGen 7B"}
-    assert own[model] in written
     assert ("the paper's claims:\n2.34x at 99 %, 3x at 90 %" in written) == (model == "tiny")
     for text in ("LazyLLM", "random token drop", "static pruning (the paper's only)", "multi doc QA", "mean over tasks",
-                 "TTFT speedup over the baseline (times)", "score, % of the baseline's"):  # fmt: skip
+                 "TTFT speedup over the baseline (times)", "score, % of the baseline's", "faint", legend):  # fmt: skip
         assert text in written
     panel = next(axes for axes in picture.axes if axes.get_title(loc="left") == "multi doc QA")
-    hollow = {
-        (round(line.get_xdata()[0], 4), round(line.get_ydata()[0], 4))
-        for line in panel.lines if line.get_markerfacecolor() == "none"
-    }  # fmt: skip
-    in_panel = published[published["task"] == "multi_doc_qa"]
-    assert hollow == set(zip(in_panel["ttft_speedup"].round(4), in_panel["relative_score"].round(4), strict=True))
+    hollow = [line.get_xydata().round(4).tolist()[0] for line in panel.lines if line.get_markerfacecolor() == "none"]
+    points = published.loc[published["task"] == "multi_doc_qa", ["ttft_speedup", "relative_score"]]
+    assert sorted(hollow) == sorted(points.to_numpy().round(4).tolist())
     curves = [np.round(bars.lines[0].get_xydata(), 6).tolist() for bars in panel.containers]
     assert curves == [[[1.6, 90], [2, 50]], [[2, 30]]]
+    alone = data(Results(runs(model=model, paper=paper)[:1]))
+    assert "faint" not in " ".join(texts(drawn(plot, alone)))  # of nothing
 
 
-def test_figure5_has_panels_for_each_model_and_suite() -> None:
-    embedded = stored([example("hops", "a", score=0.5, ttft_s=0.2)])
+def test_models_and_suites_have_panels_of_their_own() -> None:
+    embedded = stored([visit(1, "hops")])
     frame = data(Results([*runs(), embedded, *runs(model="llama2", paper="llama2")]))
     assert list(dict.fromkeys(zip(frame["model"], frame["suite"], strict=True))) == [
         ("tiny", "longbench"), ("tiny", "embedded"), ("llama2", "longbench"),
@@ -114,19 +109,10 @@ def test_figure5_has_panels_for_each_model_and_suite() -> None:
     assert "1 more in the CSV: --where KEY=VALUE chooses the runs to draw" in written
 
 
-def test_figure5_leaves_out_scores_without_a_share() -> None:
-    without = example("hotpotqa", "a", baseline={"score": 0.0})
-    assert data(Results([stored([without])])).empty  # no share of nothing
-    assert data(Results([stored([example("hotpotqa", "a")], "baseline")])).empty
-
-
-def test_figure5_joins_settings_given_by_a_speedup() -> None:
-    swept = [
-        stored([example("trec", "a", score=score, ttft_s=ttft)], settings={"schedule": name})
-        for name, score, ttft in (("1.5x", 0.3, 0.2), ("2.0x", 0.4, 0.1), ("table1", 0.9, 0.05))
-    ]
-    frame: Any = data(Results(swept))
-    measured = frame[(frame["source"] == "measured") & (frame["task"] == "few_shot")]
+def test_settings_given_by_a_speedup_are_joined() -> None:
+    points = {"1.5x": (0.3, 0.2), "2.0x": (0.4, 0.1), "table1": (0.9, 0.05)}
+    swept = [run({"trec": point}, "lazy", {"schedule": name}) for name, point in points.items()]
+    measured = data(Results(swept)).query("source == 'measured' and task == 'few_shot'")
     assert dict(zip(measured["label"], measured["on_curve"], strict=True)) == {
         "lazy, schedule=1.5x": True, "lazy, schedule=2x": True, "lazy, schedule=table1": False,
     }  # fmt: skip
@@ -138,68 +124,38 @@ def test_undominated_by_hand() -> None:
     assert _undominated(table).tolist() == [True, False, False, True, True, False, False]
 
 
-def test_figure5_speaks_of_faint_points_only_if_there_are_some() -> None:
-    beaten, alone = data(Results(runs())), data(Results(runs()[:1]))
-    assert [any("faint" in text for text in texts(drawn(plot, frame))) for frame in (beaten, alone)] == [True, False]
+def test_the_best_kl_has_panels_without_published_points() -> None:
+    kls = {"kl": 0.1, "answer_kl": 0.02}
+    picture = drawn(plot, data(Results([stored(over(("trec",), **kls), settings={"schedule": {"2": 0.5}})])))
+    panels = [axes for axes in picture.axes if axes.get_title(loc="left") == "few shot"]
+    assert [axes.get_yscale() for axes in panels] == ["linear", "log"]
+    points = [line.get_xydata().tolist() for line in panels[1].lines if len(line.get_xydata()) == 1]
+    assert points == [[[2, 0.02]]]
+    kl_labels = [text for text in texts(picture) if "KL" in text and "nats" in text]
+    assert kl_labels == ["KL over the baseline's answer, nats"]
 
 
-def test_figure5_has_panels_of_the_best_kl_and_figure6_of_each() -> None:
-    kls = {"kl": 0.1, "answer_kl": 0.2}
-    runs = [stored([example("trec", row, **kls) for row in "ab"], settings={"schedule": {"2": 0.5}})]
-    for name, has_first in (("figure5", False), ("figure6", True)):
-        one = figures()[name]
-        written = texts(drawn(one.plot, one.data(Results(runs))))
-        assert "KL over the baseline's answer, nats" in written, name
-        assert ("KL from the baseline's first token, nats" in written) == has_first, name
-        assert "KL over the gold answer, nats" not in written, name
-
-
-def test_figure5_shows_the_kl_of_a_task_in_which_the_baseline_scores_nothing() -> None:
-    wrong = [example("trec", row, baseline={"score": 0.0}, score=0.0, answer_kl=0.2, kl=0.1) for row in "ab"]
-    results = Results([stored(wrong, settings={"schedule": {"2": 0.5}})])
-    measured = data(results).query("source == 'measured' and task == 'few_shot'")
-    assert measured["answer_kl"].tolist() == [0.2]
-    assert measured["relative_score"].isna().all()
-    assert measured["on_curve"].all()  # no setting has a better score
-    assert "KL over the baseline's answer, nats" in texts(drawn(plot, data(results)))
+def test_a_baseline_that_scores_nothing_leaves_the_kl_alone() -> None:
+    """A share of nothing is no number; the paper has no points of the needle's task either."""
+    nothing = {"baseline": {"score": 0.0}, "score": 0.0}
+    assert data(Results([stored([visit(**nothing)])])).empty
+    assert data(Results([stored([visit()], "baseline")])).empty
+    frame = data(Results([stored(over(("needle",), **nothing, kl=0.1))]))
+    measured = frame.query("source == 'measured' and task != 'all'")
+    assert (measured["kl"].tolist(), measured["on_curve"].tolist()) == ([0.1], [True])  # none has a better score
+    written = texts(drawn(plot, frame))
+    assert "score, % of the baseline's" not in written
+    assert "KL from the baseline's first token, nats" in written
 
 
 def test_scores_of_tasks_without_an_interval_are_not_drawn_beside_those_with_one() -> None:
-    many = [example("trec", row, score=score, kl=0.1) for row, score in zip("abcdef", (0.1, 0.9) * 3, strict=True)]
-    few = [example("lcc", row, score=0.4, kl=0.1) for row in "ab"]
+    many = [visit(row, "trec", score=score, kl=0.1) for row, score in enumerate((0.1, 0.9) * 3)]
+    few = over(("lcc",), kl=0.1)
     panels = {}
     for name, visits in {"both": [*many, *few], "few": few}.items():
         figure = drawn(plot, data(Results([stored(visits)])))
         for part in figure.subfigs[0].subfigs:
-            assert part.get_supylabel()
             panels[name, part.get_supylabel()[:5]] = [axes.get_title(loc="left") for axes in part.axes]
     assert panels["both", "score"] == ["few shot", "mean over tasks"]
     assert panels["both", "KL fr"] == ["few shot", "code", "mean over tasks"]
     assert panels["few", "score"] == ["code"]  # no task has an interval
-
-
-def test_a_mean_over_fewer_tasks_is_not_on_the_curve() -> None:
-    both = [example(dataset, row, ttft_s=0.2) for dataset in ("trec", "lcc") for row in "ab"]
-    runs = [stored(both, settings={"schedule": "2x"}), stored(both[:2], settings={"schedule": "3x"})]
-    for name in ("figure5", "field"):
-        frame = figures()[name].data(Results(runs))
-        means = frame[frame["task"] == "all"] if name == "figure5" else frame
-        labels = {"lazy, schedule=2x"}
-        assert set(means["label"].dropna()) == labels, name
-    shown = data(Results(runs)).query("task == 'few_shot' and source == 'measured'")
-    assert set(shown["label"]) == {"lazy, schedule=2x", "lazy, schedule=3x"}  # its own task is drawn
-
-
-def test_no_figure_joins_ablations() -> None:
-    visits = [example("trec", row, ttft_s=0.2) for row in "ab"]
-    runs = [stored(visits, settings={"schedule": "2x", **own}) for own in ({}, {"revive": False})]
-    for name in ("figure5", "field"):
-        assert set(figures()[name].data(Results(runs))["label"].dropna()) == {"lazy, schedule=2x"}, name
-
-
-def test_figure5_of_a_suite_that_the_baseline_fails_shows_the_kl_alone() -> None:
-    """The paper has no points of its task either."""
-    wrong = [example("needle", row, score=0.0, kl=0.1, ttft_s=0.2, baseline={"score": 0.0}) for row in "ab"]
-    shown = texts(drawn(plot, data(Results([stored(wrong)]))))
-    assert "score, % of the baseline's" not in shown
-    assert "KL from the baseline's first token, nats" in shown

@@ -2,20 +2,27 @@ import pytest
 
 from eval.analysis.figure7 import data, plot
 from eval.store.results import Results
-from tests.eval.analysis.made import LONG, SHORT, drawn, example, stored, texts
+from tests.eval.made import drawn, stored, texts
+from tests.eval.store.visits import visit
+
+# 10 prompt tokens and three steps; 20 tokens and one step, whose last two groups happen to agree
+COMPUTED = [[10, 5, 2], [10, 7, 4], [10, 8, 6]]
+LONG = visit(1, prompt_tokens=10, group_layers=[2, 2, 3], computed=COMPUTED)
+SHORT = visit(1, "trec", prompt_tokens=20, group_layers=[2, 5], computed=[[20, 10]])
+SHARES = {  # after each step; the short answer stays as it is
+    "layers 1–2": [100, 100, 100], "layers 3–4": [50, (70 + 50) / 2, 65], "layers 5 and up": [35, 45, 55],
+}  # fmt: skip
 
 
 def test_figure7_by_hand() -> None:
     frame = data(Results([stored([LONG]), stored([SHORT], seed=1)]))
     assert frame[["layers", "step", "generating", "pct_computed"]].to_numpy().tolist() == [
-        ["layers 1–2", 0, 2, 100], ["layers 1–2", 1, 1, 100], ["layers 1–2", 2, 1, 100],
-        ["layers 3–4", 0, 2, 50], ["layers 3–4", 1, 1, 60], ["layers 3–4", 2, 1, 65],  # (80 + 50) / 2: short stays
-        ["layers 5 and up", 0, 2, 35], ["layers 5 and up", 1, 1, 45], ["layers 5 and up", 2, 1, 55],
-    ]  # fmt: skip
-    assert set(frame["examples"]) == {2}
+        [name, step, 2 if step == 0 else 1, share]
+        for name, shares in SHARES.items()
+        for step, share in enumerate(shares)
+    ]
+    assert (set(frame["examples"]), set(frame["label"])) == ({2}, {"lazy, schedule=paper"})
     assert data(Results([stored([LONG]), stored([LONG, SHORT])]))["examples"].unique().tolist() == [2]
-    assert set(frame["label"]) == {"lazy, schedule=paper"}
-    assert set(frame["group"]) == {1, 2, 3}
 
 
 def test_figure7_shows_one_setting_for_each_model() -> None:
@@ -37,19 +44,16 @@ def test_figure7_shows_one_setting_for_each_model() -> None:
 def test_figure7_draws_a_curve_for_each_group() -> None:
     picture = drawn(plot, data(Results([stored([LONG, SHORT])])))
     curves, examples = picture.axes
-    assert [list(line.get_ydata()) for line in curves.lines] == [
-        pytest.approx([100, 100, 100]), pytest.approx([50, 60, 65]), pytest.approx([35, 45, 55]), [100, 100],
-    ]  # fmt: skip
-    assert curves.lines[3].get_label() == "baseline"
+    *groups, baseline = curves.lines
+    assert [list(line.get_ydata()) for line in groups] == [pytest.approx(shares) for shares in SHARES.values()]
+    assert (list(baseline.get_ydata()), baseline.get_label()) == ([100, 100], "baseline")
     assert len({(line.get_color(), line.get_marker(), str(line.get_linestyle())) for line in curves.lines}) == 4
     assert examples.patches[0].get_data().values.tolist() == [2, 1, 1]
-    written = texts(picture)
-    for text in ("layers 1–2", "layers 3–4", "layers 5 and up", "still generating", "generation step (0: prefill)"):
-        assert text in written
+    assert {*SHARES, "still generating", "generation step (0: prefill)"} <= {*texts(picture)}
 
 
-def test_figure7_draws_one_step_and_long_answers() -> None:
-    drawn(plot, data(Results([stored([SHORT])])))
-    computed = [[10, 5 + step // 20] for step in range(100)]
-    picture = drawn(plot, data(Results([stored([example("trec", "a", 10, group_starts=[1, 3], computed=computed)])])))
-    assert picture.axes[0].get_xscale() == "symlog"
+@pytest.mark.parametrize(("steps", "scale"), [(1, "linear"), (100, "symlog")])
+def test_figure7_draws_one_step_and_long_answers(steps: int, scale: str) -> None:
+    computed = [[10, 5 + step // 20] for step in range(steps)]
+    picture = drawn(plot, data(Results([stored([visit(prompt_tokens=10, computed=computed)])])))
+    assert picture.axes[0].get_xscale() == scale

@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 from eval.analysis.style import MOST, around, log_scale, new_figure, panels_of, save, shown_label, styled, styles_of
 from eval.store.results import Results
 from lazyllm.methods import METHODS
-from tests.eval.analysis.made import stored, texts
+from tests.eval.made import stored, texts
 
 DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
 PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
@@ -98,12 +98,9 @@ def test_around_gives_distances_and_nan_without_interval() -> None:
 
 
 def test_figures_choose_the_runs_that_differ_least() -> None:
-    one, other, third = (stored([], seed=seed, model=model) for seed, model in enumerate(("tiny", "tiny", "big")))
-    odd = [
-        replace(run, variant=" (a=1)", differences=dict.fromkeys(facts, "1"))
-        for run, facts in ((other, "a"), (third, "ab"))
-    ]
-    results = Results([one, *odd])
+    facts = {"variant": " (a=1)", "differences": {"a": "1"}}
+    odd = [replace(stored([], model=model), **facts) for model in ("tiny", "big")]
+    results = Results([stored([]), *odd])
     rows = pd.DataFrame({"model": [run.model for run in results.runs]})
     assert list(rows["model"]) == ["tiny", "tiny (a=1)", "big (a=1)"]
     assert list(results.least_different(rows)["model"]) == ["tiny", "big (a=1)"]  # `big` has no other

@@ -1,13 +1,15 @@
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from eval.analysis.table import figures, tables
 from eval.store.results import Results
-from tests.eval.analysis.made import LONG, SHORT, over, preset, small_trace, stored, swept, with_traces
+from tests.eval.made import TABLE1, over, small_trace, stored, with_traces
+from tests.eval.store.visits import visit
 
 TABLES, FIGURES = tables(), figures()
 
@@ -19,9 +21,8 @@ def sentences(text: str) -> int:
 @pytest.mark.parametrize("name", TABLES)
 def test_table_without_runs_says_so(name: str) -> None:
     table = TABLES[name](Results([]))
-    shown = table.to_markdown()
     shows_what_could_run = name.endswith("_paper") or name == "verdicts"
-    assert ("No run for this table." in shown) != shows_what_could_run
+    assert ("No run for this table." in table.to_markdown()) != shows_what_could_run
     assert table.name == name
     assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
     assert table.to_latex()
@@ -38,38 +39,47 @@ def test_figure_has_a_caption_and_no_data_without_runs(name: str) -> None:
 
 @pytest.mark.slow
 def test_tables_do_not_depend_on_the_order_of_runs() -> None:
+    about = {"model": "llama2", "paper": "llama2"}
     runs = [
-        preset("lazy", over(("hotpotqa", "musique"), score=0.25), model="llama2", paper="llama2"),
-        preset("static_pruning", over(("hotpotqa", "musique"), score=0.3), model="llama2", paper="llama2"),
-        preset("lazy", over(("hops", "lookup"))),
+        stored(over(("hotpotqa", "musique"), score=0.25), "lazy", TABLE1["lazy"], **about),
+        stored(over(("hotpotqa", "musique"), score=0.3), "static_pruning", TABLE1["static_pruning"], **about),
+        stored(over(("hops", "lookup"))),
     ]
     for make in TABLES.values():
         assert make(Results(runs)).to_csv() == make(Results(runs[::-1])).to_csv()
 
 
 def test_tables_name_random_weights() -> None:
-    flops = {"prefill_flops": 50, "baseline": {"prefill_flops": 100}}
-    measured = {"kl": 0.1} | flops
-    runs = [preset("lazy", over(("hops",), **measured)), swept("lazy", "1.5x", [0.1], [1])]
-    for run in runs:
-        run.identity["load_format"] = "dummy"
+    visits = over(("hops",), kl=0.1, prefill_flops=50, baseline={"prefill_flops": 100})
+    settings = ({"schedule": "table1"}, {"schedule": "1.5x"})
+    results = Results([stored(visits, "lazy", one, load_format="dummy") for one in settings])
     # no ablation, no column for models
-    without = {"revival", "table1_paper", "table2_paper"}
-    for name in TABLES.keys() - without:
-        assert "tiny (embedded, random weights)" in set(TABLES[name](Results(runs)).cells["model"])
+    for name in TABLES.keys() - {"revival", "table1_paper", "table2_paper"}:
+        assert "tiny (embedded, random weights)" in set(TABLES[name](results).cells["model"]), name
 
 
-@pytest.mark.parametrize("name", ["figure5", "figure7", "mechanism", "figure6"])
+@pytest.mark.parametrize("name", ["figure5", "figure6", "figure7", "field", "mechanism"])
 @pytest.mark.parametrize("changed", [{"revive": False}, {"prune_generated": True}])
-def test_figures_leave_out_ablations(name: str, changed: dict, tmp_path: Path) -> None:
+def test_figures_leave_out_ablations(name: str, changed: dict[str, Any], tmp_path: Path) -> None:
     """Neither alone nor with more examples than the method itself."""
     method, ablation = [], []
     for layer in (2, 4):
         settings = {"schedule": {str(layer): 0.5}}
         folders = (tmp_path / f"{kind}-{layer}" for kind in ("method", "ablation"))
-        method.append(with_traces(stored([SHORT], settings=settings), next(folders), small_trace()))
-        more = stored([LONG, SHORT], settings=settings | changed)
-        ablation.append(with_traces(more, next(folders), small_trace("b")))
-    figure = FIGURES[name]
-    assert figure.data(Results(ablation)).empty
-    pd.testing.assert_frame_equal(figure.data(Results([*ablation, *method])), figure.data(Results(method)))
+        method.append(with_traces(stored([visit(1)], settings=settings), next(folders), small_trace()))
+        more = stored([visit(0), visit(1)], settings=settings | changed)
+        ablation.append(with_traces(more, next(folders), small_trace(id="b")))
+    data = FIGURES[name].data
+    assert data(Results(ablation)).empty
+    frames = [data(Results(runs)).reset_index(drop=True) for runs in ([*ablation, *method], method)]
+    pd.testing.assert_frame_equal(*frames)
+
+
+def test_a_mean_over_fewer_tasks_is_not_drawn_beside_others() -> None:
+    both = over(("trec", "lcc"))
+    runs = [stored(both, settings={"schedule": "2x"}), stored(both[:2], settings={"schedule": "3x"})]
+    frames: Any = [FIGURES[name].data(Results(runs)) for name in ("field", "figure5")]
+    for means in (frames[0], frames[1].query("task == 'all'")):
+        assert set(means["label"].dropna()) == {"lazy, schedule=2x"}
+    task = frames[1].query("task == 'few_shot' and source == 'measured'")
+    assert set(task["label"]) == {"lazy, schedule=2x", "lazy, schedule=3x"}  # its own task is drawn

@@ -19,30 +19,26 @@ from scripts.dev import records
 from tests.eval.report.test_report import FIGURES, HOSTILE, TABLES, make_runs
 
 pytestmark = pytest.mark.slow
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-
-def _found(names: tuple[str, ...]) -> str:
-    """The path of the first program that is installed. If there is none, skip; on a CI machine, fail."""
+def program(*names: str) -> str:
+    """Find the first program that is installed. If there is none, skip; on a CI machine, fail."""
     path = next(filter(None, map(shutil.which, names)), None)
-    if path is not None:
-        return path
-    missing = f"none of {', '.join(names)} is here: install chromium and chromium-driver (see .ci/run)"
-    if os.environ.get("CI"):
-        pytest.fail(missing)
-    pytest.skip(missing)
+    if path is None:
+        stop = pytest.fail if os.environ.get("CI") else pytest.skip
+        stop(f"none of {', '.join(names)} is here: install chromium and chromium-driver (see .ci/run)")
+    return path
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
     options = webdriver.ChromeOptions()
-    options.binary_location = _found(BROWSERS)
+    options.binary_location = program("chromium", "chromium-browser", "google-chrome")
     # as root, as in a container, its sandbox does not start; /dev/shm is small there
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     # both paths are given, so that selenium looks for nothing to download
-    driver = webdriver.Chrome(options=options, service=Service(_found(("chromedriver",))))
+    driver = webdriver.Chrome(options=options, service=Service(program("chromedriver")))
     yield driver
     driver.quit()
 
@@ -50,9 +46,8 @@ def browser() -> Iterator[webdriver.Chrome]:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    results = Results(make_runs(folder / "runs"))
-    page = render(results, content_of(results, TABLES, FIGURES))
-    (folder / "page.html").write_text(page, encoding="utf-8")
+    results = make_runs(folder / "runs")
+    (folder / "page.html").write_text(render(results, content_of(results, TABLES, FIGURES)), encoding="utf-8")
     return folder / "page.html"
 
 
@@ -92,9 +87,9 @@ def read_everything(page: webdriver.Chrome) -> None:
     one(page, ".dataset > summary").click()
     first, hostile, same = texts(page, ".dataset[open] article")
     assert first.splitlines() == [
-        "row-0, 1,000 prompt tokens, cut from 1,200", "End of the prompt", "Question: why?", "Gold", "it is", "so",
-        "baseline", "score 50.0, TTFT 400.0 ms, 100.0 % of the prompt computed, 2 tokens", "so it was then",
-        "lazy", "score 25.0 (-25.0), TTFT 160.0 ms (2.50x), 75.0 % of the prompt computed, 2 tokens", "so it is",
+        "row-0, 1,000 prompt tokens, cut from 1,200", "End of the prompt", "...", "why?", "Gold", "it is", "so",
+        "baseline", "score 100.0, TTFT 400.0 ms, 7.5 % of the prompt computed, 2 tokens", "so it was then",
+        "lazy", "score 50.0 (-50.0), TTFT 160.0 ms (2.50x), 7.5 % of the prompt computed, 2 tokens", "so it is",
     ]  # fmt: skip
     assert [line for line in hostile.splitlines() if line == HOSTILE] == [HOSTILE] * 3  # prompt, gold and answer
     assert same.splitlines()[-1] == "(the baseline's answer)"
@@ -130,7 +125,7 @@ def test_a_heading_sorts_by_number_with_empty_cells_last(page: webdriver.Chrome)
 
 
 def test_answers_without_texts_are_not_shown_as_equal(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    records.write(tmp_path / "records", make_runs(tmp_path / "runs"))
+    records.write(tmp_path / "records", make_runs(tmp_path / "runs").runs)
     results = Results.read([tmp_path / "records"])
     (tmp_path / "page.html").write_text(render(results, content_of(results, {}, {})), encoding="utf-8")
     browser.get((tmp_path / "page.html").as_uri())

@@ -13,10 +13,14 @@ import pytest
 from eval.cli import main
 from eval.report.wandb_report import made, report_id
 from eval.store.results import Results
-from tests.eval.analysis.made import ARM, PRESETS, over
-from tests.eval.store.made import PROVENANCE, write_run
+from tests.eval.made import TABLE1, over, write_run
 
 pytest.importorskip("wandb_workspaces", reason="the extra wandb-report is not installed")
+PUBLISH = ["wandb-report", "runs", "--publish", "--entity", "me"]
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise ValueError("no such project")
 
 
 @pytest.fixture(autouse=True)
@@ -27,19 +31,14 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.chdir(tmp_path)
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("the network was used")
-
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     for method, names in (("lazy", ("hotpotqa", "2wikimqa", "musique")), ("static_pruning", ("lcc",))):
-        settings = {"name": method, **PRESETS[method]}
-        write_run(Path("runs", method), over(names, score=0.25, ttft_s=0.1), settings, arm=ARM,
-                  model="llama2", paper="llama2", device="a device", data=dict.fromkeys(names, "d"))  # fmt: skip
+        visits = over(names, score=0.25, ttft_s=0.1)
+        write_run(Path("runs", method), visits, method, TABLE1[method], model="llama2", paper="llama2")
 
 
 def of_kind(value: Any, kind: str) -> list[dict[str, Any]]:
-    """All blocks of a kind within a specification."""
+    """Find all blocks of a kind within a specification."""
     own = [value] if isinstance(value, dict) and value["kind"] == kind else []
     parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
     return [*own, *(block for part in parts for block in of_kind(part, kind))]
@@ -72,8 +71,8 @@ def test_report_has_the_papers_tables_the_figures_and_the_runs_panels() -> None:
 
 
 def test_every_device_is_named() -> None:
-    write_run(Path("runs", "elsewhere"), over(("lcc",), ttft_s=0.1), model="another", arm=ARM,
-              provenance=PROVENANCE | {"machine": {"device": "another"}})  # fmt: skip
+    elsewhere = {"machine": {"device": "another"}}
+    write_run(Path("runs", "elsewhere"), over(("lcc",)), model="another", provenance=elsewhere)
     about = of_kind(written(), "P")[0]["text"]
     assert "Runs: 3" in about
     assert "device: a device, another" in about
@@ -95,21 +94,17 @@ def test_publish_logs_the_images_saves_the_report_and_prints_its_address(monkeyp
     monkeypatch.setattr("wandb.init", lambda **place: logged.update(place) or run)
     monkeypatch.setattr(Report, "save", lambda self: logged.update(saved=self))
     monkeypatch.setattr(Report, "url", "https://example.org/report")
-    assert main(["wandb-report", "runs", "--publish", "--entity", "me", "--project", "mine"]) == 0
+    assert main([*PUBLISH, "--project", "mine"]) == 0
     assert capsys.readouterr().out.strip() == "https://example.org/report"
     assert (logged["saved"].entity, logged["project"], logged["job_type"]) == ("me", "mine", "report")
     assert type(logged["figures/figure5"]).__name__ == "Image"
-
-    def refuse(_: Report) -> None:
-        raise ValueError("no such project")
-
     monkeypatch.setattr(Report, "save", refuse)
-    assert main(["wandb-report", "runs", "--publish", "--entity", "me"]) == 2
+    assert main(PUBLISH) == 2
     assert "W&B refused the report (ValueError: no such project)" in capsys.readouterr().err
 
 
 def test_publish_names_the_extra_that_is_missing(monkeypatch, capsys) -> None:
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
-    assert main(["wandb-report", "runs", "--publish", "--entity", "me"]) == 2
+    assert main(PUBLISH) == 2
     assert "pip install 'lazyllm-bench[wandb-report]'" in capsys.readouterr().err

@@ -14,15 +14,12 @@ import numpy as np
 
 from eval.benchmarks.datasets import DATASETS, TASKS
 from eval.benchmarks.metrics import dataset_score
+from eval.store.record import Answer, Visit
 from eval.store.runs import StoredRun
-from eval.store.visit import Answer as StoredAnswer
-from tests.eval.store.visits import flat
 
 NAN = float("nan")
 RESAMPLES = 2000
-PERCENT = {
-    "score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer",
-}  # fmt: skip
+PERCENT = {"score", "rouge_l", "prefill_mfu", "top1_agrees", "edit_similarity", "same_answer"}
 SPEEDUPS = {
     "ttft_speedup": "ttft_s", "generation_speedup": "total_s", "equal_length_speedup": "equal_length_s",
     "step_speedup": "step_s", "ideal_ttft_speedup": "prefill_flops",
@@ -36,16 +33,14 @@ BESIDE = ("cache_ratio", "peak_ratio", "reference_score", "score_difference", "r
 PLAIN = (
     "score", "rouge_l", "ttft_s", "scoring_s", "scoring_tokens", "total_s", "step_s", "generated_tokens",
     "pct_answered", "pct_prompt_tokens_computed", "kv_bytes", "aux_bytes", "peak_memory_bytes", "prefill_flops",
-    "prefill_mfu", "attention_ceiling", "kl", "top1_agrees", "leading_tokens", "edit_similarity", "same_answer",
-    "answer_kl", "answer_log_likelihood", "gold_kl", "gold_log_likelihood",
-    "tokens_computed", "revived_tokens", "tokens_computed_so_far", "total_s_so_far",
+    "prefill_mfu", "attention_ceiling", "tokens_computed", "revived_tokens", *OF_PAIRS,
 )  # fmt: skip
 VALUES = (*PLAIN, "cache_bytes", *SPEEDUPS, *BESIDE, "answered_score")
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An arm's answer to one turn that counts, and the baseline's of the same visit."""
+class Counted:
+    """An arm's answer that counts, in its visit, and the baseline's of the same visit."""
 
     model: str
     method: str
@@ -53,73 +48,70 @@ class Answer:
     seed: int
     run: str
     arm: str
-    dataset: str
-    id: str
-    turn: int
-    own: StoredAnswer
-    baseline: StoredAnswer | None
+    visit: Visit
+    own: Answer
+    baseline: Answer | None
 
     @property
     def setting(self) -> tuple[str, str, str, str]:
-        return self.model, self.method, self.settings, DATASETS[self.dataset].suite
+        return self.model, self.method, self.settings, DATASETS[self.visit.dataset].suite
 
 
-def number(one: StoredAnswer, name: str) -> float:
+def number(visit: Visit, one: Answer, name: str) -> float:
     """A value as tables show it; NaN if it was not measured."""
-    value: Any
-    if name == "step_s":
-        steps = one.times.decode_step_s
-        value = sum(steps) / len(steps) if steps else None
-    elif name == "generated_tokens":
-        value = len(one.token_ids)
-    elif name == "pct_answered":
-        value = 100 if one.text != "" else 0
-    else:
-        value = getattr(flat(one), name)
+    layers = [run for run, width in zip(one.computed[-1], one.group_layers, strict=True) for _ in range(width)]
+    computed = one.scoring_tokens + sum(layers) / len(layers)
+    steps = one.decode_step_s
+    derived: dict[str, Any] = {
+        "total_s": None if steps is None else one.ttft_s + sum(steps),
+        "step_s": sum(steps) / len(steps) if steps else None,
+        "generated_tokens": len(one.token_ids),
+        "pct_answered": None if one.text is None else 100 * (one.text != ""),
+        "tokens_computed": computed,
+        "pct_prompt_tokens_computed": 100 * computed / visit.prompt_tokens,
+        "attention_ceiling": visit.attention_ceiling,
+    }
+    value = derived[name] if name in derived else getattr(one, name)
     return NAN if value is None else float(value) * (100 if name in PERCENT else 1)
 
 
-def answers_of(run: StoredRun) -> list[Answer]:
+def answers_of(run: StoredRun) -> list[Counted]:
     """Every arm's answers of the first visit that holds any, with the baseline's of that visit; arm by arm.
 
     The order decides which examples the bootstrap's random numbers draw.
     """
     identity = run.about["identity"]
-    baseline = identity["baseline"]
-    found = []
-    seen: set[tuple[str, str, str]] = set()
+    found: dict[Any, Counted] = {}
     for visit in run.visits:
-        for arm, answers in visit.answers.items():
-            if (visit.dataset, visit.id, arm) in seen:
-                continue
-            seen.add((visit.dataset, visit.id, arm))
+        for arm, own in visit.arms.items():
             settings = {**identity["arms"][arm]["method"]}
             method, seed = settings.pop("name"), settings.pop("seed", identity["seed"])
-            if arm != baseline and baseline is not None and identity["arms"][arm] == identity["arms"][baseline]:
-                settings["label"] = arm  # the baseline once more is no answer of the baseline
-            for turn, own in enumerate(answers):
-                theirs = visit.answers[baseline][turn] if baseline in visit.answers else None
-                found.append(
-                    Answer(run.model, method, json.dumps(settings, sort_keys=True), seed, str(run.folder), arm,
-                           visit.dataset, visit.id, turn + 1, own, theirs)
+            theirs = visit.arms.get(identity["baseline"])
+            if isinstance(own, Answer):
+                found.setdefault(
+                    (visit.dataset, visit.id, arm),
+                    Counted(
+                        run.model, method, json.dumps(settings, sort_keys=True), seed, str(run.folder), arm,
+                        visit, own, theirs if isinstance(theirs, Answer) else None,
+                    ),
                 )  # fmt: skip
-    return sorted(found, key=lambda answer: [*identity["arms"]].index(answer.arm))
+    return sorted(found.values(), key=lambda answer: [*identity["arms"]].index(answer.arm))
 
 
-def answers_that_count(runs: Sequence[StoredRun]) -> list[Answer]:
+def answers_that_count(runs: Sequence[StoredRun]) -> list[Counted]:
     """The answers of all runs; of several runs of a setting and seed, a dataset's are those of one: the run with most
     examples, then the newest."""
     found = [answer for run in runs for answer in answers_of(run)]
     started = {str(run.folder): run.started for run in runs}
     candidates: dict[Any, dict[str, set[str]]] = {}
     for answer in found:
-        key = (*answer.setting, answer.seed, answer.dataset)
-        candidates.setdefault(key, {}).setdefault(answer.run, set()).add(answer.id)
+        key = (*answer.setting, answer.seed, answer.visit.dataset)
+        candidates.setdefault(key, {}).setdefault(answer.run, set()).add(answer.visit.id)
     best = {
         key: max(by_run, key=lambda folder: (len(by_run[folder]), started[folder]))
         for key, by_run in candidates.items()
     }
-    return [answer for answer in found if answer.run == best[*answer.setting, answer.seed, answer.dataset]]
+    return [answer for answer in found if answer.run == best[*answer.setting, answer.seed, answer.visit.dataset]]
 
 
 def mean(values: Iterable[float]) -> float:
@@ -131,18 +123,18 @@ def ratio(above: float, below: float) -> float:
     return NAN if below == 0 or math.isnan(below) else above / below
 
 
-def to_token(one: StoredAnswer, k: int) -> float:
+def to_token(one: Answer, k: int) -> float:
     """Seconds to the k-th token, from 1."""
-    assert one.times.decode_step_s is not None
-    time = one.times.ttft_s
-    for step in one.times.decode_step_s[: k - 1]:
+    assert one.decode_step_s is not None
+    time = one.ttft_s
+    for step in one.decode_step_s[: k - 1]:
         time += step
     return time
 
 
-def to_equal_length(own: StoredAnswer, theirs: StoredAnswer) -> tuple[float, float]:
+def to_equal_length(own: Answer, theirs: Answer) -> tuple[float, float]:
     """Seconds of both answers to their k-th token: k is the length of the shorter one."""
-    ours, others = own.times.decode_step_s, theirs.times.decode_step_s
+    ours, others = own.decode_step_s, theirs.decode_step_s
     if ours is None or others is None:
         return NAN, NAN
     k = 1 + min(len(ours), len(others))
@@ -150,20 +142,27 @@ def to_equal_length(own: StoredAnswer, theirs: StoredAnswer) -> tuple[float, flo
 
 
 class Example:
-    """The answers to one example: seeds and turns count as one."""
+    """The answers to one example: seeds count as one."""
 
-    def __init__(self, answers: list[Answer]) -> None:
-        pairs = [(answer.own, answer.baseline) for answer in answers if answer.baseline is not None]
+    def __init__(self, answers: list[Counted]) -> None:
+        own = [(answer.visit, answer.own) for answer in answers]
+        pairs = [(answer.visit, answer.own, answer.baseline) for answer in answers if answer.baseline is not None]
+        ours, theirs = [(visit, one) for visit, one, _ in pairs], [(visit, one) for visit, _, one in pairs]
+
+        def values(of: list[tuple[Visit, Answer]], name: str) -> list[float]:
+            return [number(visit, one, name) for visit, one in of]
+
         self.is_paired = bool(pairs)
-        self.means = {name: mean(number(answer.own, name) for answer in answers) for name in PLAIN}
-        self.own = {name: mean(number(own, name) for own, _ in pairs) for name in COMPARED}
-        self.theirs = {name: mean(number(theirs, name) for _, theirs in pairs) for name in COMPARED}
-        self.of_pairs = {name: mean(number(own, name) for own, _ in pairs) for name in OF_PAIRS}
+        self.means = {name: mean(values(own, name)) for name in PLAIN}
+        self.of_pairs = {name: mean(values(ours, name)) for name in OF_PAIRS}
+        self.own = {name: mean(values(ours, name)) for name in COMPARED}
+        self.theirs = {name: mean(values(theirs, name)) for name in COMPARED}
         clocks = [name for name in SPEEDUPS.values() if name != "equal_length_s"]
-        self.own_time = {name: sum(number(own, name) for own, _ in pairs) for name in clocks}
-        self.their_time = {name: sum(number(theirs, name) for _, theirs in pairs) for name in clocks}
-        self.own_time["equal_length_s"] = sum(to_equal_length(*pair)[0] for pair in pairs)
-        self.their_time["equal_length_s"] = sum(to_equal_length(*pair)[1] for pair in pairs)
+        self.own_time = {name: sum(values(ours, name)) for name in clocks}
+        self.their_time = {name: sum(values(theirs, name)) for name in clocks}
+        ends = [to_equal_length(one, other) for _, one, other in pairs]
+        self.own_time["equal_length_s"] = sum(end for end, _ in ends)
+        self.their_time["equal_length_s"] = sum(end for _, end in ends)
 
 
 def of_dataset(drawn: list[Example], official: bool) -> dict[str, float]:
@@ -215,16 +214,16 @@ def resamples(dataset: str, own: list[Example], of_task: list[Example]) -> list[
     return [own, *([own[pick] for pick in picks] for picks in draws)]
 
 
-def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict[str, Any]]:
+def rows_of(answers: Sequence[Counted], intervals: bool = True) -> dict[str, dict[str, Any]]:
     """{"dataset NAME", "task NAME" or "all": its values} of one setting on one suite.
 
-    Each has examples, turns, datasets, seeds, score_seed_std, and `VALUES` as (value, low, high).
+    Each has examples, datasets, seeds, score_seed_std, and `VALUES` as (value, low, high).
     """
-    by_key: dict[tuple[str, str], list[Answer]] = {}
-    by_dataset: dict[str, dict[str, list[Answer]]] = {}
+    by_key: dict[tuple[str, str], list[Counted]] = {}
+    by_dataset: dict[str, dict[str, list[Counted]]] = {}
     for answer in answers:
-        by_key.setdefault((answer.dataset, answer.id), []).append(answer)
-        by_dataset.setdefault(answer.dataset, {}).setdefault(answer.id, []).append(answer)
+        by_key.setdefault((answer.visit.dataset, answer.visit.id), []).append(answer)
+        by_dataset.setdefault(answer.visit.dataset, {}).setdefault(answer.visit.id, []).append(answer)
     examples = {key: Example(found) for key, found in by_key.items()}
     drawn, seeds = {}, {}
     for name, by_example in by_dataset.items():
@@ -248,9 +247,6 @@ def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict
     return {
         level: {
             "examples": sum(len(by_dataset[name]) for name in names),
-            "turns": sum(
-                len({answer.turn for answer in found}) for name in names for found in by_dataset[name].values()
-            ),
             "datasets": len(names),
             "seeds": len({answer.seed for answer in answers}),
             "score_seed_std": deviation(list(by_seed.values())),
@@ -260,7 +256,7 @@ def rows_of(answers: Sequence[Answer], intervals: bool = True) -> dict[str, dict
     }
 
 
-def has_enough(by_dataset: dict[str, dict[str, list[Answer]]], names: list[str]) -> bool:
+def has_enough(by_dataset: dict[str, dict[str, list[Counted]]], names: list[str]) -> bool:
     """Five examples at least, and two of each task."""
     by_task: dict[str, int] = {}
     for name in names:
@@ -275,13 +271,14 @@ def with_interval(name: str, values: list[dict[str, float]], enough: bool) -> tu
     return values[0][name], float(low), float(high)
 
 
-def seed_scores(by_example: dict[str, list[Answer]]) -> dict[int, float]:
+def seed_scores(by_example: dict[str, list[Counted]]) -> dict[int, float]:
     """{seed: a dataset's score}, of the seeds that answered every example."""
     found = {}
     for seed in {answer.seed for answers in by_example.values() for answer in answers}:
         by_seed = [[answer for answer in answers if answer.seed == seed] for answers in by_example.values()]
         if all(by_seed):
-            found[seed] = dataset_score([mean(answer.own.score for answer in answers) for answers in by_seed])
+            scores = [[number(answer.visit, answer.own, "score") for answer in answers] for answers in by_seed]
+            found[seed] = dataset_score([mean(of_example) / 100 for of_example in scores])
     return found
 
 
@@ -297,7 +294,7 @@ def deviation(values: list[float]) -> float:
 
 def table_of(runs: Sequence[StoredRun], intervals: bool = True) -> dict[tuple[str, str, str, str, str], dict[str, Any]]:
     """{(model, method, settings, suite, level): its values} of all runs together."""
-    settings: dict[Any, list[Answer]] = {}
+    settings: dict[Any, list[Counted]] = {}
     for answer in answers_that_count(runs):
         settings.setdefault(answer.setting, []).append(answer)
     return {
@@ -316,8 +313,6 @@ def failed_of(run: StoredRun, arms: Sequence[str], dataset: str) -> int:
 
 def score_failed_as_zero(run: StoredRun, arms: Sequence[str], dataset: str) -> float:
     """The mean of a dataset's scores, 0 for those that failed."""
-    answered: dict[tuple[str, str], list[float]] = {}
-    for answer in answers_of(run):
-        if answer.dataset == dataset and answer.arm in arms:
-            answered.setdefault((answer.id, answer.arm), []).append(100 * answer.own.score)
-    return mean([*map(mean, answered.values()), *[0] * failed_of(run, arms, dataset)])
+    answered = [one for one in answers_of(run) if one.visit.dataset == dataset and one.arm in arms]
+    scores = [number(one.visit, one.own, "score") for one in answered]
+    return mean([*scores, *[0] * failed_of(run, arms, dataset)])
