@@ -3,7 +3,8 @@
 A speedup is an arm's key, never a hyperparameter: the paper does not publish the parameters behind its Table 1, so ours
 are solved for (`Method.solve`). A method's `target_parameter` is set so that its *ideal* TTFT speedup
 (`lazyllm.engine.flops`) on a prompt of reference length is the one that is asked for; `table1` asks for the one that
-the paper measured for the task and the model. A method whose number of tokens depends on the prompt has no such parameter.
+the paper measured for the task and the model. A method whose number of tokens depends on the prompt has no such
+parameter.
 `Method.table1` holds the parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
 """
 

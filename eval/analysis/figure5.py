@@ -64,7 +64,9 @@ def paper_points(paper_model: str, tasks: Sequence[str]) -> pd.DataFrame:
     table = table[(table["method"] != BASELINE) & table["task"].isin(tasks)].assign(source=PAPER)
     if paper_model == "llama2" and "multi_doc_qa" in tasks:
         stated = [
-            (claim.arguments["speedup"], claim.paper[paper_model]) for claim in claims() if claim.measure == "kept_at"
+            (claim.arguments["speedup"], claim.paper[paper_model])
+            for claim in claims()
+            if claim.measure == "kept_at"
         ]
         text = pd.DataFrame(stated, columns=["ttft_speedup", "relative_score"], dtype=float)
         text = text.assign(task="multi_doc_qa", method=STUDIED, source=CLAIM)

@@ -71,14 +71,12 @@ class NeedleSettings(Settings):
         description="per cent of the text before the needle, both without other needles",
     )
     others: Annotated[Count, Field(le=100)] = Field(
-        default=0,
-        description="other needles in the text, with other keys: only the question tells which one is asked for",
+        default=0, description="other needles in the text, with other keys: only the question tells which one is asked for"
     )
     repeats: Positive = Field(default=1, description="rows for each length and depth, with different needles")
     seed: int = Field(default=42, description="of the needles")
     haystack: Text | None = Field(
-        default=None,
-        description="the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise",
+        default=None, description="the text around needles: a text file, or a folder of `.txt` and `.md` files; `null`: noise"
     )
 
     @field_validator("lengths", "depths")

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 class RandomSettings(Settings):
     """How many tokens."""
 
-    length: list[Positive] = Field(
-        default=[1000, 3500], description="tokens of a prompt; speedups are solved for the longest"
-    )
+    length: list[Positive] = Field(default=[1000, 3500], description="tokens of a prompt; speedups are solved for the longest")
     new_tokens: Positive = Field(default=17, description="tokens of an answer")
     repeats: Positive = Field(default=3, description="rows for each length, with different tokens")
     seed: int = Field(default=0, description="of the tokens")

@@ -242,7 +242,9 @@ def has_interval(sizes: Mapping[str, int]) -> bool:
     return tasks.total() >= FEWEST and min(tasks.values()) >= FEWEST_OF_TASK
 
 
-def _row(level: str, name: str, task: str, sizes: Mapping[str, int], drawn: Draws, seeds: Any) -> dict[str, Any]:
+def _row(
+    level: str, name: str, task: str, sizes: Mapping[str, int], drawn: Draws, seeds: Any
+) -> dict[str, Any]:
     """sizes: examples of each dataset. seeds: scores, missing where a seed lacks an example."""
     values = np.stack([drawn[value] for value in VALUES], axis=1)
     ends = np.percentile(values[1:], [2.5, 97.5], axis=0)
