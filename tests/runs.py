@@ -74,6 +74,6 @@ def bench_of(
     return Bench(model, tokenizer, chat or ChatFormat(), arms, methods, baseline, **settings)
 
 
-def arm(label: str, name: str, **hyperparameters: Any) -> Arm:
-    """An arm without a speedup."""
-    return Arm(label, name, hyperparameters)
+def arm(label: str, name: str, speedup: float | str | None = None, **hyperparameters: Any) -> Arm:
+    """An arm."""
+    return Arm(label, name, hyperparameters, speedup)

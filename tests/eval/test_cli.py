@@ -137,7 +137,7 @@ REFUSED = {
     "run model=MADE/checkpoint": "MADE/checkpoint holds neither tokenizer.json nor tokenizer.model",
     "run model.tokenizer=/nowhere dataset=lookup": "/nowhere: no such file or folder",
     "run dataset=random \"model='layers=2,width=7'\" model.load_format=dummy": "heads of an even",
-    "run dataset=random \"model='layers=2,width=64'\"": "have random weights only: give load_format",
+    "run dataset=random \"model='layers=2,width=64'\"": "have random weights only",
     "run model=llama2 dataset=lookup": "meta-llama/Llama-2-7b-chat-hf: it is not in the hub",
     "run model=llama2 model.load_format=dummy dataset=lookup": "so the tokenizer must be",
     "fetch model=llama2 dataset=lookup": ". Fetch it where the hub answers, without HF_HUB_OFFLINE",
