@@ -3,7 +3,7 @@
 # make paper  every table and figure from the stored runs below RUNS, into OUT, without a model: make paper RUNS=runs
 # make notebooks  JupyterLab with the notebooks
 # make docs   insert the numbers of results/ into README.md and docs/, then build the site in build/site
-# make size   lines of Python, code and tests by package; git diff --stat COMMIT -- '*.py' shows a change's
+# make size   bytes and lines of Python by package, against the budget
 # make setup  .venv with what running needs, in the versions of requirements.lock (setup-tests: requirements-dev.lock), and
 #             SmolLM2-135M for model=smollm2
 
@@ -18,6 +18,9 @@ JOBS ?= auto
 TESTS ?=
 # Bytecode is kept: without it, each test process and each command that a test starts compiles torch and transformers anew
 unexport PYTHONDONTWRITEBYTECODE
+# the most bytes of Python outside tests, and in tests: make size
+MOST_CODE := 1000000
+MOST_TESTS := 1200000
 # make paper: where the runs lie (several folders are fine), and where tables and figures go
 RUNS ?= runs
 OUT ?= $(firstword $(RUNS))/paper
@@ -63,12 +66,18 @@ format: setup-tests
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# docstrings and blank lines too
+# bytes and lines of Python by package, docstrings and blank lines too; fails beyond the budget, so that a feature enters
+# only with one that leaves
 size:
-	@git grep --count '' -- '*.py' | awk -F '[/:]' '{ \
-	  package = NF > 3 ? $$1 "/" $$2 : NF > 2 ? $$1 : "top"; total = $$1 == "tests" ? "tests in all" : "code in all"; \
-	  lines[package] += $$NF; lines[total] += $$NF \
-	} END { for (name in lines) printf "%-20s%8d\n", name, lines[name] }' | sort
+	@git ls-files '*.py' | xargs wc --bytes --lines | awk '$$3 != "total" { \
+	  parts = split($$3, part, "/"); package = parts > 2 ? part[1] "/" part[2] : parts > 1 ? part[1] : "top"; \
+	  total = part[1] == "tests" ? "tests in all" : "code in all"; \
+	  bytes[package] += $$2; bytes[total] += $$2; lines[package] += $$1; lines[total] += $$1 \
+	} END { \
+	  for (name in bytes) printf "%-20s%10d bytes%8d lines\n", name, bytes[name], lines[name] | "sort"; close("sort"); \
+	  if (bytes["code in all"] > $(MOST_CODE) || bytes["tests in all"] > $(MOST_TESTS)) { \
+	    print "beyond the budget of $(MOST_CODE) bytes of code and $(MOST_TESTS) of tests"; exit 1 } \
+	}'
 
 setup: $(READY)
 

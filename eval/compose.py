@@ -130,7 +130,7 @@ def _defaults(kind: type[Settings]) -> dict[str, Any]:
 
 
 def _help(kind: type[Settings]) -> str:
-    """The text of `--help`: every setting, its default and its meaning. Those of groups (`model.name`) come last."""
+    """The text of `--help`: every setting, its default and its meaning. Those of groups (`model.dtype`) come last."""
     rows = sorted(documented(kind), key=lambda row: "." in row[0])
     width = max(len(f"{key}={default}") for key, default, _ in rows)
     return "\n".join(f"{f'{key}={default}':<{width}}  {text}" for key, default, text in rows).replace("`", "")
@@ -190,10 +190,12 @@ def compose_config(arguments: Sequence[str], kind: type[Settings] = RunConfig) -
 def to_settings(config: DictConfig, kind: type[Config] = RunConfig) -> Config:
     """The composed config as checked settings. Raises UserError."""
     try:
-        values = OmegaConf.to_container(config, resolve=True)
+        values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:  # a reference to no setting, for example
         raise one_line(error) from error
-    assert isinstance(values, dict)
+    for key in OmegaConf.missing_keys(config):  # a hyperparameter without a default, which a speedup may solve for
+        if key.startswith("method."):
+            del values["method"][key.removeprefix("method.")]
     return validated({key: value for key, value in values.items() if key != "hydra"}, kind)
 
 

@@ -55,7 +55,7 @@ class ModelSettings(Settings):
     """The model, and the format of its prompts (`ModelSpec`, `ChatFormat`)."""
 
     name: Text = Field(description="a preset, a folder, a GGUF file or a hub id")
-    gguf: Text | None = Field(default=None, description="a GGUF file in the folder or repository that `model.name` is")
+    gguf: Text | None = Field(default=None, description="a GGUF file in the folder or repository that `model` names")
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="`dummy` builds random weights and downloads nothing, for timing"
     )
@@ -314,12 +314,13 @@ def _short(value: Any) -> str:
 
 
 def documented(kind: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
-    """(key, default, description) of every setting with a description, in order."""
+    """(key, default, description) of every setting with a description, in order. `GROUP=` sets a group's name."""
     rows = list[tuple[str, str, str]]()
     for name, field in kind.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
             rows += documented(field.annotation, f"{prefix}{name}.")
         elif field.description is not None:
             default = "" if field.is_required() else _short(field.default)
-            rows.append((prefix + name, default, field.description))
+            key = prefix.rstrip(".") if name == "name" else prefix + name
+            rows.append((key, default, field.description))
     return rows

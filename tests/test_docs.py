@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from eval.arms import Arm, expand
 from eval.cli import COMMANDS
-from eval.run.config import run_config
+from eval.compose import read
 from eval.run.work import Model
+from eval.store.frame import COLUMNS
 from eval.store.record import Answer
-from eval.store.runs import COLUMNS
 from lazyllm.engine.flops import attention_ceiling
 from lazyllm.errors import UserError
 from lazyllm.methods import Baseline
 from lazyllm.models.load import shape_of
 from lazyllm.spec import ModelSpec
 from scripts.dev import docs
-from tests.eval.analysis.made import ARM, example
-from tests.eval.store.made import write_run
+from tests.eval.made import write_run
+from tests.eval.store.visits import visit
 
 ROOT = docs.ROOT
 PAGES = docs.pages()
@@ -35,6 +36,11 @@ _PLACEHOLDER = re.compile(r"\.\.\.|\$|\b(FOLDER|NAME|FILE|my_|mine\b)")
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+def arms_of(arguments: list[str]) -> tuple[Arm, ...]:
+    """The arms of a run with these arguments. Raises UserError for settings and hyperparameters that cannot be."""
+    return expand(read([word for word in arguments if not word.startswith("hydra/")]))
 
 
 def commands(text: str) -> list[str]:
@@ -156,8 +162,7 @@ def test_gate_passes_what_is_fast_enough(
     """The baseline takes 0.4 s: four times as long, or hardly longer."""
     blocks = _FENCE.findall((ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
     (gate,) = [block for language, block in blocks if language == "python"]
-    visits = [example("hops", str(number), score=1.0, ttft_s=ttft_s) for number in range(6)]
-    write_run(tmp_path / "runs" / "one", visits, arm=ARM)
+    write_run(tmp_path / "runs" / "one", [visit(number, score=1.0, ttft_s=ttft_s) for number in range(6)])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         exec(gate, {})
@@ -188,7 +193,7 @@ def test_settings_of_commands_exist(page: str, line: str, tmp_path: Path, monkey
     ):
         Path(name).write_text(text)  # a file that the page asks the reader to write
     try:
-        run_config([word for word in run_arguments(line) or [] if not word.startswith("hydra/")])
+        arms_of(run_arguments(line) or [])
     except UserError as error:
         pytest.fail(f"{page}: {line}\n{error}")
 
@@ -197,7 +202,7 @@ def test_an_unknown_setting_is_seen() -> None:
     words = run_arguments("python run.py -m model=tiny,llama2 method=lazy answers.rows=8") or []
     assert words == ["model=tiny", "method=lazy", "answers.rows=8"]
     with pytest.raises(UserError, match="answers"):
-        run_config(words)
+        arms_of(words)
 
 
 @pytest.mark.slow

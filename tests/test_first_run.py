@@ -20,7 +20,7 @@ import pytest
 
 from eval.benchmarks import longbench
 from eval.store.folder import read_visits
-from eval.store.visit import Visit
+from eval.store.record import Visit
 from lazyllm.models.xgen_tokenizer import GPT2
 from tests.conftest import ROOT
 from tests.hub_server import HubServer, Repository
@@ -176,9 +176,9 @@ def test_llama2_answers_real_rows_in_official_prompts(played: Played, shared: Pa
         ids = [1, *pieces.encode(template.format(context=row["context"], input=row["input"]))]
         assert len(ids) > 600
         prompt = [1, *pieces.encode(f"[INST]{pieces.decode(ids[:300])}{pieces.decode(ids[-300:])}[/INST]")]
-        assert visit.turns[0].sha256 == hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()
+        assert visit.prompt_sha256 == hashlib.sha256(",".join(map(str, prompt)).encode()).hexdigest()
         assert list(visit.answers) == ["baseline", "lazy"]
-        for (side,) in visit.answers.values():
+        for side in visit.answers.values():
             assert (side.token_ids, side.score) == (answer, score)
 
 
@@ -213,7 +213,7 @@ def test_sweep_over_both_models_of_the_paper_gives_two_runs_and_one_table(played
         assert "llama2" in joint
         assert "xgen" in joint
     assert [len(played.visits(model, "table2")) for model in ("xgen", "llama2")] == [2, 2]
-    assert {tuple(visit.answers["lazy"][0].token_ids) for visit in played.visits("xgen", "table2")} == {(50, 60, 50256)}
+    assert {tuple(visit.answers["lazy"].token_ids) for visit in played.visits("xgen", "table2")} == {(50, 60, 50256)}
 
 
 def test_next_day_resumes_without_a_network(played: Played) -> None:

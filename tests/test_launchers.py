@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from eval.run.config import LAUNCHERS, check_arguments
+from eval.compose import LAUNCHERS, check_arguments
 from eval.store.results import Results
 from lazyllm.errors import UserError
 from tests.conftest import ROOT
-from tests.runs import measure, run_of
+from tests.runs import checked, measured
 
 pytestmark = pytest.mark.slow
 
@@ -101,7 +101,7 @@ def test_joblib_runs_four_jobs_of_a_sweep(
     # the same run in this process finds everything measured
     monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO")
-    measure(run_of("method=static_pruning", "method.layer=3", *QUICK), show=False)
+    measured(checked("method=static_pruning", "method.layer=3", *QUICK))
     assert "4 examples, 4 of them already measured" in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_launcher_that_is_not_installed_is_refused(launcher: str, monkeypatch) -
     def no_package(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("eval.run.config.version", no_package)
+    monkeypatch.setattr("eval.compose.version", no_package)
     package, extra = LAUNCHERS[launcher]
     with pytest.raises(UserError, match=rf"={launcher} needs the package {package}: .*--editable '\.\[{extra}\]'"):
         check_arguments(["-m", "seed=0,1", f"hydra/launcher={launcher}"])

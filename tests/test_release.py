@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.run.config import run_config
 from eval.run.job import jobs_of
 from tests.conftest import ROOT
 
@@ -54,4 +53,3 @@ def test_sweeps_are_of_both_models_and_all_the_paper_s_experiments(tmp_path: Pat
 def test_tables_are_of_runs_unless_others_are_given(tmp_path: Path) -> None:
     assert printed(tmp_path, "tables.sh") == [["paper", "runs"]]
     assert printed(tmp_path, "tables.sh", "a", "--out", "b") == [["paper", "a", "--out", "b"]]
-    assert run_config(["experiment=table1", "model=llama2"]).compare is not None

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +12,13 @@ import pytest
 from eval.benchmarks.datasets import CHOICES
 from eval.cli import main
 from eval.store.folder import read_about, read_visits
-from eval.store.visit import read_trace
+from eval.store.record import Visit
+from eval.store.trace import read_trace
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
 from tests.conftest import ROOT
-from tests.eval.store.visits import flattened
-from tests.runs import measure, run_of
+from tests.runs import checked, measured
 
 SHORT = ("max_new_tokens=2", "warmup=0", "out=run")
 
@@ -30,24 +29,23 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     caplog.set_level("INFO")
 
 
-def visits_of() -> list[Any]:
-    return [*map(flattened, read_visits(Path("run")))]
+def visits_of() -> list[Visit]:
+    return read_visits(Path("run"))
 
 
 def test_run_measures_all_sixteen_datasets_of_real_rows(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ("limit=1", "max_new_tokens=3", "model.max_prompt_tokens=300", "warmup=0")
-    measure(run_of("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short))
+    measured(checked("dataset=all", f"data.dir={shared / 'longbench'}", "out=run", *short), show=True)
     assert [path.name for path in Path().iterdir()] == ["run"]  # nothing is written elsewhere
     visits = visits_of()
     names = [dataset.name for dataset in CHOICES["all"]]
     assert [visit.dataset for visit in visits] == names
     for visit in visits:
-        ((turn,), (method,), (baseline,)) = visit.turns, visit.answers["lazy"], visit.answers["baseline"]
-        assert turn.tokens_before_truncation > turn.tokens
-        assert baseline.pct_prompt_tokens_computed == 100
-        assert 0 < (method.pct_prompt_tokens_computed or 0) <= 100
-        assert method.computed is not None
-        assert method.computed[0][0] == turn.tokens
+        method, baseline = visit.answers["lazy"], visit.answers["baseline"]
+        assert visit.uncut_tokens > visit.prompt_tokens
+        assert {*baseline.computed_per_layer} == {visit.prompt_tokens}
+        assert 0 < method.computed_per_layer[-1] <= visit.prompt_tokens
+        assert method.computed[0][0] == visit.prompt_tokens
         assert 1 <= len(method.token_ids) <= 3
     shown = capsys.readouterr().out
     assert all(name in shown for name in names)
@@ -74,66 +72,81 @@ def test_bad_rows_stop_a_run_or_are_counted(tmp_path: Path, shared: Path, caplog
     (data / "trec.jsonl").write_bytes(b"\n".join([rows[0], b"{broken", rows[1]]) + b"\n")
     overrides = ["dataset=trec", f"data.dir={data}", "model.max_prompt_tokens=300", *SHORT]
     with pytest.raises(UserError, match=r"trec\.jsonl:2"):
-        measure(run_of(*overrides))
-    measure(run_of(*overrides, "data.on_error=skip"))
+        measured(checked(*overrides))
+    measured(checked(*overrides, "data.on_error=skip"))
     assert "skipped 1 row (data.on_error=skip)" in caplog.text
     assert "trec.jsonl:2" in caplog.text
     assert len(visits_of()) == 2
 
 
 def test_demo_compares_the_methods_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    measure(run_of("experiment=demo", "model=tiny", "limit=2", "warmup=0"))
+    measured(checked("experiment=demo", "model=tiny", "limit=2", "warmup=0"), show=True)
     lines = capsys.readouterr().out.splitlines()
     arms = ["baseline", "lazy", "static_pruning", "random_drop", "prompt_compression"]
     shown = [line.split()[0] for line in lines if line.split() and line.split()[0] in arms]
     assert shown[: len(arms)] == arms
     assert "model=llama2" in lines[-1]
     (folder,) = Path("runs").glob("tiny-*")  # one folder, and the baseline once
-    visits = [*map(flattened, read_visits(folder))]
+    visits = read_visits(folder)
     assert [list(visit.answers) for visit in visits] == [arms] * 2
     for visit in visits:
-        (compressed,), (baseline,) = visit.answers["prompt_compression"], visit.answers["baseline"]
-        assert 0 < (compressed.scoring_s or 0) < compressed.ttft_s  # selecting is part of its time
-        assert (baseline.scoring_s, baseline.pct_prompt_tokens_computed) == (0, 100)
+        compressed, baseline = visit.answers["prompt_compression"], visit.answers["baseline"]
+        assert 0 < compressed.scoring_s < compressed.ttft_s  # selecting is part of its time
+        assert baseline.scoring_s == 0
+        assert {*baseline.computed_per_layer} == {visit.prompt_tokens}
 
 
-def test_tuned_targets_depend_on_the_task_and_are_stored() -> None:
-    measure(run_of("method.schedule=table1", "dataset=[lookup,retrieve]", "limit=1", "baseline=false", *SHORT))
+def per_layer(group_layers: list[int], counts: list[int]) -> list[int]:
+    """The number of each layer, of numbers of groups of layers."""
+    return [count for layers, count in zip(group_layers, counts, strict=True) for _ in range(layers)]
+
+
+def test_solved_speedups_depend_on_the_task_and_are_stored() -> None:
+    measured(
+        checked(
+            "method=lazy", "method.speedup=table1", "dataset=[lookup,retrieve]", "limit=1", "baseline=false", *SHORT
+        )
+    )
     parameters = read_about(Path("run/run.json"))["identity"]["arms"]["lazy"]["parameters"]
     for visit in visits_of():  # the tokens that entered each layer are those of the dataset's own schedule
-        method, (measured,) = Lazy(parameters[visit.dataset]["schedule"]), visit.answers["lazy"]
-        per_layer = method.tokens_per_layer(Depth(8), visit.turns[0].tokens)
-        assert (measured.computed or [])[0] == [per_layer[start - 1] for start in measured.group_starts or ()]
+        method, answer = Lazy(parameters[visit.dataset]["schedule"]), visit.answers["lazy"]
+        assert per_layer(answer.group_layers, answer.computed[0]) == method.tokens_per_layer(
+            Depth(8), visit.prompt_tokens
+        )
     assert parameters["lookup"] != parameters["retrieve"]
 
 
 def test_traces_are_made_once_beside_the_records(caplog: pytest.LogCaptureFixture) -> None:
     quick = ("dataset=[lookup,shots]", "limit=1", *SHORT)
-    measure(run_of(*quick), show=False)
-    measure(run_of(*quick, "trace=1"), show=False)  # of a run that is measured already
+    measured(checked(*quick))
+    measured(checked(*quick, "trace=1"))  # of a run that is measured already
     files = sorted(Path("run/traces").iterdir())
     assert [file.name.split("-")[0] for file in files] == ["lookup", "shots"]  # not of the baseline
     visits = {visit.key: visit for visit in visits_of()}
     for file in files:
         trace = read_trace(file)
         visit = visits[trace.dataset, trace.id]
-        (measured,) = visit.answers[trace.arm]
-        assert len(trace.tokens) == visit.turns[0].tokens
-        assert (trace.computed, trace.group_starts) == (measured.computed, measured.group_starts)
-        assert len(trace.generated) == len(measured.token_ids)
+        answer = visit.answers[trace.arm]
+        assert len(trace.tokens) == visit.prompt_tokens
+        assert (trace.computed, trace.group_layers) == (answer.computed, answer.group_layers)
+        assert len(trace.generated) == len(answer.token_ids)
         np.testing.assert_allclose(np.sum(trace.importance, axis=1), 1, rtol=1e-3)
     before = [file.stat().st_mtime_ns for file in files]
     caplog.clear()
-    measure(run_of(*quick, "trace=1"), show=False)
+    measured(checked(*quick, "trace=1"))
     assert "2 of them already measured" in caplog.text
     assert [file.stat().st_mtime_ns for file in files] == before
-    measure(run_of(*quick, "trace=2", "limit=2"), show=False)
+    measured(checked(*quick, "trace=2", "limit=2"))
     assert len(list(Path("run/traces").iterdir())) == 4
 
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("model=ti", "model=tiny"), ("model=tiny method.sch", "method.schedule="), ("dataset=hotp", "dataset=hotpotqa")],
+    [
+        ("model=ti", "model=tiny"),
+        ("model=tiny method=lazy method.sch", "method.schedule="),
+        ("method=st", "method=static_pruning"),
+    ],
 )
 def test_shell_completes_keys_and_values(typed: str, offered: str) -> None:
     """As the function that `python run.py -sc install=bash` prints asks for it."""

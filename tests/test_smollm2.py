@@ -11,14 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lazyllm
-from eval.run.run import prepare
 from lazyllm.check import invariants
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS
 from lazyllm.presets import PRESETS
 from tests.eval.official import SHARED, needs
 from tests.lazyllm.methods.method_matrix import LISTED
-from tests.runs import run_of
+from tests.runs import prepared
 
 ROWS = SHARED / "minilongbench"
 LIMIT, NEW_TOKENS = 600, 8
@@ -65,13 +64,13 @@ def prompt_ids(dataset: str) -> list[int]:
 def check_row(dataset: str) -> None:
     model, _ = plain()
     arguments = ["model=smollm2", "model.device=cpu", f"model.max_prompt_tokens={LIMIT}", f"data.dir={ROWS}", "limit=1"]
-    (case,) = prepare(run_of(*arguments, f"dataset={dataset}", "method=lazy")).cases
+    (prompt,) = prepared(*arguments, f"dataset={dataset}", "method=lazy").prompts
     ids = prompt_ids(dataset)
-    assert list(case.prompt.token_ids) == ids
+    assert list(prompt.token_ids) == ids
     with torch.no_grad():
-        asked = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=list(case.end_ids))
+        asked = dict(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=list(prompt.end_ids))
         tokens = model.generate(torch.tensor([ids]), **asked)[0, len(ids) :].tolist()
-    out = lazyllm.generate(ours()[0], case.prompt.token_ids, lazyllm.methods.Baseline(), NEW_TOKENS, case.end_ids)
+    out = lazyllm.generate(ours()[0], prompt.token_ids, lazyllm.methods.Baseline(), NEW_TOKENS, prompt.end_ids)
     assert list(out.token_ids) == tokens
 
 

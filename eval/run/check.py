@@ -74,10 +74,13 @@ def limit_of(config: RunConfig, suite: Suite) -> int | None:
     return config.limit or suite.limit
 
 
-def choose_data(config: RunConfig, check_rows: bool = True) -> tuple[tuple[Dataset, ...], DataSettings]:
+def choose_data(
+    config: RunConfig, check_rows: bool = True, quiet: bool = False
+) -> tuple[tuple[Dataset, ...], DataSettings]:
     """The datasets whose rows can be loaded, and the settings that determine the rows. Raises UserError.
 
     check_rows: whether the rows of at least one dataset must be there; without it, all that are named.
+    quiet: whether a log line has named the datasets that are left out, as `check` does.
     """
     named = choose(config.dataset, config.model.name, config.data.length)
     suite = suite_of(named)
@@ -90,7 +93,7 @@ def choose_data(config: RunConfig, check_rows: bool = True) -> tuple[tuple[Datas
             instead = f"dataset={other.whole} with it: {named[0].name} is of {suite.name}"
             raise UserError(f"{other.name}.{key}={value}: expected {instead}")
     data = _data_settings(config, suite)
-    return (_with_rows(config, named, data) if check_rows else named), data
+    return (_with_rows(config, named, data, quiet) if check_rows else named), data
 
 
 def _data_settings(config: RunConfig, suite: Suite) -> DataSettings:
@@ -112,7 +115,7 @@ def _data_settings(config: RunConfig, suite: Suite) -> DataSettings:
     )
 
 
-def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings) -> tuple[Dataset, ...]:
+def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings, quiet: bool) -> tuple[Dataset, ...]:
     """The datasets whose rows can be loaded. Of a whole suite the others are left out, with a log line."""
     suite = suite_of(named)
     reasons = {dataset: reason for dataset in named if (reason := suite.check(dataset, data)) is not None}
@@ -120,7 +123,7 @@ def _with_rows(config: RunConfig, named: tuple[Dataset, ...], data: DataSettings
     if reasons and (not is_whole or len(reasons) == len(named)):
         dataset, reason = next(iter(reasons.items()))
         raise UserError(f"{dataset.name}: {reason}")
-    for reason in dict.fromkeys(reasons.values()):
+    for reason in () if quiet else dict.fromkeys(reasons.values()):
         left_out = ", ".join(dataset.name for dataset in reasons if reasons[dataset] == reason)
         log.warning("left out: %s: %s", left_out, reason)
     return tuple(dataset for dataset in named if dataset not in reasons)

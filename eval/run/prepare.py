@@ -77,7 +77,7 @@ def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
     minutes.
     """
     torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    datasets, data = choose_data(config)
+    datasets, data = choose_data(config, quiet=True)
     suite, spec = suite_of(datasets), spec_of(config)
     chat, model_config, device = chat_of(config, suite), check_loading(spec), as_device(spec.device)
     dtype, reason = choose_dtype(spec, device.type)

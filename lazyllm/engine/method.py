@@ -55,7 +55,7 @@ class Method(ABC):
     keep_all: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that keep every token; {}: `target_parameter` at 1.0
     adaptive: ClassVar[bool] = False  # the number of tokens depends on the prompt: those declared are estimates
     can_batch: ClassVar[bool] = True  # several generations can decode together; False if its session runs its own steps
-    table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `KEY=table1` sets without solving for a speedup
+    table1: ClassVar[Mapping[str, Any]] = {}  # hyperparameters that `speedup=table1` sets without solving
 
     def __post_init__(self) -> None:
         """Refuse bad hyperparameters (`support.hyperparameters.checked`). Raises TypeError or ValueError."""

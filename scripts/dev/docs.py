@@ -14,7 +14,7 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
-from eval.run.settings import RunConfig, documented
+from eval.config import RunConfig, documented
 from lazyllm.methods import METHODS
 from lazyllm.methods.__main__ import lines
 
@@ -58,7 +58,7 @@ def _source(name: str) -> str:
 
 def _settings(groups: list[str]) -> str:
     """The settings of these groups; `-` is those without a group."""
-    rows = [row for row in documented(RunConfig()) if (row[0].partition(".")[0] if "." in row[0] else "-") in groups]
+    rows = [row for row in documented(RunConfig) if (row[0].partition(".")[0] if "." in row[0] else "-") in groups]
     if not rows:
         raise ValueError(f"settings {' '.join(groups)}: no such setting")
     lines = [f"| `{key}` | {meaning} | {f'`{default}`' if default else ''} |" for key, default, meaning in rows]

@@ -24,7 +24,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from eval import cli
-from eval.benchmarks.datasets import DATASETS, load_rows
+from eval.benchmarks.datasets import DATASETS, load
+from eval.benchmarks.suite import DataSettings
 from lazyllm.engine import generation
 from lazyllm.engine.session import Session
 from lazyllm.integrations import lm_eval
@@ -49,7 +50,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three small tasks and their rows: nothing comes from the hub."""
     folder = tmp_path_factory.mktemp("tasks")
     docs = []
-    for number, row in enumerate(example.official for example in load_rows(DATASETS["lookup"]).examples[:2]):
+    examples = load(DATASETS["lookup"], DataSettings()).examples[:2]
+    for number, row in enumerate(example.official for example in examples):
         choices = ["olive rosemary chalk", "jungle", "coral"]
         choices.insert(number, row["answers"][0])
         question = f"Ledger: {row['context']}\nQuestion: entry {row['input']}"

@@ -15,14 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import lazyllm
-from eval.run.run import prepare
 from lazyllm.errors import UserError
 from lazyllm.models.load import load_config, load_end_ids, load_weights, random_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import DTYPES, ModelSpec
 from tests.hub_server import Repository
 from tests.reference import VARIANTS, random_model, random_variant
-from tests.runs import run_of
+from tests.runs import prepared
 from tests.stand_in_checkpoints import xgen
 
 TINY = Path(PRESETS["tiny"].source)
@@ -324,7 +323,7 @@ def test_folder_s_own_tokenizer_must_fit_the_model(tiny_copy: Path, monkeypatch:
     (tiny_copy / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     refusal = r"tokenizer of .*checkpoint: it has [0-9,]+ tokens, the model 100: give the model's own"
     with pytest.raises(UserError, match=refusal):
-        prepare(run_of(f"model.name={tiny_copy}", "dataset=lookup", "limit=1"))
+        prepared(f"model={tiny_copy}", "dataset=lookup", "limit=1")
     monkeypatch.setattr("lazyllm.models.load.load_weights", None)
     with pytest.raises(UserError, match=refusal):
         lazyllm.load_model(str(tiny_copy))

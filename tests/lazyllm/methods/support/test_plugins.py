@@ -11,19 +11,18 @@ from types import SimpleNamespace
 import pytest
 from hydra.core.config_store import ConfigStore
 
+from eval.arms import Arm, expand
 from eval.cli import main
-from eval.run.arms import MethodAsked
-from eval.run.asked import ask
-from eval.run.config import compose_config, register_schema, to_run_config
+from eval.compose import read
+from eval.run.check import check
 from eval.run.identity import method_code
-from eval.run.run import prepare
 from eval.store.folder import fingerprint
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import METHODS, Lazy, Prune, StaticPruning, by_name, code_of, known, make
 from lazyllm.methods.support import bases, plugins
 from tests.helpers import example_source
-from tests.runs import small_run
+from tests.runs import prepared, small_config
 
 # A package with its own methods, as another author would write it, in the files that pip installs
 _ENTRY_POINTS = """
@@ -109,9 +108,9 @@ def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         del sys.modules[name]
 
 
-def run_of(*overrides: str):
-    register_schema()  # of the package too
-    return ask(to_run_config(compose_config(overrides)))
+def arms_of(*overrides: str) -> dict[str, Arm]:
+    """{label: arm} of `python run.py OVERRIDES`."""
+    return {arm.label: arm for arm in expand(read(overrides))}
 
 
 def test_worked_example_does_what_it_says() -> None:
@@ -132,20 +131,20 @@ def test_name_of_an_installed_method_is_known(installed: Path) -> None:
 
 
 def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
-    given = {"name": "keep_last", "layer": 3, "keep": 0.5}
-    assert run_of("method=keep_last", "method.layer=3").arms["keep_last"] == given
-    assert MethodAsked.of(given, Depth(8)).canonical() == given
-    lots = run_of("method=draws_lots", "seed=3").arms["draws_lots"]
+    keep_last = arms_of("method=keep_last", "method.layer=3")["keep_last"]
+    assert keep_last.hyperparameters == {"layer": 3, "keep": 0.5}
+    assert keep_last.canonical() == {"name": "keep_last", "layer": 3, "keep": 0.5}
+    lots = arms_of("method=draws_lots", "seed=3")["draws_lots"]
     # the run's seed, as for lazyllm's own
-    assert lots == {"name": "draws_lots", "layers": [1, 2], "seed": 3}
-    assert run_of("method=draws_lots", "seed=3", "method.seed=5").arms["draws_lots"]["seed"] == 5
-    assert MethodAsked.of(lots, Depth(8)).canonical() == {"name": "draws_lots", "seed": 3}
-    with pytest.raises(UserError, match=r"method\.layer has no default: give it on the command line"):
-        run_of("method=keep_last")
+    assert lots.hyperparameters == {"layers": [1, 2], "seed": 3}
+    assert arms_of("method=draws_lots", "seed=3", "method.seed=5")["draws_lots"].hyperparameters["seed"] == 5
+    assert lots.canonical() == {"name": "draws_lots", "seed": 3}
+    with pytest.raises(UserError, match=r"'keep_last' needs layer=\.\.\.; its settings are layer, keep"):
+        arms_of("method=keep_last")
     with pytest.raises(UserError, match=r"method\.kep"):
-        run_of("method=keep_last", "method.layer=3", "method.kep=0.3")
+        arms_of("method=keep_last", "method.layer=3", "method.kep=0.3")
     with pytest.raises(UserError, match=r"method 'keep_last': keep lies in \(0, 1\], got 2.0"):
-        run_of("method=keep_last", "method.layer=3", "method.keep=2.0")
+        arms_of("method=keep_last", "method.layer=3", "method.keep=2.0")
 
 
 @pytest.mark.parametrize(
@@ -158,9 +157,9 @@ def test_config_of_a_plugin_is_its_dataclass(installed: Path) -> None:
     ],
 )
 def test_unusable_plugin_is_refused_only_by_name(installed: Path, name: str, message: str) -> None:
-    assert list(run_of("method=static_pruning").arms) == ["baseline", "static_pruning"]
+    assert list(arms_of("method=static_pruning")) == ["baseline", "static_pruning"]
     with pytest.raises(UserError, match=message):
-        run_of(f"method={name}")
+        arms_of(f"method={name}")
     with pytest.raises(UserError, match=message):
         make(name)
     assert isinstance(Lazy(), METHODS["lazy"])  # in Python the name is unambiguous
@@ -177,7 +176,7 @@ def test_unknown_name_is_refused_with_the_known_ones(installed: Path) -> None:
     with pytest.raises(UserError, match="'keep_first': the nearest names are keep_last, "):
         make("keep_first")
     with pytest.raises(UserError, match="the nearest names are keep_last"):
-        run_of("method=keep_first")
+        arms_of("method=keep_first")
 
 
 def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
@@ -193,8 +192,8 @@ def test_code_of_a_plugin_changes_with_its_files(installed: Path) -> None:
     helper.write_text(before)
     assert changed != first
     assert code_of("keep_last") == first
-    run = run_of("model=tiny", "dataset=lookup", "limit=1", "method=keep_last", "method.layer=2")
-    assert prepare(run).identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
+    run = prepared("model=tiny", "dataset=lookup", "limit=1", "method=keep_last", "method.layer=2")
+    assert run.identity["arms"]["keep_last"]["code"] == first  # so two versions share no folder and no table
 
 
 def test_two_drafts_never_share_a_run_folder(installed: Path, tiny_copy: Path) -> None:
@@ -202,7 +201,7 @@ def test_two_drafts_never_share_a_run_folder(installed: Path, tiny_copy: Path) -
 
     def identity() -> dict:
         overrides = ("model=tiny", "dataset=lookup", "limit=1", "method=drafted", f"method.draft={tiny_copy}")
-        return prepare(run_of(*overrides)).identity
+        return prepared(*overrides).identity
 
     first = identity()
     assert identity() == first
@@ -235,15 +234,14 @@ def test_file_holds_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file.write_text(_IN_A_FILE.format(name="Mine"))
     lengths = make("static_pruning", {"layer": 2, "keep": 0.25}).tokens_per_layer(Depth(8), 40)
     assert make(str(file), {"layer": 2, "keep": 0.25}).tokens_per_layer(Depth(8), 40) == lengths
-    arguments = ["model=tiny", f"method={file}", "method.layer=2", "method.keep=0.5", "limit=1", "dataset=digest"]
+    arguments = ["model=tiny", f"method='{file}'", "method.layer=2", "method.keep=0.5", "limit=1", "dataset=digest"]
     assert main(["run", *arguments, "warmup=0", f"out={tmp_path / 'run'}"]) == 0
     stored = json.loads((tmp_path / "run" / "run.json").read_text())
     assert str(tmp_path) not in json.dumps(stored["identity"])
     arm = stored["identity"]["arms"][name]
     code = f"{code_of(str(file))} {method_code('static_pruning')}"
     assert (arm["method"]["name"], arm["method"]["layer"], arm["code"]) == (name, 2, code)
-    listed = run_of(f"compare=[lazy,'{file}']")
-    assert list(listed.arms) == ["baseline", "lazy", name]
+    assert list(arms_of(f"arms=[lazy,'{file}']")) == ["baseline", "lazy", name]
     file.write_text(file.read_text() + "\n\n")
     assert method_code(str(file)) != arm["code"]
 
@@ -271,9 +269,9 @@ def test_unusable_file_is_refused(tmp_path: Path, name: str, text: str | None, m
 def test_fault_in_a_file_is_one_line_with_its_place(tmp_path: Path, hook: str) -> None:
     file = tmp_path / "faulty.py"
     file.write_text(f"{_IN_A_FILE.format(name='Faulty')}\n    def {hook}:\n        self.nothing\n")
-    arm = {"mine": {"name": str(file), "layer": 2, "keep": 0.5}}
+    config = small_config(tmp_path / "run", arms=[{"name": str(file), "layer": 2, "keep": 0.5}])
     with pytest.raises(UserError, match=r"method: AttributeError: .*'nothing' \(faulty\.py:12\)"):
-        small_run(tmp_path / "run", compare=arm).check()
+        check(config, tmp_path)
 
 
 def test_method_without_a_label_has_its_class_name() -> None:
