@@ -17,8 +17,8 @@ import torch
 
 import eval.run.bench
 from eval.cli import main
+from eval.run.bench import load_model
 from eval.run.device import is_out_of_memory, recover
-from eval.run.loop import load_model
 from eval.run.prepare import prepare
 from eval.store.folder import RunStore, read_visits
 from eval.store.results import Results
@@ -132,7 +132,7 @@ def test_model_loads_once_only_if_needed_and_leaves_the_memory(tmp_path, monkeyp
         loaded.append(weakref.ref(model := load_weights(spec)))
         return model
 
-    monkeypatch.setattr("eval.run.loop.load_weights", counted)
+    monkeypatch.setattr("eval.run.bench.load_weights", counted)
     first, second = (measured(small_config(tmp_path)) for _ in range(2))
     assert len(loaded) == 1
     assert first.visits == second.visits
@@ -172,7 +172,7 @@ def test_job_that_breaks_off_says_why_even_if_that_cannot_be_noted(
             raise UserError("jobs.jsonl: no room")
 
     absent = Mock(side_effect=UserError("no such weights"))
-    monkeypatch.setattr("eval.run.loop.load_weights", absent)
+    monkeypatch.setattr("eval.run.bench.load_weights", absent)
     with pytest.raises(UserError, match="no such weights"):
         measured(small_config(tmp_path))
     begin, end = map(json.loads, (tmp_path / "jobs.jsonl").read_text().splitlines())
