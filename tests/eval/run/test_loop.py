@@ -18,7 +18,6 @@ import torch
 import eval.run.bench
 from eval.cli import main
 from eval.run.bench import load_model
-from eval.run.device import is_out_of_memory, recover
 from eval.run.prepare import prepare
 from eval.store.folder import RunStore, read_visits
 from eval.store.results import Results
@@ -195,30 +194,6 @@ def test_device_that_does_not_recover_ends_the_run_with_its_visits_safe(
         measured(small_config(tmp_path))
     assert len(read_visits(tmp_path)) == 2
     assert "its memory could not be freed" in caplog.text
-
-
-def test_accelerator_is_asked_whether_it_still_answers(monkeypatch) -> None:
-    gone = RuntimeError("CUDA error: unspecified launch failure")
-    synchronize = Mock(side_effect=[None, gone])
-    monkeypatch.setattr("eval.run.device.release_memory", lambda _: None)
-    monkeypatch.setattr("torch.accelerator.synchronize", synchronize)
-    recover(torch.device("cuda", 1))
-    synchronize.assert_called_once_with(torch.device("cuda", 1))
-    with pytest.raises(UserError, match="cuda:1 does not recover"):
-        recover(torch.device("cuda", 1))
-
-
-@pytest.mark.parametrize(
-    ("error", "is_memory"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
-    ],
-)
-def test_out_of_memory_has_several_names(error: Exception, is_memory: bool) -> None:
-    assert is_out_of_memory(error) == is_memory
 
 
 def test_full_disk_in_the_middle_of_a_run_loses_nothing(tmp_path: Path) -> None:
