@@ -2,8 +2,9 @@
 
 A speedup is an arm's key, never a hyperparameter: the paper does not publish the parameters behind its Table 1, so ours
 are solved for (`Method.solve`). A method's `target_parameter` is set so that its *ideal* TTFT speedup
-(`lazyllm.engine.flops`) on a prompt of reference length is the one that is asked for; `table1` asks for the one that the
-paper measured for the task and the model. A method whose number of tokens depends on the prompt has no such parameter.
+(`lazyllm.engine.flops`) on a prompt of reference length is the one that is asked for; `table1` asks for the one that
+the paper measured for the task and the model. A method whose number of tokens depends on the prompt has no such
+parameter.
 `Method.table1` holds the parameters that are not solved for; eval/analysis/published/table1_parameters.csv lists all.
 """
 
@@ -60,7 +61,7 @@ class Arm:
 
     def at(self, depth: Depth) -> "Arm":
         """The arm with numbers for hyperparameters that depend on the model (`Method.resolve`)."""
-        with about_the_method():
+        with about_the_method(self.label):
             resolved = self.kind.resolve(self.hyperparameters, depth)
         return Arm(self.label, self.name, resolved, self.speedup)
 
@@ -71,7 +72,7 @@ class Arm:
             given |= kind.keep_all or {str(kind.target_parameter): 1.0}
         elif self.speedup == PAPER:
             given |= kind.table1
-        with about_the_method():
+        with about_the_method(self.label):
             return make(self.name, given)
 
     def method(
@@ -79,9 +80,10 @@ class Arm:
     ) -> Method:
         """The method for a dataset on a model, solved if the arm has a speedup.
 
-        config: the model's. column: the paper's for this model, llama2 or xgen; None takes llama2's. length: the prompt
-        length in tokens to solve for; None for the dataset's. limit: of the run's prompts; no speedup is solved for more
-        tokens. Raises OutOfReachError if the method cannot reach the speedup, UserError if Table 1 has none.
+        config: the model's. column: the paper's for this model, llama2 or xgen; None takes llama2's.
+        length: tokens of the prompt to solve for; None for the dataset's. limit: of the run's prompts; no
+        speedup is solved for more tokens. Raises OutOfReachError if the method cannot reach the speedup,
+        UserError if Table 1 has none.
         """
         if not self.solves:
             return self.sample()
@@ -97,17 +99,17 @@ class Arm:
         if speedup == PAPER:
             speedup = table1_speedup(dataset.task, self.name, column)
         assert isinstance(speedup, float)
-        with about_the_method():
+        with about_the_method(self.label):
             solution = self.kind.solve(self.hyperparameters, config, tokens, speedup)
             if solution is None:
                 raise OutOfReachError(self._out_of_reach(speedup, config.num_hidden_layers))
             return make(self.name, {**self.hyperparameters, str(self.kind.target_parameter): solution})
 
     def _out_of_reach(self, speedup: float, layers: int) -> str:
-        instead = "give less" if speedup > 1 else "give 1x"
+        instead = "give less"
         if "draft" in settings_of(self.kind) and self.hyperparameters.get("draft") is None:
             instead = "name a draft"
-        return f"method {self.name!r} cannot reach an ideal TTFT speedup of {speedup} on {layers} layers; {instead}"
+        return f"{self.label} cannot reach an ideal TTFT speedup of {speedup:g} on {layers} layers: {instead}"
 
     def canonical(self) -> dict[str, Any]:
         """The method's name and hyperparameters in a run's identity: equal for all ways to write the same method.
@@ -134,6 +136,11 @@ def expand(config: RunConfig) -> tuple[Arm, ...]:
             raise UserError(f"arms: two are named {arm.label!r}: give one of them another label, or leave it out")
         _check_speedup(arm)
         arm.sample()  # refuses bad hyperparameters
+    if config.speedup is not None and not any(map(_takes_speedup, config.arms)):
+        raise UserError(
+            f"speedup={show_speedup(config.speedup)}: sets the speed of no arm ({', '.join(labels)}): leave it out, or "
+            "give a method without a speed of its own"
+        )
     if not config.baseline:
         return tuple(arms)
     first = next((arm for arm in arms if arm.name == BASELINE), Arm(BASELINE, BASELINE, {}))
@@ -149,14 +156,12 @@ def _expand(settings: ArmSettings, config: RunConfig) -> Iterator[Arm]:
     if "seed" in defaults and given.get("seed") is None:
         given["seed"] = config.seed
     choices = {key: value for key, value in given.items() if isinstance(value, list) and key not in _lists_of(kind)}
-    speedup = settings.speedup
-    if speedup is None and _takes_speedup(kind, given):
-        speedup = config.speedup
-    if speedup is not None:
-        given, choices = ({key: value for key, value in one.items() if key != "speedup"} for one in (given, choices))
-        choices = {"speedup": speedup, **choices} if isinstance(speedup, list) else choices
-        if given.get(str(kind.target_parameter)) == defaults.get(str(kind.target_parameter)):
-            given.pop(str(kind.target_parameter), None)  # as `method=NAME` writes all defaults
+    speedup = config.speedup if _takes_speedup(settings) else settings.speedup
+    if isinstance(speedup, list):
+        choices = {"speedup": speedup, **choices}
+    target = str(kind.target_parameter)
+    if speedup is not None and given.get(target) == defaults.get(target):
+        given.pop(target, None)  # as `method=NAME` writes all defaults
     if settings.seeds is not None:
         if "seed" not in defaults:
             raise UserError(f"{base}: seeds={settings.seeds}: method {settings.name} has no seed: leave seeds out")
@@ -166,9 +171,9 @@ def _expand(settings: ArmSettings, config: RunConfig) -> Iterator[Arm]:
             raise UserError(f"{base}: {key}=[]: give at least one value")
     for values in product(*choices.values()):
         chosen = dict(zip(choices, values, strict=True))
-        target = chosen.pop("speedup", None if isinstance(speedup, list) else speedup)
+        aim = chosen.pop("speedup", speedup)
         label = " ".join([base, *_name(choices, values, settings)])
-        yield Arm(label, settings.name, given | chosen, target)
+        yield Arm(label, settings.name, given | chosen, aim)
 
 
 def _name(choices: Mapping[str, Any], values: Sequence[Any], settings: ArmSettings) -> Iterator[str]:
@@ -190,10 +195,11 @@ def _lists_of(kind: type[Method]) -> set[str]:
     }
 
 
-def _takes_speedup(kind: type[Method], given: Mapping[str, Any]) -> bool:
+def _takes_speedup(settings: ArmSettings) -> bool:
     """Whether a run's `speedup` is for such an arm: its speed can be set, and no value of its own sets it."""
-    target = kind.target_parameter
-    return target is not None and given.get(target, settings_of(kind)[target]) == settings_of(kind)[target]
+    kind, given = by_name(settings.name), settings.model_extra or {}
+    target, defaults = kind.target_parameter, settings_of(kind)
+    return settings.speedup is None and target is not None and given.get(target, defaults[target]) == defaults[target]
 
 
 def _check_speedup(arm: Arm) -> None:
@@ -202,9 +208,12 @@ def _check_speedup(arm: Arm) -> None:
     if not arm.solves:
         return
     if kind.target_parameter is None:
-        keys = ", ".join(f"{key}={settings_of(kind)[key]}" for key in kind.keep_all) or "its own hyperparameters"
+        keys = " and ".join(kind.keep_all)
         reason = ", as the number of tokens that it computes depends on the prompt" if kind.adaptive else ""
-        raise UserError(f"method {arm.name!r} cannot be solved for {speedup}{reason}: give {keys}")
+        instead = f"leave it out, and give {keys}" if keys else "leave it out"
+        raise UserError(f"{arm.label}: {speedup} cannot be solved for{reason}: {instead}")
+    if arm.speedup == PAPER and all(arm.name != method for _, method, _ in _table1()):
+        raise UserError(f"{arm.label}: Table 1 has no speedup of {arm.name}: give speedup=2x or so instead of table1")
     if kind.target_parameter in arm.hyperparameters:
         given = f"{kind.target_parameter}={format_value(arm.hyperparameters[kind.target_parameter])}"
         raise UserError(f"{arm.label}: {speedup} gives {kind.target_parameter}: leave out {given}")
@@ -236,7 +245,7 @@ def table1_speedup(task: str, method: str, column: str) -> float:
     """The TTFT speedup in the paper's Table 1. Raises UserError if the method is not in it."""
     speedup = _table1().get((task, method, column))
     if speedup is None:
-        raise UserError(f"Table 1 has no speedup of method {method!r}: give speedup=2x or so instead of table1")
+        raise UserError(f"Table 1 has no speedup of {method} on {task}: give speedup=2x or so instead of table1")
     return speedup
 
 

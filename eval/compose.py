@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING as NO_DEFAULT
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from eval.benchmarks.datasets import CHOICES, shipped_descriptions
 from eval.config import Config, RunConfig, documented, validated
@@ -151,6 +151,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise UserError(f"{argument}: expected one {key}; {several} takes several")
         if key == "model.name":
             raise UserError(f"{argument}: give model={value}, which may be a preset, a folder, a file or a hub id")
+        if re.match(r"\+*arms\.\d+", key) and value.startswith("{"):
+            raise UserError(
+                f"{argument}: a mapping would be merged into what the arm has: give all arms, arms=[...], or "
+                "keys one by one, such as arms.0.schedule=4:0.5"
+            )
         if key == "hydra/launcher" and value in LAUNCHERS:
             package, extra = LAUNCHERS[value]
             try:
@@ -166,16 +171,16 @@ def read(arguments: Sequence[str], kind: type[Config] = RunConfig) -> Config:
     """The settings of one run. Raises UserError for keys and values that cannot be."""
     check_arguments(arguments)
     register(arguments, kind)
-    return to_settings(compose_config(arguments), kind)
+    return to_settings(compose_config(arguments, kind), kind)
 
 
-def compose_config(arguments: Sequence[str]) -> DictConfig:
+def compose_config(arguments: Sequence[str], kind: type[Settings] = RunConfig) -> DictConfig:
     """What Hydra composes of the files in conf and the arguments of one run. Raises UserError."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return compose("config", [*arguments])
     except (HydraException, OmegaConfBaseException) as error:
-        raise one_line(error) from error
+        raise one_line(error, kind) from error
     except UserError:
         raise
     except (ValueError, TypeError) as error:  # Hydra's, of a group's choice that is no name
@@ -207,7 +212,7 @@ def names() -> str:
     return "\n".join(textwrap.fill(line, 120) for line in lines)
 
 
-def one_line(error: Exception) -> UserError:
+def one_line(error: Exception, kind: type[Settings] = RunConfig) -> UserError:
     """Hydra's or OmegaConf's error in one line, with the name that may have been meant."""
     missing = re.match(r"((?:hydra/)?\w+)/(.*)", str(getattr(error, "missing_cfg_file", "")))
     if missing is not None:
@@ -221,23 +226,26 @@ def one_line(error: Exception) -> UserError:
     message = message.replace("LexerNoViableAltException: ", "cannot read ")
     unknown = re.match(r"Could not override '([^']+)'", message)
     if unknown is not None:
-        message = f"{unknown[1]}: no such setting{_hint(unknown[1])}"
+        message = f"{unknown[1]}: no such setting{_hint(unknown[1], kind)}"
     elif "missing EQUAL" in message:
-        message += " (expected KEY=VALUE, such as limit=3)"
+        message = f"{getattr(error, 'override', message)}: expected KEY=VALUE, such as limit=3"
     elif isinstance(error, OverrideParseException):
-        message += (
-            " (a value with special signs takes quotes, for the shell too: KEY='\"VALUE\"'; a mapping's key none)"
+        message = (
+            f"{error.override}: {message} (a value with special signs takes quotes, for the shell too: "
+            "KEY='\"VALUE\"'; a mapping's key none)"
         )
+    elif isinstance(error, InterpolationKeyError):
+        message = f"{error.full_key}: {message}"
     return UserError(message)
 
 
-def _hint(key: str) -> str:
+def _hint(key: str, kind: type[Settings]) -> str:
     """What may have been meant by an unknown key."""
     group = key.partition(".")[0]
     if group == "method":
-        return ": give method=NAME before it; lazyllm-bench methods lists the hyperparameters of each"
+        return ": method=NAME chooses a method; lazyllm-bench methods lists the hyperparameters of each"
     if group == "arms":
-        return f": give +{key}=... to add it to an arm, or arms=[...] as a whole"
-    keys = [part for name, _, _ in documented(RunConfig) for part in (name, name.partition(".")[0])]
+        return f": +{key}=... adds it to an arm of an experiment, and arms=[...] gives all arms"
+    keys = [part for name, _, _ in documented(kind) for part in (name, name.partition(".")[0])]
     near = difflib.get_close_matches(key, {"method", "experiment", *keys}, 1)
     return f": {f'did you mean {near[0]}? ' if near else ''}--help lists all"

@@ -59,19 +59,27 @@ class ModelSettings(Settings):
     load_format: Literal["auto", "dummy"] = Field(
         default="auto", description="`dummy` builds random weights and downloads nothing, for timing"
     )
-    dtype: Literal[AUTO, *DTYPES] = Field(  default=# type: ignore[valid-type]
-        AUTO,
+    dtype: Literal[AUTO, *DTYPES] = Field(
+        # type: ignore[valid-type]
+        default=AUTO,
         description="`bfloat16`, `float16`, `float32`, `float64`; `auto`: the checkpoint's on a GPU; on a CPU "
         "`float32`, or `bfloat16` where it is measured to be faster",
     )
-    device: Text = Field(default=AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one")
-    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id; `null`: the newest")
-    tokenizer: Text | None = Field(default=None, description="folder or hub id of another tokenizer; `null`: the model's")
-    attn_implementation: Literal[ATTENTION] = Field(  default=# type: ignore[valid-type]
-        "sdpa", description="`sdpa`, `eager`, `flash_attention_2`"
+    device: Text = Field(
+        default=AUTO, description="`cpu`, `cuda`, `cuda:1`, ...; `auto` takes an accelerator if there is one"
     )
-    sdpa_backend: Literal[SDPA_BACKENDS] = Field(  default=# type: ignore[valid-type]
-        AUTO,
+    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id; `null`: the newest")
+    tokenizer: Text | None = Field(
+        default=None, description="folder or hub id of another tokenizer; `null`: the model's"
+    )
+    attn_implementation: Literal[ATTENTION] = Field(
+        # type: ignore[valid-type]
+        default="sdpa",
+        description="`sdpa`, `eager`, `flash_attention_2`",
+    )
+    sdpa_backend: Literal[SDPA_BACKENDS] = Field(
+        # type: ignore[valid-type]
+        default=AUTO,
         description="of `sdpa` on a GPU: `flash`, `cudnn` (prefill only), `efficient`, `math`; `auto`: the card's "
         "fastest",
     )
@@ -82,14 +90,17 @@ class ModelSettings(Settings):
     )
     chat: Text | None = Field(
         default=None,
-        description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a template",
+        description="`llama2`, `xgen`, `auto` (the tokenizer's template), `none`; `null`: `auto` if there is a "
+        "template",
     )
     chat_args: dict[str, Any] | None = Field(
         default=None, description="arguments of the template, such as `{enable_thinking: true}`"
     )
     system: Text | None = Field(default=None, description="a system message before the prompt")
     today: Text = Field(default=TODAY, description="the date, for templates that write one into the prompt")
-    thinking_tokens: Count = Field(default=0, description="extra tokens for thinking; the text after `</think>` is scored")
+    thinking_tokens: Count = Field(
+        default=0, description="extra tokens for thinking; the text after `</think>` is scored"
+    )
     paper: Literal["llama2", "xgen"] | None = Field(
         default=None, description="the column of the paper's tables to compare with: `llama2`, `xgen`"
     )
@@ -139,8 +150,9 @@ class CommonSettings(Settings):
     method: dict[str, Any] | None = None
     arms: list[ArmSettings] = Field(
         default=[],
-        description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, ...]`; a list of values, "
-        "or `seeds: 5`, makes an arm of each",
+        min_length=1,
+        description="several methods: `arms=[lazy,fastkv]`, or `arms=[{name: lazy, speedup: 2x}, ...]`; a list of "
+        "values, or `seeds: 5`, makes an arm of each",
     )
     speedup: Speedup | None = Field(
         default=None,
@@ -154,10 +166,11 @@ class CommonSettings(Settings):
     )
     data: DataConfig = DataConfig()
     limit: Positive | None = Field(default=None, description="N examples of each dataset; `null`: all (embedded: 12)")
-    subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(  default=# type: ignore[valid-type]
-        "first",
-        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; `mini`: "
-        "of the 187 rows of LongBench that MiniLongBench chose",
+    subset: Literal[*SUBSETS, *_OWN_SUBSETS] = Field(
+        # type: ignore[valid-type]
+        default="first",
+        description="which N: `first`, `random` (by `seed`), or `by_length`, spread over the dataset's lengths; "
+        "`mini`: of the 187 rows of LongBench that MiniLongBench chose",
     )
     max_new_tokens: Positive | None = Field(
         default=None, description="shorter answers than the dataset allows, for a quick look"
@@ -192,9 +205,8 @@ class CommonSettings(Settings):
         """Make `arms` a list of mappings, of `method` if there is no other, and `dataset` a list."""
         method, arms, dataset = (values.get(key) for key in ("method", "arms", "dataset"))
         if method and arms:
-            given = method.get("name", "method")
-            raise ValueError(f"method={given}: arms={_short(arms)} has arms of its own: add it to them")
-        arms = [arms] if isinstance(arms, str) else arms or [method or "lazy"]
+            raise ValueError(_refuse_both(method.get("name"), arms))
+        arms = [method or "lazy"] if arms is None else [arms] if isinstance(arms, str) else arms
         if isinstance(arms, list):
             arms = [{"name": arm} if isinstance(arm, str) else arm for arm in arms]
         dataset = [dataset] if isinstance(dataset, str) else dataset or []
@@ -209,6 +221,15 @@ class CommonSettings(Settings):
         if self.tracker.mode == "online" and self.tracker.name != "wandb":
             raise ValueError("tracker.mode=online: expected tracker=wandb with it")
         return self
+
+
+def _refuse_both(method: Any, arms: Any) -> str:
+    """What the user can do who gives a method beside arms, such as those of an experiment."""
+    names = [arm.get("name") if isinstance(arm, dict) else arm for arm in arms]
+    given = f"method={method}: the arms are {', '.join(map(str, names))} already"
+    if all(isinstance(arm, str) for arm in arms):
+        return f"{given}: give arms=[{','.join([*arms, str(method)])}]"
+    return f"{given}: leave it out, or give arms=[{method}], which takes their place"
 
 
 if TYPE_CHECKING:
@@ -246,6 +267,7 @@ _EXPECTED = {
     "missing": "a value",
     "too_short": "at least one value",
     "string_too_short": "a text that is not empty",
+    "greater_than": "more than {gt}",
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "at most {le}",
     "less_than": "less than {lt}",

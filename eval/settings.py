@@ -21,7 +21,7 @@ def _as_text(value: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
-PathText = Annotated[Text, Field(min_length=1)]
+PathText = Annotated[str, Field(min_length=1), BeforeValidator(_as_text)]
 
 
 def check_different(values: list[int]) -> list[int]:

@@ -41,8 +41,8 @@ KLs = tuple[float, float]  # of the baseline's answer, of the gold one: means ov
 class TuneConfig(RunConfig):
     """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
 
-    target_speedup: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
+    target_speedup: Annotated[float, Field(gt=1)] = Field(
+        description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
     )
     trials: Positive = Field(default=32, description="schedules to measure")
 
@@ -50,13 +50,14 @@ class TuneConfig(RunConfig):
     def _is_a_search(self) -> TuneConfig:
         [arm, *others] = self.arms
         given = (arm.model_extra or {}).get("schedule", "paper")
-        if self.target_speedup is None:
-            raise ValueError("target_speedup=null: expected more than 1, such as 1.5")
+        speedup = self.speedup if arm.speedup is None else arm.speedup
         if others or not issubclass(by_name(arm.name), Lazy):
             names = ", ".join(arm.name for arm in self.arms)
             raise ValueError(f"arms={names}: expected method=lazy, or one that inherits from it")
-        if given != "paper" or arm.speedup is not None or self.speedup is not None:
-            raise ValueError(f"schedule={given}: the search finds it: leave it and speedup out")
+        if given != "paper":
+            raise ValueError(f"method.schedule={given}: leave it out, as the search finds it")
+        if speedup is not None:
+            raise ValueError(f"speedup={speedup}: leave it out, as target_speedup is what is reached")
         if not self.baseline:
             raise ValueError("baseline=false: expected true, as schedules are compared with it")
         return self
@@ -123,7 +124,7 @@ def tune(config: TuneConfig) -> Path:
     from eval.run.prepare import prepare
     from lazyllm.models.load import as_device, shape_of
 
-    run, target = prepare(config), config.target_speedup or 0
+    run, target = prepare(config), config.target_speedup
     require(len(run.prompts) > 1, "limit", config.limit, "two rows or more: every other one decides")
     prompts = {"rows": run.prompts[::2], "other_rows": run.prompts[1::2]}
     rows = {part: [" ".join(prompt.key) for prompt in chosen] for part, chosen in prompts.items()}

@@ -1,8 +1,10 @@
 """Runs for tests: made as `python run.py ...` makes them, and a small one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from eval.arms import Arm
 from eval.benchmarks.chat_format import ChatFormat
@@ -16,6 +18,7 @@ from eval.run.bench import Bench
 from eval.run.check import check
 from eval.run.prepare import Run, prepare
 from eval.store.runs import StoredRun
+from lazyllm.methods import StaticPruning
 
 TINY = {"name": "tiny", "dtype": "float32", "device": "cpu", "max_prompt_tokens": 96}
 
@@ -33,7 +36,7 @@ def prepared(*overrides: str) -> Run:
 
 
 def small_config(out: Path | str | None, **changes: Any) -> RunConfig:
-    """Three examples of each of two datasets, short prompts and answers, a method and the baseline."""
+    """Three examples of each of two datasets, short prompts and answers, and a method."""
     settings: dict[str, Any] = dict(
         model=TINY,
         arms=[{"name": "lazy", "schedule": {2: 0.5}}],
@@ -50,6 +53,29 @@ def small_config(out: Path | str | None, **changes: Any) -> RunConfig:
 def measured(config: RunConfig, show: bool = False) -> StoredRun:
     """What `eval.run.loop.measure` returns of a run."""
     return loop.measure(prepare(config), show)
+
+
+@contextmanager
+def failing_sometimes() -> Iterator[None]:
+    """Until the block ends, static pruning to a half fails at about every third prompt."""
+    start = StaticPruning.start
+
+    def fails_here(method: StaticPruning, decoder: Any, prompt: Any, max_new_tokens: int) -> Any:
+        if method.keep == 0.5 and sum(prompt.token_ids.tolist()) % 3 == 0:
+            raise RuntimeError("it fails here")
+        return start(method, decoder, prompt, max_new_tokens)
+
+    with patch.object(StaticPruning, "start", fails_here):
+        yield
+
+
+def compared(baseline: Any, method: Any, token_ids: Sequence[int]) -> tuple[float, float]:
+    """Of logits [t, v]: KL(baseline || method) per token, and the log-likelihoods' difference."""
+    import torch.nn.functional as F
+
+    p, q = (logits.double().log_softmax(-1) for logits in (baseline, method))
+    kl = F.kl_div(q, p, reduction="none", log_target=True).sum(-1).mean()
+    return kl.item(), (q - p)[range(len(token_ids)), token_ids].mean().item()
 
 
 def prompt_of(dataset: str, tokenizer: Any, max_new_tokens: int) -> Prompt:
@@ -74,6 +100,6 @@ def bench_of(
     return Bench(model, tokenizer, chat or ChatFormat(), arms, methods, baseline, **settings)
 
 
-def arm(label: str, name: str, **hyperparameters: Any) -> Arm:
-    """An arm without a speedup."""
-    return Arm(label, name, hyperparameters)
+def arm(label: str, name: str, speedup: float | str | None = None, **hyperparameters: Any) -> Arm:
+    """An arm."""
+    return Arm(label, name, hyperparameters, speedup)

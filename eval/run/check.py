@@ -161,13 +161,16 @@ def _check_models(spec: ModelSpec, arms: tuple[Arm, ...]) -> None:
         for other in arm.sample().models():
             try:
                 read_config(other)
-            except HubError as error:
+            except UserError as error:
                 keys = [key for key, value in arm.hyperparameters.items() if value == other.name]
-                given = f"{arm.label}: {keys[0]}=" if keys else f"{arm.label} needs "
-                raise UserError(f"{given}{error.reason}; give a folder with the checkpoint") from error
+                given = f"{arm.label}: {keys[0]}={other.name}" if keys else f"{arm.label} needs {other.name}"
+                if not isinstance(error, HubError):
+                    raise UserError(f"{given}: {error}") from error
+                reason = error.reason.removeprefix(f"{other.name}: ")
+                raise UserError(f"{given}: {reason}; give a folder with the checkpoint") from error
         if layers is not None:
             depth = Depth(layers)  # without windows, which may not be in the file: what it refuses, they do too
-            with about_the_method():
+            with about_the_method(arm.label):
                 arm.at(depth).sample().tokens_per_layer(depth, 1)
 
 

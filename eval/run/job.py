@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from eval.compose import CONF, check_arguments, compose_config, names, one_line, register, to_settings
 from eval.config import Config, RunConfig
 from eval.run.check import RUNS, check, check_writable
+from eval.settings import Settings
 from eval.store.runs import StoredRun
 from lazyllm.errors import FailedExamplesError, UserError
 
@@ -80,25 +81,25 @@ def start(work: Callable[[Config], object], arguments: Sequence[str], kind: type
     check_arguments(arguments)
     register(arguments, kind)
     try:
-        _do(job_of, arguments)
+        _do(job_of, arguments, kind)
     except KeyboardInterrupt:
         print(MESSAGE, file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
 
 
-def _do(job_of: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
+def _do(job_of: Callable[[DictConfig], object], arguments: Sequence[str], kind: type[Config]) -> None:
     of_sweep = dict(argument.split("=", 1) for argument in arguments if argument.startswith("hydra.sweep.dir="))
     runs = Path(of_sweep.get("hydra.sweep.dir", RUNS))
     if {"-m", "--multirun"} & set(arguments):
         check_writable(runs)
     if not any(argument.startswith("-") for argument in arguments):
-        job_of(compose_config(arguments))
+        job_of(compose_config(arguments, kind))
         return
     # a launcher's processes import this package from the same place
     paths = [str(CONF.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     try:
-        _through_hydra(job_of, arguments)
+        _through_hydra(job_of, arguments, kind)
     finally:
         (runs / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; each run has its settings in run.json
 
@@ -117,7 +118,9 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     return [to_settings(config) for config in jobs]  # not in Hydra's jobs, which print a line before an error
 
 
-def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str]) -> None:
+def _through_hydra(
+    work: Callable[[DictConfig], object], arguments: Sequence[str], kind: type[Settings] = RunConfig
+) -> None:
     """Do `work` for each job that Hydra makes of the arguments, which it reads from `sys.argv`."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of exiting
     before = sys.argv
@@ -126,7 +129,7 @@ def _through_hydra(work: Callable[[DictConfig], object], arguments: Sequence[str
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(work)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise one_line(error) from error
+        raise one_line(error, kind) from error
     finally:
         sys.argv = before
 

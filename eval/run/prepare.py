@@ -24,7 +24,7 @@ from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.machine import device_name
 from lazyllm.measuring import memory_of
-from lazyllm.methods import Method, name_of
+from lazyllm.methods import Method, about_the_method, name_of
 from lazyllm.models.dtype import choose_dtype
 from lazyllm.models.load import as_device, check_fits, check_loading, load_end_ids, load_tokenizer_of, shape_of
 from lazyllm.spec import ModelSpec
@@ -70,8 +70,9 @@ class Run:
 
 
 def prepare(config: RunConfig, runs: Path = RUNS) -> Run:
-    """The run that the settings ask for. runs: the folder in which it makes its own without `out`. Sets torch's threads.
+    """The run that the settings ask for. Sets torch's threads.
 
+    runs: the folder in which it makes its own without `out`.
     Raises UserError for what cannot be run; what is known without rows is refused first, as making them may take
     minutes.
     """
@@ -214,30 +215,25 @@ def solve(
     length: tokens of prompt and answer, if the settings fix it. limit: tokens of a prompt. Raises UserError.
     """
     shape, column = shape_of(spec_of(config)), config.model.paper
-    depth, found = Depth.of(shape), list[Arm]()
+    depth, found, unreachable = Depth.of(shape), list[Arm](), list[OutOfReachError]()
     methods = dict[tuple[str, str], Method]()
     arms = [arm.at(depth) for arm in expand(config)]
     for arm in arms:
         try:
             made = {(arm.label, one.name): arm.method(one, shape, column, length, limit) for one in datasets}
         except OutOfReachError as error:
-            log.warning("left out: %s: %s", arm.label, error)
+            log.warning("left out: %s", error)
+            unreachable.append(error)
             continue
-        for method in made.values():
-            _check_method(method, shape)
+        with about_the_method(arm.label):
+            for method in made.values():
+                method.check(shape)
         methods |= made
         found.append(arm)
     if len(arms) > config.baseline and not found[config.baseline :]:
-        raise UserError("no method reaches its speedup on this model: give another")
+        raise UserError(f"no method reaches its speedup on this model: {unreachable[-1]}")
     check_distinct(found)
     return tuple(found), methods
-
-
-def _check_method(method: Method, shape: Any) -> None:
-    from lazyllm.methods import about_the_method
-
-    with about_the_method():
-        method.check(shape)
 
 
 def make_prompts(

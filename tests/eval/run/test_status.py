@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from eval import cli
 from eval.run.status import Status, status
 from eval.store.folder import PLANNED, open_store
-from eval.store.visit import Failure
+from eval.store.record import Failure
 from tests.eval.store.test_folder import ABOUT, IDENTITY
 from tests.eval.store.visits import visit
 
@@ -25,16 +24,17 @@ def make(folder: Path, done: int, planned: int | None = None, **identity: Any) -
         for number in range(len(store.visits), done):
             store.append(visit(number))
     if planned is not None:
-        (folder / PLANNED).write_text(json.dumps({"hotpotqa": [f"row-{number}" for number in range(planned)]}))
+        rows = [f"row-{number}" for number in range(planned)]
+        (folder / PLANNED).write_text(json.dumps({"hotpotqa": rows}))
     return folder
 
 
-def job(folder: Path, host: str = "", process: int = 1, ended: bool = True, error: str | None = None):
-    """Lines as a job leaves them."""
-    begin = {"event": "begin", "time": BEGAN, "host": host or socket.gethostname(), "process": process, "examples": 4}
-    events = [begin, *([{"event": "end", "time": ENDED, "error": error}] if ended else [])]
+def job(folder: Path, ended: bool = True, error: str | None = None, **begin: Any) -> None:
+    """Add lines as a job leaves them. begin: changes of its first event."""
+    usual = {"event": "begin", "time": BEGAN, "host": socket.gethostname(), "process": 1}
+    events = [usual | begin, {"event": "end", "time": ENDED, "error": error}]
     with (folder / "jobs.jsonl").open("a") as opened:
-        opened.writelines(json.dumps(event) + "\n" for event in events)
+        opened.writelines(json.dumps(event) + "\n" for event in events[: 1 + ended])
 
 
 def one(folder: Path) -> Status:
@@ -42,9 +42,10 @@ def one(folder: Path) -> Status:
     return line
 
 
-def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys) -> None:
     job(make(tmp_path / "a", 4, 4))
-    assert one(tmp_path).why == "without a table: the same command makes it"  # as after a full disk
+    # as after a full disk
+    assert one(tmp_path).why == "without a table: the same command makes it"
     (tmp_path / "a" / "summary.md").touch()
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "1 run: 1 done" in capsys.readouterr().out
@@ -53,11 +54,11 @@ def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.Capture
     os.utime(tmp_path / "b" / "visits.jsonl", (0, 0))
     make(tmp_path / "c", 0, None, seed=2)
     (tmp_path / "c" / PLANNED).unlink(missing_ok=True)
-    with (tmp_path / "b" / "jobs.jsonl").open("a") as opened:
-        opened.write('{"event": "beg')  # a kill while writing
+    (tmp_path / "b" / "jobs.jsonl").write_text('{"event": "beg')  # a kill while writing
     done, missing, unknown = status([tmp_path])
     assert (done.state, done.done, done.expected, done.why) == ("done", 4, 4, "")
-    assert (missing.run, missing.state, missing.done, missing.expected) == ("b", "incomplete", 1, 2)
+    found = (missing.run, missing.state, missing.done, missing.expected)
+    assert found == ("b", "incomplete", 1, 2)
     assert (missing.arms, missing.last) == (["baseline", "lazy"], "1970-01-01T00:00:00Z")
     assert "1 example missing" in missing.why
     assert (unknown.state, unknown.expected, unknown.last) == ("incomplete", None, None)
@@ -67,11 +68,11 @@ def test_done_incomplete_and_unknown_runs(tmp_path: Path, capsys: pytest.Capture
 
 def test_failed_answers_say_which_arm_and_why(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", 1, 4)
-    with open_store(folder, json.loads((folder / "run.json").read_text())["identity"], {}) as store:
-        for number, reason in enumerate(["it has an answer now", "too long", "too long", "NaN"]):
-            one_arm = {"baseline": visit(number).answers["baseline"]}
-            failures = {"lazy": Failure(reason=reason, traceback="...")}
-            store.append(replace(visit(number), answers=one_arm, failures=failures))
+    identity = json.loads((folder / "run.json").read_text())["identity"]
+    with open_store(folder, identity, {}) as store:
+        for number, error in enumerate(["it has an answer now", "too long", "too long", "NaN"]):
+            arms = visit(number).arms | {"lazy": Failure(error=error, traceback="...")}
+            store.append(visit(number, arms=arms))
     job(folder)
     line = one(tmp_path)
     assert (line.state, line.failed, line.done, line.expected) == ("failed", 3, 1, 4)
@@ -82,14 +83,16 @@ def test_failed_answers_say_which_arm_and_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "state", "why"),
     [
-        ({"error": "UserError: No space left"}, "failed", f"job ended at {ENDED}: UserError: No space left"),
-        ({"error": "KeyboardInterrupt: "}, "incomplete", "stopped; 1 example missing; the same command goes on"),
-        ({"ended": False, "process": 2**22 + 1}, "failed", f"job began at {BEGAN} and died (killed, out of memory, or"),
-        ({"host": "node7", "ended": False}, "unclear", f"running or died on node7 since {BEGAN}"),
+        ({"error": "UserError: No space"}, "failed", f"job ended at {ENDED}: UserError: No space"),
+        ({"error": "KeyboardInterrupt: "}, "incomplete", "stopped; 1 example missing; the same"),
+        ({"ended": False, "process": 2**22 + 1}, "failed", f"job began at {BEGAN} and died (kil"),
+        ({"ended": False, "host": "node7"}, "unclear", f"running or died on node7 since {BEGAN}"),
     ],
     ids=["error", "ctrl-c", "killed", "another machine"],
 )
-def test_last_job_decides_until_the_run_is_done(settings: dict[str, Any], state: str, why: str, tmp_path: Path) -> None:
+def test_last_job_decides_until_the_run_is_done(
+    settings: dict[str, Any], state: str, why: str, tmp_path: Path
+) -> None:
     folder = make(tmp_path / "a", 2, 3)
     job(folder, **settings)
     assert one(tmp_path).state == state
@@ -113,6 +116,7 @@ def test_damaged_run_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "a" / "run.json").write_text("{")
     (tmp_path / "c" / "jobs.jsonl").write_text('{"event": "middle"}\n')
     lines = {line.run: line for line in status([tmp_path])}
-    assert {name: line.state for name, line in lines.items()} == {"a": "failed", "b": "done", "c": "failed"}
+    states = {name: line.state for name, line in lines.items()}
+    assert states == {"a": "failed", "b": "done", "c": "failed"}
     assert "run.json: cannot be read" in lines["a"].why
     assert "jobs.jsonl:1: not a line of jobs" in lines["c"].why
