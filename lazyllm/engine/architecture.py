@@ -1,7 +1,7 @@
 """The model's code before its layers and after its last norm, run without the layers.
 
-The checks here refuse a model that the loop over layers (`lazyllm.engine.decoder`) cannot
-reproduce. They look at what the model's code does, never at the model's name.
+The checks refuse a model that the loop over layers (`decoder`) cannot reproduce. They look at what
+the model's code does, never at its name.
 """
 
 import inspect
@@ -28,7 +28,7 @@ _CHECKED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def check_structure(model: PreTrainedModel) -> None:
-    """Refuse an unsupported structure without running it. Raises UserError that names the cause."""
+    """Refuse an unsupported structure, without running it."""
     name = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise UserError(f"{name} is a model after torch.compile: give the model itself")
@@ -93,7 +93,7 @@ def check_surroundings(model: PreTrainedModel) -> None:
 
 
 def _trial_run(model: PreTrainedModel, past: int) -> tuple[Tensor, list[dict[str, Any]]]:
-    """Run one token before the layers, with a cache of `past` tokens. Raises UserError."""
+    """Run one token up to the layers, with a cache of `past` tokens."""
     device, cache = main_device(model), DynamicCache()
     token = torch.zeros(1, dtype=torch.long, device=device)
     filler = torch.zeros(1, 1, past, 1, device=device, dtype=model.dtype)
@@ -111,9 +111,9 @@ def _trial_run(model: PreTrainedModel, past: int) -> tuple[Tensor, list[dict[str
 
 
 class Surroundings:
-    """What a model does before its layers and after its last norm, by the model's `forward`.
+    """What a model does before its layers and after its last norm, by its `forward`.
 
-    `forward` is called, not the module, so that a user's hooks see the model's own runs only.
+    The module is not called, so that a user's hooks see the model's own runs only.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -127,7 +127,7 @@ class Surroundings:
     ) -> tuple[Tensor, list[dict[str, Any]]]:
         """Return the hidden states [1, m, w] that enter layer 1, and the arguments of each layer.
 
-        token_ids, positions: [m]. cache: the model makes masks for it; without one, maybe none.
+        cache: the model makes masks for it; without one, maybe none.
         """
         inner = self._model.model
         stand_ins = {"layers": self._stand_ins, "norm": lambda hidden: hidden}
@@ -153,10 +153,7 @@ class Surroundings:
 
 @contextmanager
 def _in_place_of_modules(owner: nn.Module, **others: Any) -> Iterator[None]:
-    """Let attributes of `owner` hide its submodules of the same names within this context.
-
-    The attributes are plain objects, which are faster to call and to index than modules.
-    """
+    """Let attributes of `owner` hide its submodules: plain objects, which are faster to use."""
     vars(owner).update(others)
     try:
         yield

@@ -42,17 +42,17 @@ Sees = Callable[[int, int], Triangle | None]
 
 
 class AttentionContext:
-    """What one generation's tokens attend to in a run through a group's layers, and scores of it.
+    """What one generation's tokens attend to in a run through a group's layers, and their scores.
 
     cache: stores the K and V of the tokens, for which it has slots.
-    positions: [m] of the tokens; all are below `length`, the tokens of the whole text.
+    positions: [m] of the tokens. length: tokens of the whole text.
     scores: to record; they are moved to the device of `positions`.
     chosen: the stored tokens to attend to; None for all. A layer's window holds too.
     ranks: [m] for each token, the number of chosen tokens up to itself. With ranks, keys are sorted
-        by position (`PositionSortedMask`).
+        by position.
     stop_at: the layer (from 0) whose attention raises `KeysReached` instead of running.
     mask: which stored tokens the running layer attends to.
-    sees: in a prefill, which keys a layer's queries attend to (`lazyllm.methods.Sparse.sees`).
+    sees: in a prefill, which keys a layer's queries attend to (`Sparse.sees`).
     """
 
     mask: AttentionMask
@@ -102,7 +102,7 @@ class AttentionContext:
             self._recorded.append(scores.to(self._positions.device))
 
     def take_each(self) -> list[Tensor]:
-        """Take each layer's scores. Raises RuntimeError if a layer did not call the function."""
+        """Take each layer's scores. Raises RuntimeError if a layer called another function."""
         recorded, wanted = self._recorded, len(self._wanted.layers)
         self._wanted, self._recorded = NO_SCORES, []
         if not recorded or len(recorded) != wanted:
@@ -117,12 +117,9 @@ class KeysReached(Exception):  # noqa: N818 - not an error
 
 
 class RecordingAttention:
-    """An attention function for transformers: it makes the masks, runs attention, records scores.
-
-    A prefill runs the model's attention (SDPA, FlashAttention, eager); decoding where it is fast.
+    """An attention function for transformers: it makes masks, runs attention, records scores.
 
     running: for each generation in the run, in order, its context and the number of its tokens.
-        Each stores its K and V, and attends to these only.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -142,10 +139,7 @@ class RecordingAttention:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attend from query [1, h, m, d], after storing key and value [1, g, m, d].
-
-        Returns [1, m, h, d], and no weights.
-        """
+        """Attend from query [1, h, m, d] after storing K and V [1, g, m, d]: [1, m, h, d]."""
         if not self.running[0][0].decodes:  # steps pass the arguments of the prefill
             _check_terms(module, kwargs)
         if len(self.running) == 1:
@@ -167,7 +161,6 @@ class RecordingAttention:
         value: Tensor,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Attend from the tokens of one generation."""
         layer = cast(int, module.layer_idx)
         key, value = context.cache.update(key, value, layer)
         if layer == context.stop_at:
@@ -190,11 +183,11 @@ class _Call:
     softcap: float | None
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend among a prompt's tokens, by the model's attention.
+        """Attend among a prompt's tokens, by the model's attention, causal without a mask.
 
-        Without a mask it is causal. Eager attention needs masks in all layers, the others in layers
-        with a window. FlashAttention applies a window itself, but in slots: only if there are gaps,
-        it needs masks, and as it takes none, `attend_to_chosen` runs in its place.
+        Eager attention needs masks in all layers, the others in layers with a window.
+        FlashAttention applies a window itself, but in slots: only if there are gaps, it needs
+        masks, and as it takes none, `attend_to_chosen` runs in its place.
         """
         attention, mask = self.attention, self.context.mask
         if self.context.sees is not None:
@@ -277,7 +270,6 @@ class _Call:
         return attend_in_blocks(attend, form, query, key, value, self.context.mask, holds_logits)
 
     def packed(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Run `attend_to_chosen`."""
         return attend_to_chosen(query, key, value, mask, self.scaling, self.softcap)
 
     def natively(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -15,14 +15,13 @@ from lazyllm.engine.inputs import with_spare
 
 
 class GroupCache:
-    """K and V of the tokens that one group of layers has computed, in the order of computation.
+    """K and V of the tokens that a group of layers has computed, in the order of computation.
 
     Before each run, `advance` gives its tokens the next slots. In each layer, the attention
-    function calls `update`, which stores the new K and V and returns those to attend to. Later,
-    `retain` may forget tokens.
+    function calls `update`. Later, `retain` may forget tokens.
 
     capacity: slots made at the first step; grows if more are needed, up to `max_length`.
-    length: stored tokens, those of the current run included. added: tokens of the current run.
+    length: stored tokens, those of the current run, `added`, included.
     is_ascending: whether slots are in the order of positions.
     """
 
@@ -66,8 +65,7 @@ class GroupCache:
     def advance(self, positions: Tensor, text_length: int, is_newest: bool = True) -> None:
         """Give slots to the tokens at `positions` [m], which the next run computes in every layer.
 
-        text_length: tokens of the text so far.
-        is_newest: whether the tokens come after all stored ones.
+        text_length: tokens of the text so far. is_newest: whether these come after all stored ones.
         """
         self.is_ascending &= self.length == 0 or is_newest
         self.added, self._text_length = positions.shape[0], text_length
@@ -104,7 +102,7 @@ class GroupCache:
     def retain(self, slots: Tensor) -> None:
         """Forget all tokens but those in `slots` (ascending), and free their memory.
 
-        slots: [k], or [g, k] if each key head keeps other tokens; only newer ones may then follow.
+        slots: [k], or [g, k] if key heads keep different tokens; only newer ones may then follow.
         """
 
         def kept(old: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ def check_same_as_model(model: PreTrainedModel) -> None:
 
     `model(...)` runs a few tokens twice: with its cache, token by token as the loop does, and
     without a cache, all at once. So layers that keep a state besides K and V fail, and layers that
-    mix tokens outside attention. In bfloat16 and float16 rounding alone may differ by more than is
-    allowed. Then the comparison is repeated in float32, a layer at a time, and only that refuses
-    the model. Weights that float32 cannot hold, as quantised ones, leave the cause open: the model
-    is accepted, with a warning.
+    mix tokens outside attention. In 16 bits rounding alone may differ by more than is allowed. Then
+    the comparison is repeated in float32, a layer at a time, and only that refuses the model.
+    Weights that float32 cannot hold, as quantised ones, leave the cause open: the model is
+    accepted, with a warning.
     Raises UserError, also if a layer does not call transformers' attention functions, and
     FloatingPointError if the model's logits are not finite.
     """
@@ -77,7 +77,7 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _ordinary_tokens(model: PreTrainedModel) -> Tensor:
-    """Draw [n] token ids from the middle of the vocabulary, the same in each call.
+    """Draw token ids [n] from the middle of the vocabulary, the same in each call.
 
     They exceed the shortest window up to `CHECKED_WINDOW`. The first ids of a vocabulary are often
     special tokens, whose huge activations multiply every rounding error.
@@ -91,10 +91,7 @@ def _ordinary_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def _compare(model: PreTrainedModel, token_ids: Tensor) -> tuple[float, float]:
-    """Return the largest difference of the loop's logits, and the largest of the model's.
-
-    The logits are those of the prompt's last token and of the decoding steps.
-    """
+    """Return the largest difference of the loop's logits, and the largest of the model's."""
     name = type(model).__name__
     with open_decoder(model) as decoder:
         try:
@@ -116,10 +113,9 @@ def _compare(model: PreTrainedModel, token_ids: Tensor) -> tuple[float, float]:
 
 
 def _logits_of_loop(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    """Run the loop: [1 + CHECKED_STEPS, v] logits. Raises RuntimeError if a layer is not watched.
+    """Run the loop: [1 + CHECKED_STEPS, v] logits.
 
-    Another prompt runs before the decoding steps, so that a state which layers keep from call to
-    call is not theirs.
+    Another prompt runs before the decoding steps, so that a state which layers keep is not theirs.
     """
     session, (prompt, *steps) = _session(decoder, len(token_ids)), _split(token_ids)
     logits = [session.prefill(prompt)]
@@ -176,7 +172,7 @@ def _in_float32(model: Any) -> Iterator[None]:
     """Let each part of the model compute in float32, with float32 weights only while it runs.
 
     The parts are the layers, and the modules with weights outside of them. So no more than a layer
-    is held twice, and every layer takes part. On exit the model is as it was.
+    is held twice. On exit the model is as it was.
     """
     layers = [*model.model.layers]
     inside = {id(module) for layer in layers for module in layer.modules()}

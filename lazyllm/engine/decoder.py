@@ -39,8 +39,7 @@ _LOCK = Lock()
 class Tokens:
     """The tokens of one generation that a group of layers computes in one step.
 
-    hidden: [1, m, w].
-    positions: [m] ascending.
+    hidden: [1, m, w]. positions: [m] ascending.
     rope: (cos, sin, cos, sin, ...), [1, m, d] each: a pair for each kind of RoPE in the model.
     is_newest: whether they come after all stored tokens; False if some are revived.
     ranks: as in `AttentionContext`.
@@ -53,7 +52,6 @@ class Tokens:
     ranks: Sequence[int] | None = None
 
     def __getitem__(self, indices: Tensor | slice) -> Tokens:
-        """Take some of the tokens, without `ranks`."""
         rope = tuple(part[:, indices] for part in self.rope)
         return Tokens(self.hidden[:, indices], self.positions[indices], rope, self.is_newest)
 
@@ -64,10 +62,7 @@ class Tokens:
 class Decoder:
     """The parts of a transformers causal language model, and the loop over some of its layers.
 
-    `open_decoder` makes one, installs the attention that records scores, and removes it again.
-
-    device: of everything that no layer owns. `run` moves inputs to the layers' devices and back.
-    devices: all that the model computes on.
+    device: of everything that no layer owns. devices: all that the model computes on.
     tokens_run: tokens run so far; a run through some layers counts as that share of a token.
     attention: the attention function installed while the decoder is open.
     """
@@ -92,7 +87,7 @@ class Decoder:
         self._layer_devices = [device_of(layer) if spread else self.device for layer in self.layers]
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tokens:
-        """Make the tokens [m] that enter layer 1. positions: [m], after those of stored tokens."""
+        """Make the tokens [m] that enter layer 1. positions: after those of stored tokens."""
         hidden, calls = self._surroundings.before_layers(token_ids, positions)
         pairs = [call["position_embeddings"] for call in calls]
         kinds = list({id(pair): pair for pair in pairs}.values())
@@ -102,10 +97,7 @@ class Decoder:
         return Tokens(hidden, positions, rope)
 
     def embed_each(self, token_ids: Sequence[Tensor], positions: Sequence[Tensor]) -> list[Tokens]:
-        """Run `embed` for each of several generations, [m] tokens and positions of each.
-
-        In one call, unless the model has a RoPE that depends on the length of the text.
-        """
+        """Run `embed` for each of several generations, at once if no RoPE depends on a length."""
         if len(token_ids) > 1 and not _has_rope(self.config, "dynamic", "longrope"):
             sizes = [*map(len, token_ids)]
             whole = self.embed(torch.cat([*token_ids]), torch.cat([*positions]))
@@ -122,8 +114,7 @@ class Decoder:
     ) -> list[Tokens]:
         """Run the tokens of all generations through layers, as one sequence [1, sum of m, w].
 
-        contexts: one for each generation. Its tokens attend to its cache, which stores them.
-        layers: of a group, from its first layer on, or from where the last run stopped.
+        contexts: one for each generation. layers: of a group, from where the last run stopped.
         """
         sizes = [len(part) for part in tokens]
         self.tokens_run += sum(sizes) * len(layers) / len(self.layers)
@@ -155,7 +146,6 @@ class Decoder:
         ]
 
     def norm(self, hidden: Tensor) -> Tensor:
-        """Run the model's last norm of hidden [1, m, w]."""
         return self._inner.norm(hidden)
 
     def head(self, normed: Tensor) -> Tensor:
@@ -172,10 +162,10 @@ class Decoder:
 def open_decoder(model: PreTrainedModel, decoder: Decoder | None = None) -> Iterator[Decoder]:
     """Open a `Decoder` over `model`; on exit the model is as it was.
 
-    decoder: that of an earlier call, whose sessions go on; None makes a new one.
+    decoder: that of an earlier call, whose sessions go on.
 
-    Raises UserError if the model is open already (in another thread, or in a callback), or if the
-    loop cannot reproduce it, as far as that shows without running its layers.
+    Raises UserError if the model is open already (in another thread, or in a callback), and as
+    `check_surroundings`.
     """
     key = id(model.config)
     with _LOCK:
@@ -263,7 +253,7 @@ def run_layers(
     layers: number of the first layers to run; None for all.
     scores, stop_at: as in `AttentionContext`.
 
-    Returns their hidden states [1, n, w] after these layers, and the scores of each layer that
+    Returns the hidden states [1, n, w] after these layers, and the scores of each layer that
     `scores` names. The run counts in `decoder.tokens_run`, and so in `Generation.scoring_tokens`.
     """
     positions = torch.arange(token_ids.shape[0], device=decoder.device)
@@ -278,7 +268,7 @@ def run_layers(
 def run_to_keys(decoder: Decoder, token_ids: Tensor, layer: int) -> tuple[Tensor, Tensor]:
     """Run up to the attention of `layer`: its query [1, h, n, d] and key [1, g, n, d], after RoPE.
 
-    layer: from 1; it counts in `decoder.tokens_run` as a whole layer. The rest is as `run_layers`.
+    layer: from 1; it counts in `decoder.tokens_run` as a whole layer.
     """
     try:
         run_layers(decoder, token_ids, layer, stop_at=layer - 1)
@@ -306,10 +296,9 @@ class _Unstored:
 
 @torch.inference_mode()
 def importance_of_layers(model: PreTrainedModel, token_ids: Tensor | Sequence[int]) -> Tensor:
-    """Compute Eq. 1 in every layer, [layers, n]: the last token's attention, mean over heads.
+    """Compute Eq. 1 in every layer, [layers, n], on the host: a row sums to 1 (Figure 2).
 
-    token_ids: one prompt [n]. Nothing is pruned. The result is on the host, in at least float32; a
-    row sums to 1 (Figure 2).
+    token_ids: one prompt [n]. Nothing is pruned.
     """
     with open_decoder(model) as decoder:
         prompt = torch.as_tensor(token_ids).to(decoder.device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 def device_of(module: nn.Module) -> torch.device:
     """Find the device that `module` computes on.
 
-    Weights that accelerate offloads are there during a call only; accelerate's hook names it.
+    Weights that accelerate offloads are there during a call only; its hook names it.
     """
     for part in module.modules():
         hook: Any = getattr(part, "_hf_hook", None)
@@ -42,7 +42,7 @@ def is_spread(model: Any) -> bool:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Move a tensor, None, or a tuple of these; tensors that are there already are not copied."""
+    """Move a tensor, None, or a tuple of these."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):

@@ -24,7 +24,7 @@ class LayerShape:
     def of(cls, config: Any) -> LayerShape:
         """Read the shape from a transformers config of a decoder with gated MLPs (no experts).
 
-        Without an MLP width in the config, as in GPT-2's, it is four times the model's width.
+        Without an MLP width, as in GPT-2's, it is four times the model's width.
         """
         heads = config.num_attention_heads
         return cls(
@@ -82,12 +82,11 @@ def prefill_flops(
 
     logits: number of positions whose logits are computed.
     matrices: elements of all matrices of a layer, for layers that `LayerShape` does not describe.
-    attended: {layer, from 1: (query, key) pairs over all heads} of layers whose attention skips
-        some.
+    attended: {layer, from 1: (query, key) pairs over all heads} of layers that skip some.
 
-    A multiplication and an addition count as two. Attention counts the pairs that causality and
-    the layer's window allow, as if the remaining tokens were neighbours: with a window, pruning
-    leaves fewer pairs. Norms, RoPE, softmax, activations, selection (below 1 %) do not count.
+    A multiplication and an addition count as two. Attention counts the pairs that causality and the
+    layer's window allow, as if the remaining tokens were neighbours: with a window, pruning leaves
+    fewer pairs. Norms, RoPE, softmax, activations, selection (below 1 %) do not count.
     """
     shape = LayerShape.of(config)
     linear_flops = shape.linear_flops if matrices is None else 2 * matrices
@@ -110,7 +109,7 @@ def first_layers_flops(config: Any, n: int, layers: int) -> int:
 def attention_ceiling(config: Any, n: int) -> float:
     """Compute the ideal speedup of a prefill of n tokens without any attention.
 
-    No method that skips only attention has more. Attention's share of the FLOPs is 1 - 1 / this.
+    No method that skips only attention has more.
     """
     layers = config.num_hidden_layers
     nothing = dict.fromkeys(range(1, layers + 1), 0)
@@ -128,8 +127,7 @@ def causal_pairs(n: int, window: int | None) -> int:
 def nearest_ratio(speedup: Callable[[float], float], target: float) -> float | None:
     """Find the keep ratio, in steps of 1/10000, whose speedup is nearest to `target`.
 
-    speedup: (keep ratio) -> speedup, which falls as the ratio grows.
-    Returns None if the target is below 1, or if no ratio reaches it.
+    speedup: falls as the ratio grows. Returns None if no ratio of at least 1x reaches the target.
     """
 
     def at_step(step: int) -> float:

@@ -132,7 +132,8 @@ class Group:
     def __post_init__(self) -> None:
         if not isinstance(self.prompt_tokens, Integral):
             raise ValueError(
-                f"a group has {self.prompt_tokens!r} prompt tokens: expected a whole number"
+                f"a group of layers has {self.prompt_tokens!r} prompt tokens: expected a whole "
+                "number"
             )
         if self.scores and not {*self.scores.layers} <= {*self.layers}:
             raise ValueError(

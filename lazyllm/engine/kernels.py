@@ -78,8 +78,8 @@ def additive_mask(
 ) -> Tensor:
     """Make a mask that attention adds to its logits: 0, or `hidden` for tokens out of sight.
 
-    visible [m, s] bool: which stored tokens each query attends to; [g, m, s] if key heads store
-        different tokens.
+    visible [m, s] bool: the stored tokens that each query attends to; [g, m, s] if key heads
+    differ.
     share: copies of each query's row, h/g for `attend_to_chosen`, else 1.
     Returns [1, 1 or g, share * m, s] in `dtype`; a single query has one row for all its heads.
     """
@@ -112,7 +112,7 @@ def chunked_mask(visible: Tensor, share: int, dtype: torch.dtype, chunks: int) -
 def _in_chunks(values: Tensor, chunks: int, dim: int) -> Tensor:
     """View `dim`, the keys, as windows [c, ..., k]: the c chunks at `dim`, their k keys last.
 
-    All chunks have s // c keys and the remainder of s / c; they begin s // c keys apart.
+    All have s // c keys and the remainder of s / c; they begin s // c keys apart.
     """
     s = values.shape[dim]
     step = s // chunks
@@ -129,8 +129,7 @@ def attend_to_chosen(
 ) -> Tensor:
     """Attend from m queries to the stored tokens that `mask` (`additive_mask`) allows; None: all.
 
-    softcap: as in `attention_scores`; no kernel of PyTorch supports it, so all products are then in
-        memory at once.
+    softcap: as in `attention_scores`; no kernel of PyTorch has it, so all products are in memory.
     query [1, h, m, d]; key, value [1, g, s, d]. Returns [1, m, h, d].
     """
     _, heads, m, d = query.shape
@@ -165,8 +164,7 @@ def attend_in_blocks(
 ) -> Tensor:
     """Attend in blocks of queries, each with its mask: [1, m, h, d].
 
-    attend: (query, key, value, mask) -> [1, b, h, d] of a block of b queries. The mask is None if
-        all attend to all these keys.
+    attend: (query, key, value, mask) -> [1, b, h, d] of a block; the mask is None if all see all.
     form: turns `AttentionMask.visible` into the mask that `attend` takes.
     holds_logits: whether `attend` holds the logits of all heads in memory.
     """
@@ -189,7 +187,7 @@ def attend_in_chunks(
 ) -> Tensor:
     """Run `attend_to_chosen` for few queries and many keys: chunks of keys run as a batch.
 
-    mask: [c, 1 or g, h/g * m, k] from `chunked_mask`, of c chunks. Returns [1, m, h, d].
+    mask: [c, 1 or g, h/g * m, k] from `chunked_mask`. Returns [1, m, h, d].
     """
     _, heads, m, d = query.shape
     chunks, kv_heads, width = mask.shape[0], key.shape[1], value.shape[-1]
@@ -216,7 +214,7 @@ def attend_in_order(
 ) -> Tensor:
     """Attend from m queries to the first keys, as many as `mask` says for each: [1, m, h, d].
 
-    query [1, h, m, d]; key, value [1, g, s, d] sorted by position.
+    key, value: sorted by position.
     splits: a block's queries attend to the keys before the first one's without a mask, and to the
         rest under a mask; `join` makes one of both.
     """
@@ -244,12 +242,11 @@ def attend_in_order(
 def join(pieces: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Compute attention to the keys of all pieces from that to each piece (`attend_with_lse`).
 
-    pieces: of each, attention [1, h, m, d] and the log-sum-exp [1, h, m] of each query's logits, in
-        float32 (float64 for float64 inputs). No key is in two pieces. A query may attend to nothing
-        in a piece if its log-sum-exp there is far below the others', and its attention finite: a
-        mask of -inf gives NaN, one of -1e30 does not.
+    pieces: attention [1, h, m, d] and log-sum-exp [1, h, m] of each. No key is in two. A query may
+        attend to nothing in a piece if its log-sum-exp there is far below the others', and its
+        attention finite: a mask of -inf gives NaN, one of -1e30 does not.
 
-    Returns the same of all pieces; the attention is in the dtype of the log-sum-exp.
+    Returns the same of all pieces, in the dtype of the log-sum-exp.
     """
     (attended, total), *others = pieces
     joined = attended.to(total.dtype)

@@ -34,7 +34,7 @@ class AttentionMask:
 
     cache: the group's; the queries are in its last slots. positions: [m] of the queries, ascending.
     chosen: the stored tokens of the step's set; None for all.
-    window: number of positions that a query attends to, itself included; None for all before it.
+    window: number of positions that a query attends to, itself included; None for all.
     """
 
     def __init__(
@@ -84,10 +84,7 @@ class AttentionMask:
             yield rows, keys, self._made[1]
 
     def visible(self, rows: slice, keys: slice) -> Tensor | None:
-        """Mark [b, k] the keys that each query attends to; None for all.
-
-        [g, b, k] if heads store different tokens.
-        """
+        """Mark [b, k] the keys that each query attends to, [g, b, k] if heads differ; None: all."""
         terms, query = [], self._positions[rows, None]
         if self._chosen is not None:
             terms.append(self._chosen[None, keys])
@@ -122,9 +119,7 @@ class AttentionMask:
 class PositionSortedMask(AttentionMask):
     """A mask of queries that attend to a copy of the set's tokens, sorted by position.
 
-    A query attends to the set's tokens up to its position, which are the first ones of this copy.
-
-    ranks: [m] for each query, the number of these tokens, itself included.
+    ranks: [m] for each query, how many of the first ones it attends to, up to itself.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ def attention_scores(
     softcap: the bound c of attention logits, c * tanh(logits / c), as in Gemma 2.
 
     Returns [h, w, s], w = min(spec.queries, m), without the dimensions that `ScoreSpec` reduces, in
-    float32 (float64 for a float64 model); a probability is 0 if a token is not attended to. The
-    cost is h*w*s*d.
+    float32 (float64 for a float64 model); a probability is 0 if a token is not attended to.
     """
     if spec.summed is not None:
         return _summed_scores(query, key, visible, scaling, softcap, spec)

@@ -61,7 +61,7 @@ def backends(
 def _settle_order(gpu: torch.device) -> None:
     """Let torch set its order of backends, which it does at the first attention of a process.
 
-    Must run before `backends` replaces it: torch would set it inside, and lose it on exit.
+    Else it would set it inside of `backends`, and lose it on exit.
     """
     some = torch.empty(1, 1, 1, 8, device=gpu)
     with sdpa_kernel([_MATH]):  # which takes any input, whatever the process has disabled
