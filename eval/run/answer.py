@@ -16,7 +16,6 @@ from eval.benchmarks.metrics import score_example, second_score
 from eval.benchmarks.prompts import Prompt
 from eval.store.record import Answer, compact_counts
 from lazyllm import Generation
-from lazyllm.engine.generation import Prefilled
 from lazyllm.measuring import utilisation
 from lazyllm.methods import Method
 
@@ -32,7 +31,7 @@ class Measured:
     method: Method
     generation: Generation
     peak: int | None = None
-    prefilled: Prefilled | None = None
+    prefilled: Generation | None = None
     steps_are_shared: bool = False
 
 

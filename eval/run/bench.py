@@ -21,10 +21,9 @@ from eval.run.prepare import Run
 from eval.run.work import WARMUP_TOKENS
 from eval.store.record import PROMPT_END, Answer, Failure, Visit
 from lazyllm import Generation, generate
-from lazyllm.engine.batch import Batch
 from lazyllm.engine.devices import cpu_time
 from lazyllm.engine.flops import attention_ceiling
-from lazyllm.engine.generation import Greedy, Prefilled, Request, make_request
+from lazyllm.engine.generation import Batch, Greedy
 from lazyllm.engine.sdpa import builds_plans
 from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel, read_peak, reset_peak
@@ -63,7 +62,7 @@ class Bench:
     batch_size: int = 1
     forces_answers: bool = False
     kernel: str | None = None
-    _kept: list[Prefilled] = field(default_factory=list)
+    _kept: list[Generation] = field(default_factory=list)
     _peak_so_far: int | None = None  # bytes, before the last reset
 
     def warm_up(self, prompts: Sequence[Prompt], runs: int) -> None:
@@ -152,13 +151,13 @@ class Bench:
 
     def _answer_alone(self, prompt: Prompt, arm: Arm) -> Measured | Failure:
         """An arm's answer, decoded by itself."""
-        kept = list[Prefilled]()
+        kept = list[Generation]()
         outcome = self._attempt(prompt, partial(self._generate, prompt, arm, kept))
         if isinstance(outcome, Failure):
             self._forget(kept)
         return outcome
 
-    def _generate(self, prompt: Prompt, arm: Arm, kept: list[Prefilled]) -> Measured:
+    def _generate(self, prompt: Prompt, arm: Arm, kept: list[Generation]) -> Measured:
         method = self._method(prompt, arm)
         self._rehearse(prompt, method)
         self._peak_so_far = None
@@ -173,20 +172,20 @@ class Bench:
         """Run the prefill once, untimed, if its shapes may be new to a backend that builds plans."""
         models = (self.model, *HELPERS.loaded.values())
         if any(builds_plans(model, self.model.device) for model in models):
-            Batch(self.model, 1).add(self._request(prompt, method))
+            Batch(self.model, 1).add(self._start(prompt, method))
 
-    def _request(self, prompt: Prompt, method: Method, after: Callable[[Prefilled], None] | None = None) -> Request:
+    def _start(self, prompt: Prompt, method: Method, after: Callable[[Generation], None] | None = None) -> Generation:
         sampler = Greedy(prompt.end_ids, prompt.options["min_new_tokens"])
-        return make_request(self.model, prompt.as_input(), method, prompt.max_new_tokens, sampler, after)
+        return Generation(self.model, prompt.as_input(), method, prompt.max_new_tokens, sampler, after)
 
-    def _keep(self, method: Method, kept: list[Prefilled], prefilled: Prefilled) -> None:
+    def _keep(self, method: Method, kept: list[Generation], prefilled: Generation) -> None:
         """Keep a copy of a prompt that has run, which counts in no peak, until `_forget`."""
         self._peak_so_far = self._peak(method)
         kept.append(prefilled.fork())
         self._kept += kept
         reset_peak(self.model.device)
 
-    def _forget(self, prefills: Collection[Prefilled | None]) -> None:
+    def _forget(self, prefills: Collection[Generation | None]) -> None:
         self._kept = [kept for kept in self._kept if not any(kept is one for one in prefills)]
 
     def _peak(self, method: Method) -> int | None:
@@ -225,7 +224,7 @@ class Bench:
 
         An error ends that. Returns the pairs that then lack an answer: of the visits in the batch.
         """
-        batch, running = Batch(self.model, self.batch_size), dict[Request, Running]()
+        batch, running = Batch(self.model, self.batch_size), dict[Generation, Running]()
         while waiting or running:
             room = self.batch_size - len(running)
             if waiting and room >= min(self.batch_size, _arms_to_begin(waiting, running)):
@@ -241,23 +240,23 @@ class Bench:
                 while waiting and waiting[0][0] is newest:
                     lost.append(waiting.popleft())
                 return lost
-            for request, generation in ended:
-                one = running.pop(request)
+            for generation in ended:
+                one = running.pop(generation)
                 prefilled = one.kept[0] if one.kept else None
-                yield one.prompt, one.arm, Measured(request.method, generation, None, prefilled, True)
+                yield one.prompt, one.arm, Measured(generation.method, generation, None, prefilled, True)
         return []
 
     def _begin(
-        self, batch: Batch, waiting: deque[Pair], running: dict[Request, "Running"]
-    ) -> list[tuple[Request, Generation]]:
+        self, batch: Batch, waiting: deque[Pair], running: dict[Generation, "Running"]
+    ) -> list[Generation]:
         """Move the next pair from `waiting` into the batch. No answer ends by that."""
         prompt, arm = waiting[0]
-        method, kept = self._method(prompt, arm), list[Prefilled]()
+        method, kept = self._method(prompt, arm), list[Generation]()
         after = partial(self._keep, method, kept) if self.forces_answers else None
-        request = self._request(prompt, method, after)
-        running[request] = Running(*waiting.popleft(), kept)
+        generation = self._start(prompt, method, after)
+        running[generation] = Running(*waiting.popleft(), kept)
         self._rehearse(prompt, method)
-        batch.add(request)
+        batch.add(generation)
         return []
 
 
@@ -267,10 +266,10 @@ class Running:
 
     prompt: Prompt
     arm: Arm
-    kept: list[Prefilled]
+    kept: list[Generation]
 
 
-def _arms_to_begin(waiting: deque[Pair], running: Mapping[Request, Running]) -> int:
+def _arms_to_begin(waiting: deque[Pair], running: Mapping[Generation, Running]) -> int:
     """How many answers the next visit in line begins together: 1 if it has begun."""
     newest = waiting[0][0]
     has_begun = any(one.prompt is newest for one in running.values())
