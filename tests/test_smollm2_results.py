@@ -6,7 +6,6 @@ Slow and obvious, from docs/glossary.md and docs/results.md.
 import gzip
 import json
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,7 +39,9 @@ def setting_of(arm: Row) -> str:
     speedup = arm.get("speedup")
     values = {} if speedup is None else {"speedup": speedup if isinstance(speedup, str) else f"{speedup:g}x"}
     values |= {key: value for key, value in arm["method"].items() if key not in ("name", "seed") and value is not None}
-    return ", ".join([arm["method"]["name"], *(f"{key}={json.dumps(value)}" for key, value in values.items())]).replace('"', "")
+    return ", ".join([arm["method"]["name"], *(f"{key}={json.dumps(value)}" for key, value in values.items())]).replace(
+        '"', ""
+    )
 
 
 def read() -> dict[tuple[str, str], list[Row]]:
@@ -53,14 +54,19 @@ def read() -> dict[tuple[str, str], list[Row]]:
         for line in gzip.decompress((folder / "visits.jsonl.gz").read_bytes()).splitlines():
             visit = json.loads(line)
             (task,) = (task for task, names in TASKS.items() if visit["dataset"] in names)
-            about = {"task": task, **{key: visit[key] for key in ("dataset", "id", "prompt_tokens", "attention_ceiling")}}
+            about = {
+                "task": task,
+                **{key: visit[key] for key in ("dataset", "id", "prompt_tokens", "attention_ceiling")},
+            }
             answers = {name: about | answer for name, answer in visit["arms"].items()}
             for name, answer in answers.items():
                 arm = setting_of(identity["arms"][name])
                 rows[arm, visit["dataset"]].append(answer | {"baseline": answers["baseline"]})
         assert identity["model"] == MODEL
         for (arm, dataset), own in rows.items():
-            found[GROUPS[identity["max_new_tokens"]], arm, dataset].append((len(own), run["provenance"]["started"], own))
+            found[GROUPS[identity["max_new_tokens"]], arm, dataset].append(
+                (len(own), run["provenance"]["started"], own)
+            )
     counting = defaultdict[tuple[str, str], list[Row]](list)
     for (group, arm, _), runs in found.items():
         counting[group, arm] += max(runs, key=lambda one: one[:2])[2]

@@ -1,7 +1,6 @@
 """Stored runs made by hand, and what tables and pictures show of them."""
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count

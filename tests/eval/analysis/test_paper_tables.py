@@ -33,7 +33,8 @@ def test_paper_values_are_read_by_key() -> None:
 def test_table1_stands_beside_the_papers_numbers() -> None:
     lazy = llama2(score=0.25, ttft_s=0.1, kl=0.002)
     lazy.identity["arms"]["lazy"]["parameters"] = {"musique": {"schedule": {"2": 0.4}}}
-    other = stored(over(QA), settings={"schedule": {"2": 0.5}}, model="llama2", paper="llama2")  # not the preset: no row
+    # not solved for the paper's speedups: no row
+    other = stored(over(QA), settings={"schedule": {"2": 0.5}}, model="llama2", paper="llama2")
     table = table1(Results([lazy, other, llama2("static_pruning")]))
     assert table.frame["method"].tolist() == ["baseline", "static_pruning", "lazy"]  # as in the paper
     found = line(table.frame, **LAZY)
@@ -103,12 +104,16 @@ def test_printed_tables_have_the_papers_shape() -> None:
     assert r" & LazyLLM & 6 & 25.00 (22.31) & 4.00 (2.34) & - (20.68) & - (2.65) \\" in tex  # its task stands above
 
 
-def test_printed_tables_have_the_papers_numbers_without_any_run_of_its_models() -> None:
-    for table in (table1_paper(Results([])), table2_paper(Results([]))):
-        texts = table.cells.drop(columns=["Tasks", "Method"], errors="ignore").to_numpy().ravel().tolist()
-        numbers = [float(text.removeprefix("- (").removesuffix(")")) for text in texts]
-        assert len(numbers) == len(table.cells) * 4
-        assert set(numbers) <= set(paper_values().values())
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [(table1_paper, ("score", "ttft_speedup")), (table2_paper, ("pct_prompt_tokens_computed", "equal_length_speedup"))],
+)
+def test_printed_tables_have_all_numbers_of_the_paper_beside_a_method_of_another_model(make: Any, values: Any) -> None:
+    cells = make(Results([stored(over(("hops",)), settings=TABLE1["lazy"])])).cells
+    texts = cells.filter(regex="Llama|XGen").to_numpy().ravel().tolist()
+    numbers = [float(text.removeprefix("- (").removesuffix(")")) for text in texts]
+    assert sorted(numbers) == sorted(number for (*_, value), number in paper_values().items() if value in values)
+    assert make(Results([stored(over(("hops",)), "baseline")])).frame.empty  # a baseline alone is no table
 
 
 def test_printed_tables_show_other_models_beside_the_papers() -> None:

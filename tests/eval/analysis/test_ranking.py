@@ -75,7 +75,9 @@ def test_random_tokens_have_no_scores() -> None:
 def test_missed_speedups_are_not_ranked() -> None:
     def run(method: str, kls: list[float], ideal: float, **about: Any) -> StoredRun:
         baseline = {"prefill_flops": round(100 * ideal)}
-        return stored([visit(row, "hops", baseline, kl=kl) for row, kl in enumerate(kls)], method, {"speedup": 2.0}, **about)
+        return stored(
+            [visit(row, "hops", baseline, kl=kl) for row, kl in enumerate(kls)], method, {"speedup": 2.0}, **about
+        )
 
     runs = [
         run("fastkv", [0.3, 0.5], 1.85),
@@ -95,7 +97,9 @@ def test_missed_speedups_are_not_ranked() -> None:
 
 def with_flops(share: float, scores: dict[str, float], tokens: int = 500, dataset: str = "hops") -> StoredRun:
     visits = [
-        visit(row, dataset, {"prefill_flops": 1000}, score=score, prefill_flops=round(1000 * share), prompt_tokens=tokens)
+        visit(
+            row, dataset, {"prefill_flops": 1000}, score=score, prefill_flops=round(1000 * share), prompt_tokens=tokens
+        )
         for row, score in scores.items()
     ]
     return stored(visits, settings={"schedule": {"2": share}})

@@ -21,9 +21,7 @@ def test_parts_follow_the_mean_and_name_a_setting_as_it_does(by: str, parts: dic
     visits = [visit(1, "trec"), visit(1, "hotpotqa", prompt_tokens=600)]
     frame = summary(Results([stored(visits, "gemfilter", {"speedup": 2.0})]), by)
     assert frame[["part", "label", "examples"]].to_numpy().tolist() == [
-        [part, label, examples]
-        for part, examples in parts.items()
-        for label in ("baseline", "gemfilter, speedup=2x")
+        [part, label, examples] for part, examples in parts.items() for label in ("baseline", "gemfilter, speedup=2x")
     ]
 
 

@@ -156,7 +156,9 @@ def test_every_claim_names_what_there_is(tmp_path: Path) -> None:
     """Runs with all that claims need give each a value; a name that is not there is an error, or leaves one out."""
     values = {"kl": 0.2, "answer_kl": 0.1, "ttft_s": 0.1}
     arms = [("lazy", TABLE1["lazy"]), ("prompt_compression", {"speedup": "table1", "keep": 0.5})]
-    arms += [(name, {"speedup": speedup}) for name in ("lazy", "static_pruning", "random_drop") for speedup in (2.5, 3.0)]
+    arms += [
+        (name, {"speedup": speedup}) for name in ("lazy", "static_pruning", "random_drop") for speedup in (2.5, 3.0)
+    ]
     arms += [("lazy", {"schedule": {layer: keep}}) for layer in "24" for keep in (0.3, 0.5)]
     runs = [stored([visit(0, name, **values) for name in SIX], *arm) for arm in arms]
     results = Results([with_traces(runs[0], tmp_path, small_trace()), *runs[1:]])
@@ -206,7 +208,9 @@ def test_better_is_judged_task_by_task_in_each_measure() -> None:
     assert verdict(results, f"{BETTER}points") == (6, "does not hold")
     assert verdict(results, f"{BETTER}nats of KL") == (6, "does not hold")
     assert verdict(results, f"{BETTER}nats of the") == (6, "holds")
-    bare = row(results_of(SWEEP, lambda *_: {"kl": 0.1}), BETTER.replace("static pruning", "random token drop") + "nats of the")
+    bare = row(
+        results_of(SWEEP, lambda *_: {"kl": 0.1}), BETTER.replace("static pruning", "random token drop") + "nats of the"
+    )
     assert (bare["verdict"], bare["lacking"]) == ("not run", "needs fidelity=answer")
 
 

@@ -20,6 +20,7 @@ from tests.eval.report.test_report import FIGURES, HOSTILE, TABLES, make_runs
 
 pytestmark = pytest.mark.slow
 
+
 def program(*names: str) -> str:
     """Find the first program that is installed. If there is none, skip; on a CI machine, fail."""
     path = next(filter(None, map(shutil.which, names)), None)

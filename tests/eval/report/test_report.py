@@ -57,9 +57,7 @@ def test_an_arm_that_came_back_stands_beside_the_baseline_of_its_own_visit() -> 
 
 
 def test_warnings_name_their_runs() -> None:
-    fine = [
-        stored([visit(row) for row in range(3)], method, folder=Path(method)) for method in ("lazy", "baseline")
-    ]
+    fine = [stored([visit(row) for row in range(3)], method, folder=Path(method)) for method in ("lazy", "baseline")]
     assert warnings(fine, None) == []
     alone = stored([visit(baseline=None)], folder=Path("alone"), baseline=None, warmup=0)
     dirty = stored([visit()], folder=Path("dirty"), provenance={"git_commit": "c0ffee+changes"})

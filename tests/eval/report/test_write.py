@@ -24,7 +24,9 @@ TABLES = tables()
 def figure(name: str, **data: list[int]) -> dict[str, Figure]:
     """A figure of nothing, with these data."""
     about, frame = f"About {name}.", pd.DataFrame(data)
-    return {name: Figure(f"Picture {name}", about, lambda results: frame, lambda _: new_figure(1, 1), command=f"run {name}")}
+    return {
+        name: Figure(f"Picture {name}", about, lambda results: frame, lambda _: new_figure(1, 1), command=f"run {name}")
+    }
 
 
 SOME = figure("some", a=[1])
@@ -143,7 +145,9 @@ def test_groups_have_folders_of_their_own_and_share_the_verdicts(runs: Results, 
     assert table.to_markdown("##") in index
     assert legend([table]) in index
     assert "Published claims" not in (tmp_path / first / "README.md").read_text()
-    assert [one["folder"] for one in json.loads((tmp_path / second / "provenance.json").read_text())] == [short.folder.name]
+    assert [one["folder"] for one in json.loads((tmp_path / second / "provenance.json").read_text())] == [
+        short.folder.name
+    ]
     (alone,) = share(runs.runs)
     assert write_groups([alone], tmp_path / "alone", {}, SOME)[0] == tmp_path / "alone" / "README.md"
 
