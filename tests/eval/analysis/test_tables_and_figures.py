@@ -42,7 +42,12 @@ def test_tables_do_not_depend_on_the_order_of_runs() -> None:
     about = {"model": "llama2", "paper": "llama2"}
     runs = [
         stored(over(("hotpotqa", "musique"), score=0.25), "lazy", TABLE1["lazy"], **about),
-        stored(over(("hotpotqa", "musique"), score=0.3), "static_pruning", TABLE1["static_pruning"], **about),
+        stored(
+            over(("hotpotqa", "musique"), score=0.3),
+            "static_pruning",
+            TABLE1["static_pruning"],
+            **about,
+        ),
         stored(over(("hops", "lookup"))),
     ]
     for make in TABLES.values():
@@ -66,7 +71,9 @@ def test_figures_leave_out_ablations(name: str, changed: dict[str, Any], tmp_pat
     for layer in (2, 4):
         settings = {"schedule": {str(layer): 0.5}}
         folders = (tmp_path / f"{kind}-{layer}" for kind in ("method", "ablation"))
-        method.append(with_traces(stored([visit(1)], settings=settings), next(folders), small_trace()))
+        method.append(
+            with_traces(stored([visit(1)], settings=settings), next(folders), small_trace())
+        )
         more = stored([visit(0), visit(1)], settings=settings | changed)
         ablation.append(with_traces(more, next(folders), small_trace(id="b")))
     data = FIGURES[name].data
