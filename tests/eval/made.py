@@ -1,7 +1,6 @@
 """Stored runs made by hand, and what tables and pictures show of them."""
 
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -23,7 +22,14 @@ TABLE1: dict[str, dict[str, Any]] = {
     "random_drop": {"speedup": "table1"},
     "static_pruning": {"speedup": "table1", "layer": 2},
 }
-SIX = ("qasper", "hotpotqa", "gov_report", "trec", "passage_count", "lcc")  # one of each paper's task
+SIX = (
+    "qasper",
+    "hotpotqa",
+    "gov_report",
+    "trec",
+    "passage_count",
+    "lcc",
+)  # one of each paper's task
 _NUMBERS = count()  # of folders, as each run has one
 
 
@@ -32,10 +38,11 @@ def stored(
     *, model: str = "tiny", paper: str | None = None, seed: int = 0, folder: Path | None = None,
     solved: dict[str, Any] | None = None, provenance: dict[str, Any] = NOTHING, **identity: Any,
 ) -> StoredRun:  # fmt: skip
-    """Make a run of the arms `baseline` and `lazy`, which is any method; of the method `baseline`, of it alone.
+    """Make a run of the arms `baseline` and `lazy`, which is any method; of the method `baseline`,
+    of it alone.
 
-    settings: hyperparameters, and the `speedup` that the arm was solved for. solved: {dataset: the hyperparameters that
-    the speedup gave}. provenance, identity: changes.
+    settings: hyperparameters, and the `speedup` that the arm was solved for. solved: {dataset: the
+    hyperparameters that the speedup gave}. provenance, identity: changes.
     """
     settings = settings or {}
     settings = (LAZY if method == "lazy" and "speedup" not in settings else {}) | settings
@@ -45,7 +52,11 @@ def stored(
         visits = [only(one, "baseline") for one in visits]
     else:
         arms["lazy"] = {"method": {"name": method, "seed": seed, **own}, "code": "2"}
-        arms["lazy"] |= {"speedup": settings["speedup"], "parameters": solved or {}} if "speedup" in settings else {}
+        arms["lazy"] |= (
+            {"speedup": settings["speedup"], "parameters": solved or {}}
+            if "speedup" in settings
+            else {}
+        )
     if identity.get("baseline", "baseline") is None:
         del arms["baseline"]
     usual = {"arms": arms, "baseline": "baseline", "seed": seed, "data": {}, "model": model}
@@ -75,12 +86,15 @@ def over(datasets: Sequence[str], rows: int = 2, **changes: Any) -> list[Visit]:
 def with_traces(run: StoredRun, folder: Path, *traces: Trace) -> StoredRun:
     (folder / "traces").mkdir(parents=True, exist_ok=True)
     for trace in traces:
-        (folder / "traces" / trace_name(trace.dataset, trace.id, trace.arm)).write_text(trace.to_json())
+        (folder / "traces" / trace_name(trace.dataset, trace.id, trace.arm)).write_text(
+            trace.to_json()
+        )
     return replace(run, folder=folder)
 
 
 def small_trace(**changes: Any) -> Trace:
-    """Three prompt tokens, two layers; the boundary keeps one prompt token, another one in the second step."""
+    """Three prompt tokens, two layers; the boundary keeps one prompt token, another one in the
+    second step."""
     usual = {
         "dataset": "lookup", "id": "a", "arm": "lazy", "tokens": ["A", " $B$", "C\n"],
         "generated": ["D", "E", "F"], "importance": [[0.2, 0.3, 0.5], [0.6, 0.4, 0.0]],

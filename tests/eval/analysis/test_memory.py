@@ -16,15 +16,22 @@ STATE, TOKEN = 6, 40  # bytes of a hidden state, and of a token in all layers of
 
 
 def answered(row: str, n: int, computed: list[list[int]], generated: int, **changes: Any) -> Visit:
-    """An answer of LazyLLM, with bytes as the engine counts them; the baseline generated as many tokens."""
-    baseline = {"kv_bytes": TOKEN * (n + generated - 1), "aux_bytes": 0, "token_ids": [1] * generated}
+    """An answer of LazyLLM, with bytes as the engine counts them; the baseline generated as many
+    tokens."""
+    baseline = {
+        "kv_bytes": TOKEN * (n + generated - 1),
+        "aux_bytes": 0,
+        "token_ids": [1] * generated,
+    }
     own: dict[str, Any] = {"group_layers": [3, 5, 4], "token_ids": [1] * len(computed)}
     own |= {"computed": computed, "aux_bytes": STATE * (n - computed[-1][-1]), "prompt_tokens": n}
     return visit(row, "hops", baseline, **own | changes)
 
 
 VISITS = [
-    answered("a", 20, [[20, 10, 4], [20, 13, 9], [20, 13, 9], [20, 14, 9], [20, 14, 9], [20, 15, 10]], 6),
+    answered(
+        "a", 20, [[20, 10, 4], [20, 13, 9], [20, 13, 9], [20, 14, 9], [20, 14, 9], [20, 15, 10]], 6
+    ),
     answered("b", 10, [[10, 6, 3], [10, 9, 5]], 4),  # shorter than the baseline's answer
     answered("c", 10, [[10, 5, 5], [10, 10, 10]], 2),  # all revived: its Aux Cache is empty
 ]
@@ -48,7 +55,9 @@ def slowly(first: int, last: int) -> dict[str, Any]:
         "examples": len(answers),
         "pct_held": 100 * sum(held) / len(held),
         "aux_share": 100 * aux / reference,
-        "pct_reviving": 100 * sum(one > 0 for one in revived) / len(revived) if revived else math.nan,
+        "pct_reviving": 100 * sum(one > 0 for one in revived) / len(revived)
+        if revived
+        else math.nan,
         "revived": sum(revived) / len(revived) if revived else math.nan,
     }
 
@@ -83,7 +92,10 @@ def test_memory_at_the_end() -> None:
     baseline = {"kv_bytes": 2_000_000, "aux_bytes": 0, "peak_memory_bytes": 10_000_000}
     own = {"kv_bytes": 1_000_000, "aux_bytes": 500_000, "peak_memory_bytes": 9_000_000}
     table = memory(Results([stored(over(("hops", "lookup"), baseline=baseline, **own))]))
-    assert list(dict.fromkeys(table.cells["method"])) == ["lazy, schedule=paper", "baseline"]  # by bytes
+    assert list(dict.fromkeys(table.cells["method"])) == [
+        "lazy, schedule=paper",
+        "baseline",
+    ]  # by bytes
     cells = line(table.cells, **{"method": "lazy, schedule=paper", "decoding steps": "end"})
     assert list(cells.values())[3:10] == [
         "4", "1.000 ±0.000", "0.500 ±0.000", "1.500 ±0.000", "0.750 ±0.000", "9.0 ±0.0", "0.900",
@@ -115,7 +127,8 @@ def test_methods_at_equal_bytes() -> None:
     table = memory(Results(runs))
     ends = table.frame[table.frame["steps"] == "end"]
     assert ends[["method", "cache_ratio"]].to_numpy().tolist() == [
-        ["lazy", 0.4], ["random_drop", 0.6], ["lazy", 0.8], ["static_pruning", 0.82], ["baseline", 1],
+        ["lazy", 0.4], ["random_drop", 0.6], ["lazy", 0.8], ["static_pruning", 0.82],
+        ["baseline", 1],
     ]  # fmt: skip
     leads = ends[["lazy", "lead_kl", "lead_score"]]
     assert leads[ends["method"].isin(["lazy", "baseline"])].isna().all(axis=None)

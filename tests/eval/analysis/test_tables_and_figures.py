@@ -21,8 +21,8 @@ def sentences(text: str) -> int:
 @pytest.mark.parametrize("name", TABLES)
 def test_table_without_runs_says_so(name: str) -> None:
     table = TABLES[name](Results([]))
-    # the verdicts name what could be run
-    assert ("No run for this table." in table.to_markdown()) == (name != "verdicts")
+    shows_what_could_run = name == "verdicts"
+    assert ("No run for this table." in table.to_markdown()) != shows_what_could_run
     assert table.name == name
     assert len(pd.read_csv(io.StringIO(table.to_csv()))) == len(table.frame) == len(table.cells)
     assert table.to_latex()
@@ -42,7 +42,12 @@ def test_tables_do_not_depend_on_the_order_of_runs() -> None:
     about = {"model": "llama2", "paper": "llama2"}
     runs = [
         stored(over(("hotpotqa", "musique"), score=0.25), "lazy", TABLE1["lazy"], **about),
-        stored(over(("hotpotqa", "musique"), score=0.3), "static_pruning", TABLE1["static_pruning"], **about),
+        stored(
+            over(("hotpotqa", "musique"), score=0.3),
+            "static_pruning",
+            TABLE1["static_pruning"],
+            **about,
+        ),
         stored(over(("hops", "lookup"))),
     ]
     for make in TABLES.values():
@@ -66,7 +71,9 @@ def test_figures_leave_out_ablations(name: str, changed: dict[str, Any], tmp_pat
     for layer in (2, 4):
         settings = {"schedule": {str(layer): 0.5}}
         folders = (tmp_path / f"{kind}-{layer}" for kind in ("method", "ablation"))
-        method.append(with_traces(stored([visit(1)], settings=settings), next(folders), small_trace()))
+        method.append(
+            with_traces(stored([visit(1)], settings=settings), next(folders), small_trace())
+        )
         more = stored([visit(0), visit(1)], settings=settings | changed)
         ablation.append(with_traces(more, next(folders), small_trace(id="b")))
     data = FIGURES[name].data

@@ -25,7 +25,12 @@ def test_runs_are_listed_at_any_depth_and_in_order(tmp_path: Path) -> None:
     assert [run.folder for run in runs] == [tmp_path / "a" / "deep", tmp_path / "b"]
     assert runs[1].visits == [visit(0)]
     lazy = runs[0].arms["lazy"]
-    assert (lazy.method, lazy.seed, lazy.values, lazy.settings) == ("lazy", 1, LAZY, '{"schedule": "paper"}')
+    assert (lazy.method, lazy.seed, lazy.values, lazy.settings) == (
+        "lazy",
+        1,
+        LAZY,
+        '{"schedule": "paper"}',
+    )
     assert [arm.is_baseline for arm in runs[0].arms.values()] == [True, False]
 
 
@@ -52,23 +57,28 @@ TRAINED = {"model": "/b/tiny", "weights": "w"}  # another folder of the same nam
         *(
             ([{}, changes], [[0, 1]], "")
             for changes in (
-                {"method": "random_drop"}, {"seed": 1}, {"baseline": None}, {"subset": "cc"}, {"warmup": 0},
+                {"method": "random_drop"}, {"seed": 1}, {"baseline": None}, {"subset": "cc"},
+                {"warmup": 0},
                 {"data": {"trec": "56 78"}}, {"fidelity": "answer"}, {"batch_size": 4},
-                {"data": {"hops": "56 78"}, "suite_code": "t"}, {"today": None}, {"thinking_tokens": 0},
+                {"data": {"hops": "56 78"}, "suite_code": "t"}, {"today": None},
+                {"thinking_tokens": 0},
                 {"model": "other", "max_new_tokens": 3, "versions": {"torch": "3"}},
             )
         ),
         ([{}, {"engine": "new"}, {}], [[0, 2], [1]], "engine (1, new)"),
         ([{}, {"versions": {"torch": "3"}}], [[0], [1]], "versions.torch (2, 3)"),
-        ([{}, {"max_new_tokens": 3}, {"threads": 2}], [[0], [1], [2]], "max_new_tokens (null, 3), threads (1, 2)"),
+        ([{}, {"max_new_tokens": 3}, {"threads": 2}], [[0], [1], [2]],
+        "max_new_tokens (null, 3), threads (1, 2)"),
         ([{}, {"data": {"hotpotqa": "12 35"}}], [[0], [1]], "rows of hotpotqa (12 34, 12 35)"),
         ([{}, {"suite_code": "t"}], [[0], [1]], "code of longbench (s, t)"),
         ([{}, {"code": "3"}], [[0], [1]], "code of lazy (2, 3)"),
         ([{}, {"thinking_tokens": 9}, {"today": "2024-07-26"}], [[0], [1], [2]],
          "today (null, 2024-07-26), thinking_tokens (0, 9)"),
         ([{"model": "/a/tiny"}, TRAINED], [[0], [1]], "model (/a/tiny, /b/tiny)"),
-        # the third agrees with both others, and joins the first; the fourth agrees with the second only
-        ([{"weights": "v"}, {"weights": "w"}, {}, {"weights": "w", "engine": "1"}], [[0, 2], [1, 3]], "weights (v, w)"),
+        # the third agrees with both others, and joins the first; the fourth agrees with the second
+        # only
+        ([{"weights": "v"}, {"weights": "w"}, {}, {"weights": "w", "engine": "1"}],
+        [[0, 2], [1, 3]], "weights (v, w)"),
         ([{}, {"engine": 30 * "e"}], [[0], [1]], "engine (1, eeeeeeeeeeeeeeeee...)"),
     ],
 )  # fmt: skip
@@ -94,10 +104,20 @@ def test_runs_share_tables_that_differ_in_arms_and_data_alone(
 def test_groups_are_named_by_their_runs() -> None:
     runs = [
         stored([visit()], method, engine=engine)
-        for engine, methods in {"1": ("lazy", "fastkv"), "2": ("lazy",), "3": ("lazy",), "4": ("baseline",)}.items()
+        for engine, methods in {
+            "1": ("lazy", "fastkv"),
+            "2": ("lazy",),
+            "3": ("lazy",),
+            "4": ("baseline",),
+        }.items()
         for method in methods
     ]
-    assert [results.name for results in share(runs)] == ["lazy+fastkv", "lazy", "lazy-3", "baseline"]
+    assert [results.name for results in share(runs)] == [
+        "lazy+fastkv",
+        "lazy",
+        "lazy-3",
+        "baseline",
+    ]
     for run, label in zip(runs, ("figure5", "tuned/mine"), strict=False):
         run.about["config"]["label"] = label
     assert share(runs)[0].name == "figure5+tuned_mine"
@@ -108,27 +128,50 @@ def test_a_command_reads_all_groups_and_says_why_there_are_several(
 ) -> None:
     for engine in "12":
         write_run(tmp_path / engine, [visit()], engine=engine)
-    assert [[run.folder.name for run in results.runs] for results in read_results([tmp_path])] == [["1"], ["2"]]
+    assert [[run.folder.name for run in results.runs] for results in read_results([tmp_path])] == [
+        ["1"],
+        ["2"],
+    ]
     assert "runs that differ in engine (1, 2) share no table: lazy; lazy-2" in caplog.messages
     assert len(read_results([tmp_path], ["engine=2"])) == 1
 
 
 def test_where_selects_by_config_and_identity() -> None:
     runs = [
-        stored([], settings={"schedule": {"2": 0.5}}, folder=Path("a"), dtype="bfloat16", max_new_tokens=None),
+        stored(
+            [],
+            settings={"schedule": {"2": 0.5}},
+            folder=Path("a"),
+            dtype="bfloat16",
+            max_new_tokens=None,
+        ),
         stored([], "gemfilter", folder=Path("b"), dtype="float32", max_new_tokens=3),
     ]
 
     def names(*where: str) -> list[str]:
         return [run.folder.name for run in choose(runs, where)]
 
-    assert names("dtype=bfloat16") == names("max_new_tokens=null") == names("arms.lazy.method.schedule.2=0.5") == ["a"]
-    assert names("max_new_tokens=3") == names("arms.lazy.method.name=gemfilter", "dtype=float32") == ["b"]
-    with pytest.raises(UserError, match=r"--where dtype=int8: no such run; dtype is one of bfloat16, float32"):
+    assert (
+        names("dtype=bfloat16")
+        == names("max_new_tokens=null")
+        == names("arms.lazy.method.schedule.2=0.5")
+        == ["a"]
+    )
+    assert (
+        names("max_new_tokens=3")
+        == names("arms.lazy.method.name=gemfilter", "dtype=float32")
+        == ["b"]
+    )
+    with pytest.raises(
+        UserError, match=r"--where dtype=int8: no such run; dtype is one of bfloat16, float32"
+    ):
         names("dtype=int8")
     assert choose([], ["dtype=int8"]) == []
     for wrong in ("dtypo=int8", "dtype"):
-        with pytest.raises(UserError, match=rf"--where {wrong}: expected KEY=VALUE with a key of these runs: .*dtype"):
+        with pytest.raises(
+            UserError,
+            match=rf"--where {wrong}: expected KEY=VALUE with a key of these runs: .*dtype",
+        ):
             names(wrong)
 
 
@@ -150,7 +193,8 @@ def test_an_answer_has_the_stored_numbers_and_those_that_follow() -> None:
         "leading_tokens": 2,
     }
     plain = {"ttft_s": 0.2, "scoring_s": 0.1, "revived_tokens": 5.0, **dict.fromkeys(
-        ("kl", "answer_kl", "gold_kl", "answer_log_likelihood", "gold_log_likelihood"), -0.5)}  # fmt: skip
+        ("kl", "answer_kl", "gold_kl", "answer_log_likelihood", "gold_log_likelihood"),
+        -0.5)}  # fmt: skip
     lists = {
         "decode_step_s": [0.1, 0.3],
         "token_ids": [1, 2, 3],
@@ -169,29 +213,44 @@ def test_an_answer_has_the_stored_numbers_and_those_that_follow() -> None:
 
 def test_a_row_has_the_answers_numbers_and_their_origin(tmp_path: Path) -> None:
     bare = answer(decode_step_s=[], token_ids=[1])
-    one = visit(7, "gov_report", arms={"baseline": bare, "lazy": answer(decode_step_s=[0.1, 0.3])}, groups=["long"])
-    folder = write_run(tmp_path / "one", [one], "random_drop", {"keep": 0.5, "seed": 4}, paper="llama2")
+    one = visit(
+        7,
+        "gov_report",
+        arms={"baseline": bare, "lazy": answer(decode_step_s=[0.1, 0.3])},
+        groups=["long"],
+    )
+    folder = write_run(
+        tmp_path / "one", [one], "random_drop", {"keep": 0.5, "seed": 4}, paper="llama2"
+    )
     (results,) = read_results([tmp_path])
     frame: Any = results.frame
     assert list(frame.columns) == COLUMNS
     baseline, row = frame.to_dict("records")
     expected = {
-        "model": "tiny", "paper_model": "llama2", "run": results.runs[0].about["fingerprint"], "folder": str(folder),
-        "arm": "lazy", "method": "random_drop", "settings": '{"keep": 0.5}', "label": "random_drop, keep=0.5",
-        "speedup": None, "seed": 4, "is_baseline": False, "dataset": "gov_report", "task": "summarization",
-        "suite": "longbench", "id": "row-7", "groups": ["long"], "prompt_tokens": 100, "visit": 0, "counts": True,
+        "model": "tiny", "paper_model": "llama2", "run": results.runs[0].about["fingerprint"],
+        "folder": str(folder),
+        "arm": "lazy", "method": "random_drop", "settings": '{"keep": 0.5}',
+        "label": "random_drop, keep=0.5",
+        "speedup": None, "seed": 4, "is_baseline": False, "dataset": "gov_report",
+        "task": "summarization",
+        "suite": "longbench", "id": "row-7", "groups": ["long"], "prompt_tokens": 100, "visit": 0,
+        "counts": True,
     }  # fmt: skip
     assert {key: row[key] for key in expected} == expected
     assert expected.keys() | {*MEASURED, "token_s"} == {*COLUMNS}
     assert row["token_s"] == pytest.approx((0.2, 0.3, 0.6))
-    assert {name: row[name] for name in MEASURED} == pytest.approx(numbers_of(one, one.answers["lazy"]), nan_ok=True)
+    assert {name: row[name] for name in MEASURED} == pytest.approx(
+        numbers_of(one, one.answers["lazy"]), nan_ok=True
+    )
     assert (baseline["arm"], baseline["seed"], baseline["is_baseline"], baseline["token_s"]) == (
         "baseline",
         0,
         True,
         (0.2,),
     )
-    assert all(math.isnan(baseline[missing]) for missing in ("step_s", "rouge_l", "peak_memory_bytes"))
+    assert all(
+        math.isnan(baseline[missing]) for missing in ("step_s", "rouge_l", "peak_memory_bytes")
+    )
     batch = visit(decode_step_s=None)
     assert math.isnan(numbers_of(batch, batch.answers["lazy"])["total_s"])
 
@@ -206,13 +265,17 @@ def test_measurements_are_behind_their_rows() -> None:
 def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which() -> None:
     runs = [
         stored([visit(0, score=0.25)], folder=Path("look"), provenance={"started": "2026-02"}),
-        stored([visit(0, score=1.0), visit(1)], folder=Path("whole"), provenance={"started": "2026-01"}),
+        stored(
+            [visit(0, score=1.0), visit(1)], folder=Path("whole"), provenance={"started": "2026-01"}
+        ),
     ]
     results = Results(runs)
     counting = results.counting[results.counting["arm"] == "lazy"]
     assert counting[["id", "score"]].to_numpy().tolist() == [["row-0", 100], ["row-1", 50]]
     (sentence,) = results.choices
-    start = "lazy, schedule=paper (hotpotqa): measured in look and in whole; tables count whole, which"
+    start = (
+        "lazy, schedule=paper (hotpotqa): measured in look and in whole; tables count whole, which"
+    )
     assert sentence.startswith(start)
     again = stored([visit(0), visit(1)], folder=Path("again"), provenance={"started": "2026-03"})
     assert {*Results([*runs, again]).counting["folder"]} == {"again"}  # as many, but newer
@@ -220,12 +283,24 @@ def test_several_runs_of_a_setting_count_once_and_a_sentence_says_which() -> Non
 
 def test_a_setting_is_named_by_its_speedup_and_hyperparameters() -> None:
     assert label_of("baseline", {}) == "baseline"
-    assert label_of("lazy", {"schedule": {"2": 0.3}, "revive": False}) == "lazy, schedule={2: 0.3}, revive=false"
-    assert label_of("prompt_compression", {"keep": 0.5, "scorer": None}) == "prompt_compression, keep=0.5"
-    shown = {2.0: "static_pruning, speedup=2x, layer=2", 1.25: "static_pruning, speedup=1.25x, layer=2",
+    assert (
+        label_of("lazy", {"schedule": {"2": 0.3}, "revive": False})
+        == "lazy, schedule={2: 0.3}, revive=false"
+    )
+    assert (
+        label_of("prompt_compression", {"keep": 0.5, "scorer": None})
+        == "prompt_compression, keep=0.5"
+    )
+    shown = {2.0: "static_pruning, speedup=2x, layer=2",
+    1.25: "static_pruning, speedup=1.25x, layer=2",
              "table1": "static_pruning, speedup=table1, layer=2"}  # fmt: skip
     for speedup, label in shown.items():
-        run = stored([visit()], "static_pruning", {"layer": 2, "speedup": speedup}, solved={"hotpotqa": {"keep": 0.3}})
+        run = stored(
+            [visit()],
+            "static_pruning",
+            {"layer": 2, "speedup": speedup},
+            solved={"hotpotqa": {"keep": 0.3}},
+        )
         arm, row = run.arms["lazy"], run.rows.iloc[1]
         assert (arm.speedup, arm.values) == (
             speedup,
