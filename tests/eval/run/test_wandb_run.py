@@ -6,7 +6,6 @@ W&B has no reader of its offline files in Python, so values are compared in the 
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,20 +13,18 @@ from unittest.mock import Mock
 import pytest
 
 from eval.analysis.run_table import run_table
-from eval.run.settings import TrackerConfig
+from eval.config import TrackerSettings
 from eval.run.wandb_run import open_trackers
 from eval.store.folder import read_about, read_visits
 from eval.store.results import Results
 from eval.store.runs import StoredRun
-from eval.store.visit import Answer, Turn, Visit
-from tests.eval.store.visits import measurement
-from tests.runs import measure, run_of
+from tests.eval.store.visits import only, visit
+from tests.runs import checked, measured
 
 SECRET = "5ecret" * 8
-CONFIG = TrackerConfig("wandb", tags=["a-tag"], group="a-sweep")
 ARMS = {
-    "baseline": {"method": {"name": "baseline"}, "parameters": None},
-    "mine": {"method": {"name": "lazy", "schedule": {"2": 0.3}}, "parameters": None},
+    "baseline": {"method": {"name": "baseline"}},
+    "lazy": {"method": {"name": "lazy", "schedule": {"2": 0.3}}},
 }
 ABOUT = {
     "fingerprint": "abc",
@@ -37,19 +34,15 @@ ABOUT = {
 }
 
 
-def timed(score: float, ttft_s: float, total_s: float, computed: float = 50.0, text: str = "yes") -> Answer:
-    return measurement(text, score, ttft_s=ttft_s, total_s=total_s, pct_prompt_tokens_computed=computed)
+def timed(score: float, ttft_s: float, step_s: float, computed: int) -> dict[str, Any]:
+    """Fields of an answer that computed this share of 100 prompt tokens in each layer."""
+    counts = {"group_layers": [4], "computed": [[computed]]}
+    return {"score": score, "ttft_s": ttft_s, "decode_step_s": [step_s], "text": "yes", **counts}
 
 
-def visited(dataset: str, row: str, tokens: int, gold: list[str], baseline: Answer, mine: Answer) -> Visit:
-    turn = Turn(sha256=row, tokens=tokens, tokens_before_truncation=tokens, end="?", answers=gold)
-    answers = {"baseline": [baseline], "mine": [mine]}
-    return Visit(dataset=dataset, id=row, turns=[turn], order=["baseline", "mine"], answers=answers)
-
-
-FIRST = visited("hotpotqa", "a", 100, ["yes", "so"], timed(0.5, 0.3, 1.0, 100.0, "no"), timed(1.0, 0.1, 0.5))
-SECOND = visited("trec", "b", 200, [], timed(1.0, 0.5, 0.5, 100.0), timed(0.0, 0.3, 0.5, 70.0))
-# by hand: two examples, (1 + 0) / 2 and (0.3 + 0.5) / (0.1 + 0.3) and (1.0 + 0.5) / (0.5 + 0.5)
+FIRST = visit("a", gold=["yes", "so"], baseline=timed(0.5, 0.3, 0.7, 100), **timed(1, 0.1, 0.4, 50))
+SECOND = visit("b", "trec", gold=[], baseline=timed(1, 0.5, 0, 100), **timed(0, 0.3, 0.2, 70))
+# by hand: (1 + 0) / 2 and (0.3 + 0.5) / (0.1 + 0.3) and (1.0 + 0.5) / (0.5 + 0.5)
 AFTER_FIRST = {
     "examples": 1, "running/score": 100, "running/pct_prompt_tokens_computed": 50,
     "running/ttft_speedup": 3, "running/generation_speedup": 2,
@@ -61,16 +54,17 @@ AFTER_SECOND = {
 
 
 @pytest.fixture(autouse=True)
-def _a_users_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_ends: None) -> None:
+def _a_users_machine(tmp_path: Path, monkeypatch, wandb_ends: None) -> None:
     """A key that must not be written, an empty home folder, and the test's own working folder."""
     (tmp_path / "home").mkdir()
-    os.environ |= {"HOME": str(tmp_path / "home"), "WANDB_API_KEY": SECRET, "HF_TOKEN": f"hf_{SECRET}"}
+    os.environ |= {"HOME": str(tmp_path / "home"), "WANDB_RUN_GROUP": "a-sweep"}
+    os.environ |= {"WANDB_API_KEY": SECRET, "HF_TOKEN": f"hf_{SECRET}"}
     monkeypatch.setattr(sys, "argv", ["run.py", f"anything={SECRET}"])
     monkeypatch.chdir(tmp_path)
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, fails: str = "") -> list[Mock]:
-    """The runs that W&B's stand-in makes, one for each `wandb.init`, whose arguments are `given`. fails: a call."""
+    """The runs that W&B's stand-in makes, each with what `wandb.init` was `given`."""
     runs: list[Mock] = []
 
     def init(**given: Any) -> Mock:
@@ -93,32 +87,34 @@ def logged(run: Mock, key: str = "examples") -> list[dict[str, Any]]:
 RESULTS = Results([StoredRun(Path("run"), ABOUT, [FIRST, SECOND])])
 
 
-def tracked(second: Visit = SECOND) -> None:
+def tracked(second: Any = SECOND) -> None:
     """Track a run of two examples."""
     Path("run").mkdir()
     Path("run/visits.jsonl").write_text("{}\n")
     Path("run/other.txt").write_text("not shared")
-    with open_trackers(CONFIG, RESULTS.runs[0]) as trackers:
+    with open_trackers(TrackerSettings(name="wandb"), RESULTS.runs[0]) as trackers:
         for tracker in trackers:
             tracker.visit(FIRST)
             tracker.visit(second)
             tracker.finish(RESULTS, run_table(RESULTS, "a run"), [])
 
 
-def test_each_arm_is_a_run_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_arm_is_a_run_of_one_group(monkeypatch) -> None:
     runs = stand_in(monkeypatch)
     tracked()
     first, second = (run.given for run in runs)
     assert (first["id"], second["id"]) == ("abc-0", "abc-1")
-    assert (first["name"], second["name"]) == ("tiny, baseline", "tiny, mine")
-    for init, arm in ((first, "baseline"), (second, "mine")):
-        assert (init["group"], init["mode"], init["reinit"]) == ("a-sweep", "offline", "create_new")
+    assert (first["name"], second["name"]) == ("tiny, baseline", "tiny, lazy")
+    for init, arm in ((first, "baseline"), (second, "lazy")):
+        found = (init["group"], init["mode"], init["reinit"])
+        assert found == ("a-sweep", "offline", "create_new")
         assert init["config"] | ABOUT["config"] == init["config"]
         assert (init["config"]["identity"], init["config"]["arm"]) == (ABOUT["identity"], arm)
-        assert (init["config"]["fingerprint"], init["config"]["provenance"]) == ("abc", ABOUT["provenance"])
+        assert init["config"]["fingerprint"] == "abc"
+        assert init["config"]["provenance"] == ABOUT["provenance"]
 
 
-def test_arm_shows_history_summary_table_and_the_first_one_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arm_shows_history_summary_table_and_the_first_one_files(monkeypatch) -> None:
     runs = stand_in(monkeypatch)
     tracked()
     baseline, mine = runs
@@ -127,18 +123,19 @@ def test_arm_shows_history_summary_table_and_the_first_one_files(monkeypatch: py
     assert [row["running/ttft_speedup"] for row in logged(baseline)] == [1, 1]
     # by hand, of FIRST (hotpotqa, multi_doc_qa) and SECOND (trec, few_shot)
     expected = {
-        "multi_doc_qa/score": 100, "multi_doc_qa/ttft_speedup": 3, "few_shot/score": 0, "few_shot/ttft_speedup": 5 / 3,
-        "all/score": 50, "all/pct_prompt_tokens_computed": 60, "all/examples": 2, "few_shot/kv_bytes": 640,
+        "multi_doc_qa/score": 100, "multi_doc_qa/ttft_speedup": 3, "few_shot/score": 0,
+        "few_shot/ttft_speedup": 5 / 3, "all/score": 50, "all/pct_prompt_tokens_computed": 60,
+        "all/examples": 2, "few_shot/kv_bytes": 640,
     }  # fmt: skip
     reference, summary = (run.summary.update.call_args.args[0] for run in runs)
     assert {key: summary[key] for key in expected} == pytest.approx(expected)
     assert (reference["all/score"], reference["all/ttft_speedup"]) == (75, 1)
     table = logged(mine, "per_example")[0]["per_example"]
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.data]
-    shared = ("dataset", "id", "prompt_tokens", "score", "ttft_s", "ttft_speedup", "answer", "gold")
+    shared = ["dataset", "id", "prompt_tokens", "score", "ttft_s", "ttft_speedup", "answer", "gold"]
     assert [[row[column] for column in shared] for row in rows] == [
-        ["hotpotqa", "a", 100, 100, 0.1, pytest.approx(3), "yes", "yes | so"],
-        ["trec", "b", 200, 0, 0.3, pytest.approx(5 / 3), "yes", ""],
+        ["hotpotqa", "row-a", 100, 100, 0.1, pytest.approx(3), "yes", "yes | so"],
+        ["trec", "row-b", 100, 0, 0.3, pytest.approx(5 / 3), "yes", ""],
     ]
     assert set(baseline.log_artifact.call_args.args[0].manifest.entries) == {"visits.jsonl"}
     mine.log_artifact.assert_not_called()
@@ -146,9 +143,9 @@ def test_arm_shows_history_summary_table_and_the_first_one_files(monkeypatch: py
         run.finish.assert_called_once_with(exit_code=0)
 
 
-def test_arm_without_an_answer_in_a_visit_shows_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arm_without_an_answer_in_a_visit_shows_nothing_of_it(monkeypatch) -> None:
     runs = stand_in(monkeypatch)
-    tracked(replace(SECOND, answers={"mine": SECOND.answers["mine"]}))
+    tracked(only(SECOND, "lazy"))
     baseline, mine = map(logged, runs)
     assert [row["examples"] for row in baseline] == [1]
     assert [row["examples"] for row in mine] == [1, 2]
@@ -156,7 +153,7 @@ def test_arm_without_an_answer_in_a_visit_shows_nothing_of_it(monkeypatch: pytes
     assert [row["running/ttft_speedup"] for row in mine] == [pytest.approx(3)] * 2
 
 
-def test_offline_run_of_wandb_writes_no_secret(caplog: pytest.LogCaptureFixture) -> None:
+def test_offline_run_of_wandb_writes_no_secret(caplog) -> None:
     import wandb
 
     tracked()
@@ -170,25 +167,33 @@ def test_offline_run_of_wandb_writes_no_secret(caplog: pytest.LogCaptureFixture)
     assert "W&B failed" not in caplog.text
 
 
-@pytest.mark.parametrize("call", ["init", "define_metric", "log", "summary.update", "log_artifact", "finish"])
-def test_run_is_whole_if_wandb_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call) -> None:
+CALLS = ("init", "define_metric", "log", "summary.update", "log_artifact", "finish")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_run_is_whole_if_wandb_fails(monkeypatch, caplog, call: str) -> None:
     stand_in(monkeypatch, fails=call)
     tracked()
-    told = caplog.text.count("W&B failed (OSError: no such server); the run goes on without it")
-    assert told == (1 if call == "log_artifact" else 2)  # once for each arm's
+    said = "W&B failed (OSError: no such server); the run goes on without it"
+    # once for each arm's
+    assert caplog.text.count(said) == (1 if call == "log_artifact" else 2)
 
 
-def test_trackers_end_with_error_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_end_with_error_of_run(monkeypatch) -> None:
     runs = stand_in(monkeypatch)
-    with pytest.raises(ZeroDivisionError), open_trackers(CONFIG, RESULTS.runs[0]):
+    with (
+        pytest.raises(ZeroDivisionError),
+        open_trackers(TrackerSettings(name="wandb"), RESULTS.runs[0]),
+    ):
         _ = 1 / 0
     assert [run.finish.call_args.kwargs for run in runs] == [{"exit_code": 1}] * 2
 
 
-def test_run_passes_trackers_its_visits_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_passes_trackers_its_visits_and_table(monkeypatch) -> None:
     runs = stand_in(monkeypatch)
-    quick = ["dataset=lookup", "limit=2", "max_new_tokens=3", "warmup=0", "out=run", "baseline=false"]
-    measure(run_of("tracker=wandb", "label=mine", *quick), show=False)
+    del os.environ["WANDB_RUN_GROUP"]
+    quick = ["dataset=lookup", "limit=2", "max_new_tokens=3", "warmup=0", "baseline=false"]
+    measured(checked("tracker=wandb", "label=mine", "out=run", *quick))
     about, visits = read_about(Path("run/run.json")), read_visits(Path("run"))
     (run,) = runs
     assert (run.given["id"], run.given["group"]) == (f"{about['fingerprint']}-0", "mine")
@@ -196,4 +201,5 @@ def test_run_passes_trackers_its_visits_and_table(monkeypatch: pytest.MonkeyPatc
     table = logged(run, "per_example")[0]["per_example"]
     assert table.get_column("id") == [visit.id for visit in visits]
     assert table.get_column("ttft_speedup") == [None, None]
-    assert any(name.startswith("figures/") for call in run.log.call_args_list for name in call.args[0])
+    shown = {name for call in run.log.call_args_list for name in call.args[0]}
+    assert any(name.startswith("figures/") for name in shown)
