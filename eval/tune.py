@@ -2,9 +2,10 @@
 
 lazyllm-bench tune model=tiny dataset=embedded limit=4 -m target_speedup=1.5,2    (a study of each)
 
-Every other row decides: the best schedule has the least KL of the baseline's answer (`fidelity=answer`), then of the
-gold one. The first is the default at this speedup. Both are then measured on the other rows. The same command resumes.
-The study's folder holds a run of each schedule, and `tuned.yaml` with the best one and the rows.
+Every other row decides: the best schedule has the least KL of the baseline's answer
+(`fidelity=answer`), then of the gold one. The first is the default at this speedup. Both are then
+measured on the other rows. The same command resumes. The study's folder holds a run of each
+schedule, and `tuned.yaml` with the best one and the rows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ KLs = tuple[float, float]  # of the baseline's answer, of the gold one: means ov
 
 
 class TuneConfig(RunConfig):
-    """A run's settings, and the search's. `seed` is also the search's; `out` is the study's folder."""
+    """A run's settings, and the search's. `seed` is also the search's; `out` is the study's
+    folder.
+    """
 
     target_speedup: Annotated[float, Field(gt=1)] = Field(
         description="ideal TTFT speedup to reach; `-m target_speedup=1.5,2`: two studies"
@@ -57,7 +60,9 @@ class TuneConfig(RunConfig):
         if given != "paper":
             raise ValueError(f"method.schedule={given}: leave it out, as the search finds it")
         if speedup is not None:
-            raise ValueError(f"speedup={speedup}: leave it out, as target_speedup is what is reached")
+            raise ValueError(
+                f"speedup={speedup}: leave it out, as target_speedup is what is reached"
+            )
         if not self.baseline:
             raise ValueError("baseline=false: expected true, as schedules are compared with it")
         return self
@@ -69,31 +74,46 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def draw(speedup: Callable[[Schedule], float], target: float, depth: Depth, trial: Any) -> Schedule | None:
-    """A schedule that keeps `ratio ** power` after each of its layers, by the ratio that meets the target, if any does.
+def draw(
+    speedup: Callable[[Schedule], float], target: float, depth: Depth, trial: Any
+) -> Schedule | None:
+    """A schedule that keeps `ratio ** power` after each of its layers, by the ratio that meets the
+    target, if any does.
 
-    speedup: the ideal one of a schedule. trial: Optuna's, which chooses the number of layers, the first and the last,
-    between which they are spread evenly, and how the powers rise or fall from 1 in the middle.
+    speedup: the ideal one of a schedule. trial: Optuna's, which chooses the number of layers, the
+    first and the last, between which they are spread evenly, and how the powers rise or fall from 1
+    in the middle.
     """
     cuts, first = trial.suggest_int("cuts", 1, CUTS), trial.suggest_int("first", 1, depth.count - 1)
     last, slope = trial.suggest_int("last", 1, depth.count - 1), trial.suggest_float("slope", -2, 2)
     shares = [cut / max(cuts - 1, 1) for cut in range(cuts)]
-    powers = {depth.nearest(round(first + share * (last - first))): 2 ** (slope * (2 * share - 1)) for share in shares}
+    powers = {
+        depth.nearest(round(first + share * (last - first))): 2 ** (slope * (2 * share - 1))
+        for share in shares
+    }
 
     def schedule(ratio: float) -> Schedule:
-        return {layer: max(round(ratio**power, 4), 0.0001) for layer, power in sorted(powers.items())}
+        return {
+            layer: max(round(ratio**power, 4), 0.0001) for layer, power in sorted(powers.items())
+        }
 
     ratio = nearest_ratio(lambda ratio: speedup(schedule(ratio)), target)
     return None if ratio is None else schedule(ratio)
 
 
-def search(study: Any, drawn: Any, kls: Callable[[Schedule], KLs], default: Schedule, trials: int) -> Schedule:
-    """The best of `trials` schedules, the default first; of equal ones, the first. Up to 20 are drawn for each."""
+def search(
+    study: Any, drawn: Any, kls: Callable[[Schedule], KLs], default: Schedule, trials: int
+) -> Schedule:
+    """The best of `trials` schedules, the default first; of equal ones, the first. Up to 20 are
+    drawn for each.
+    """
     import optuna
 
     def objective(trial: optuna.Trial) -> float:
         schedule = drawn(trial)
-        schedule = schedule if done() else default  # what is drawn first is enqueued as the nearest to it
+        schedule = (
+            schedule if done() else default
+        )  # what is drawn first is enqueued as the nearest to it
         if schedule is None:
             raise optuna.TrialPruned
         measured = kls(schedule)
@@ -102,20 +122,31 @@ def search(study: Any, drawn: Any, kls: Callable[[Schedule], KLs], default: Sche
         return measured[0]
 
     def done() -> list[Any]:
-        return [trial.user_attrs["measured"] for trial in study.trials if trial.state.name == "COMPLETE"]
+        return [
+            trial.user_attrs["measured"] for trial in study.trials if trial.state.name == "COMPLETE"
+        ]
 
     if not done():
-        study.enqueue_trial({"cuts": len(default), "first": min(default), "last": max(default), "slope": 0.0})
-    study.optimize(objective, 20 * (trials - len(done())), callbacks=[optuna.study.MaxTrialsCallback(trials)])
+        study.enqueue_trial(
+            {"cuts": len(default), "first": min(default), "last": max(default), "slope": 0.0}
+        )
+    study.optimize(
+        objective, 20 * (trials - len(done())), callbacks=[optuna.study.MaxTrialsCallback(trials)]
+    )
     return dict(min(done(), key=lambda found: found[0])[1])
 
 
 def tune(config: TuneConfig) -> Path:
-    """Search, then measure on the other rows; returns the study's folder. Raises UserError, FailedExamplesError."""
+    """Search, then measure on the other rows; returns the study's folder. Raises UserError,
+    FailedExamplesError.
+    """
     config = config.model_copy(update={"fidelity": "answer", "warmup": 0})
     check(config, Path("studies"))
     if find_spec("optuna") is None:
-        raise UserError("the search needs the package optuna: pip install --editable '.[tune]' in the repository")
+        raise UserError(
+            "the search needs the package optuna: pip install --editable '.[tune]' in the "
+            "repository"
+        )
     import optuna  # this and others not at the top: arguments are checked first
 
     from eval.run.bench import load_model
@@ -125,22 +156,33 @@ def tune(config: TuneConfig) -> Path:
     from lazyllm.models.load import as_device, shape_of
 
     run, target = prepare(config), config.target_speedup
-    require(len(run.prompts) > 1, "limit", config.limit, "two rows or more: every other one decides")
+    require(
+        len(run.prompts) > 1, "limit", config.limit, "two rows or more: every other one decides"
+    )
     prompts = {"rows": run.prompts[::2], "other_rows": run.prompts[1::2]}
     rows = {part: [" ".join(prompt.key) for prompt in chosen] for part, chosen in prompts.items()}
     shape = shape_of(run.spec)
     method = cast(Any, run.methods[run.arms[-1].label, run.prompts[0].dataset.name])
     depth, tokens = Depth.of(shape), round(mean(len(prompt.token_ids) for prompt in run.prompts))
     default: Any = method.solve({}, shape, tokens, target)
-    require(default is not None, "target_speedup", target, "less, as the default's layers cannot reach it")
+    require(
+        default is not None,
+        "target_speedup",
+        target,
+        "less, as the default's layers cannot reach it",
+    )
     identity = run.identity | rows | {"target_speedup": target}
     name = Path(config.model.name).name
     folder = Path(config.out or f"studies/{name}-{target:g}x-{fingerprint(identity)[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(storage=f"sqlite:///{folder}/study.db", study_name="schedules", load_if_exists=True)
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder}/study.db", study_name="schedules", load_if_exists=True
+    )
     check_same(folder, "study", study.user_attrs.get("identity", identity), identity)
     study.set_user_attr("identity", identity)
-    study.sampler = optuna.samplers.TPESampler(seed=config.seed + len(study.trials), multivariate=True)
+    study.sampler = optuna.samplers.TPESampler(
+        seed=config.seed + len(study.trials), multivariate=True
+    )
     load = cache(partial(load_model, run))
     with held_and_released(as_device(run.spec.device)):
 
@@ -153,16 +195,29 @@ def tune(config: TuneConfig) -> Path:
             measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
             if measured.failed:
                 raise FailedExamplesError(measured.failures)
-            found: Any = [visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers]
+            found: Any = [
+                visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers
+            ]
             return mean(one.answer_kl for one in found), mean(one.gold_kl for one in found)
 
-        drawn = partial(draw, lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens), target, depth)
+        drawn = partial(
+            draw,
+            lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens),
+            target,
+            depth,
+        )
         best = search(study, drawn, partial(kls, "rows"), default, config.trials)
         both = (("tuned", best), ("default", default))
-        measured = {f"{name} on {part}": [*kls(part, schedule)] for part in prompts for name, schedule in both}
+        measured = {
+            f"{name} on {part}": [*kls(part, schedule)]
+            for part in prompts
+            for name, schedule in both
+        }
     about = {"schedule": best, "model": name, "target_speedup": target, **measured, **rows}
     text = yaml.safe_dump(about, sort_keys=False, default_flow_style=None, width=1000)
     written = ", ".join(f"{layer}: {ratio}" for layer, ratio in best.items())
-    write_whole(folder / FILE, f"# python run.py method=lazy 'method.schedule={{{written}}}'\n{text}")
+    write_whole(
+        folder / FILE, f"# python run.py method=lazy 'method.schedule={{{written}}}'\n{text}"
+    )
     print((folder / FILE).read_text(encoding="utf-8"), end="")
     return folder

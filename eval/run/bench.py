@@ -38,7 +38,9 @@ Visited = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it,
 Pair = tuple[Prompt, Arm]
 Load = Callable[[], PreTrainedModel]
 Ended = tuple[Prompt, Arm, Measured | Failure]
-Outcomes = dict[str, Measured | Failure]  # {label of an arm: what it did with a prompt, or why it failed}
+Outcomes = dict[
+    str, Measured | Failure
+]  # {label of an arm: what it did with a prompt, or why it failed}
 
 
 @dataclass
@@ -48,7 +50,8 @@ class Bench:
     arms: in the order of tables; methods: {(label, name of a dataset): the arm's method for it}.
     baseline: the label of the arm to compare with; None without one.
     batch_size: answers that decode together, after each first token was timed alone.
-    forces_answers: whether answers are forced after each visit (`fidelity=answer`), so that each arm's prefill is kept
+    forces_answers: whether answers are forced after each visit (`fidelity=answer`), so that each
+        arm's prefill is kept
         until then.
     kernel: the attention kernel of the first arm's prefill; known after `warm_up`.
     """
@@ -66,7 +69,8 @@ class Bench:
     _peak_so_far: int | None = None  # bytes, before the last reset
 
     def warm_up(self, prompts: Sequence[Prompt], runs: int) -> None:
-        """Run each arm `runs` times on the first prompt, so that the first visit is no slower than the others.
+        """Run each arm `runs` times on the first prompt, so that the first visit is no slower than
+        the others.
 
         If memory does not hold the prompt, the shortest one takes its place.
         """
@@ -79,7 +83,9 @@ class Bench:
             log.warning("warming up on %s, row %s failed (%s)", *prompt.key, reason)
 
     def _warm_up(self, prompt: Prompt, runs: int) -> str | None:
-        def answer(method: Method, new_tokens: int = min(WARMUP_TOKENS, prompt.max_new_tokens)) -> None:
+        def answer(
+            method: Method, new_tokens: int = min(WARMUP_TOKENS, prompt.max_new_tokens)
+        ) -> None:
             generate(self.model, prompt.as_input(), method, new_tokens, ())
 
         calls = [partial(answer, self._method(prompt, arm)) for arm in self.arms] * runs
@@ -94,7 +100,8 @@ class Bench:
         return self.methods[arm.label, prompt.dataset.name]
 
     def visits(self, planned: Sequence[Visited]) -> Iterator[Visit]:
-        """The visits as they are done, in which an arm may have failed: it lacked memory, for example.
+        """The visits as they are done, in which an arm may have failed: it lacked memory, for
+        example.
 
         With a batch size above 1 the longest prompts come first.
         """
@@ -163,20 +170,28 @@ class Bench:
         self._peak_so_far = None
         reset_peak(self.model.device)
         after = partial(self._keep, method, kept) if self.forces_answers else None
-        generation = generate(self.model, prompt.as_input(), method, **prompt.options, after_prefill=after)
+        generation = generate(
+            self.model, prompt.as_input(), method, **prompt.options, after_prefill=after
+        )
         is_shared = self.batch_size > 1  # of a run whose other answers are in batches
         peak = None if is_shared else self._peak(method)
         return Measured(method, generation, peak, kept[0] if kept else None, is_shared)
 
     def _rehearse(self, prompt: Prompt, method: Method) -> None:
-        """Run the prefill once, untimed, if its shapes may be new to a backend that builds plans."""
+        """Run the prefill once, untimed, if its shapes may be new to a backend that builds
+        plans.
+        """
         models = (self.model, *HELPERS.loaded.values())
         if any(builds_plans(model, self.model.device) for model in models):
             Batch(self.model, 1).add(self._start(prompt, method))
 
-    def _start(self, prompt: Prompt, method: Method, after: Callable[[Generation], None] | None = None) -> Generation:
+    def _start(
+        self, prompt: Prompt, method: Method, after: Callable[[Generation], None] | None = None
+    ) -> Generation:
         sampler = Greedy(prompt.end_ids, prompt.options["min_new_tokens"])
-        return Generation(self.model, prompt.as_input(), method, prompt.max_new_tokens, sampler, after)
+        return Generation(
+            self.model, prompt.as_input(), method, prompt.max_new_tokens, sampler, after
+        )
 
     def _keep(self, method: Method, kept: list[Generation], prefilled: Generation) -> None:
         """Keep a copy of a prompt that has run, which counts in no peak, until `_forget`."""
@@ -189,7 +204,9 @@ class Bench:
         self._kept = [kept for kept in self._kept if not any(kept is one for one in prefills)]
 
     def _peak(self, method: Method) -> int | None:
-        """The answer's peak memory in bytes so far, without other arms' models and kept prefills; None if unknown."""
+        """The answer's peak memory in bytes so far, without other arms' models and kept
+        prefills; None if unknown.
+        """
         peak = read_peak(self.model.device)
         if peak is None:
             return None
@@ -198,7 +215,9 @@ class Bench:
         return now if self._peak_so_far is None else max(now, self._peak_so_far)
 
     def _attempt(self, prompt: Prompt, do: Callable[[], T]) -> T | Failure:
-        """What a call returns, or its failure. A UserError is raised, as every example would meet it."""
+        """What a call returns, or its failure. A UserError is raised, as every example would
+        meet it.
+        """
         try:
             return do()
         except UserError:
@@ -209,8 +228,8 @@ class Bench:
         return failure
 
     def _answer_together(self, planned: Sequence[Visited]) -> Iterator[Ended]:
-        """The arms' answers as they end, several at once. A bad answer loses no other: after an error the visits in
-        the batch are answered one arm at a time."""
+        """The arms' answers as they end, several at once. A bad answer loses no other: after an
+        error the visits in the batch are answered one arm at a time."""
         waiting = deque((prompt, arm) for prompt, arms in planned for arm in arms)
         while waiting:
             lost = yield from self._fill_batches(waiting)
@@ -219,8 +238,9 @@ class Bench:
                 yield prompt, arm, self._answer_alone(prompt, arm)
 
     def _fill_batches(self, waiting: deque[Pair]) -> Generator[Ended, None, list[Pair]]:
-        """Take pairs out of `waiting` and answer at most `batch_size` at once. First tokens are made alone and in
-        order; a visit's begin when the batch has room for all of them, if it ever has.
+        """Take pairs out of `waiting` and answer at most `batch_size` at once. First tokens are
+        made alone and in order; a visit's begin when the batch has room for all of them, if it ever
+        has.
 
         An error ends that. Returns the pairs that then lack an answer: of the visits in the batch.
         """
@@ -243,7 +263,11 @@ class Bench:
             for generation in ended:
                 one = running.pop(generation)
                 prefilled = one.kept[0] if one.kept else None
-                yield one.prompt, one.arm, Measured(generation.method, generation, None, prefilled, True)
+                yield (
+                    one.prompt,
+                    one.arm,
+                    Measured(generation.method, generation, None, prefilled, True),
+                )
         return []
 
     def _begin(
@@ -278,7 +302,9 @@ def _arms_to_begin(waiting: deque[Pair], running: Mapping[Generation, Running]) 
 
 @contextmanager
 def open_bench(run: Run, load: Load | None = None) -> Iterator[Bench]:
-    """The run's model, ready to answer until the block ends. load: gives the model, if several runs share it."""
+    """The run's model, ready to answer until the block ends. load: gives the model, if several
+    runs share it.
+    """
     with held_and_released(as_device(run.spec.device)), cpu_time(run.counts_cpu_time):
         yield Bench(
             model=(load or (lambda: load_model(run)))(),
@@ -297,7 +323,10 @@ def load_model(run: Run) -> PreTrainedModel:
     log.info("loading %s in %s: %s", run.spec.name, run.spec.dtype, run.dtype_reason)
     if unapplied := unapplied_settings(run.spec):
         settings = ", ".join(f"{key}={value}" for key, value in unapplied.items())
-        log.info("answers are greedy: of the model's generation_config.json these have no effect: %s", settings)
+        log.info(
+            "answers are greedy: of the model's generation_config.json these have no effect: %s",
+            settings,
+        )
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     return load_weights(run.spec)
