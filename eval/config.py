@@ -28,10 +28,13 @@ from lazyllm.spec import ATTENTION, AUTO, DTYPES, SDPA_BACKENDS
 
 _OWN_SUBSETS = tuple(name for suite in SUITES.values() for name in suite.subsets)
 _SUITE_SETTINGS = {suite.name: suite.options for suite in SUITES.values() if suite.options}
-Dtype = Literal[AUTO, *DTYPES]  # type: ignore[valid-type]
-Attention = Literal[ATTENTION]  # type: ignore[valid-type]
-SdpaBackend = Literal[SDPA_BACKENDS]  # type: ignore[valid-type]
-Subset = Literal[*SUBSETS, *_OWN_SUBSETS]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    Dtype = Attention = SdpaBackend = Subset = str
+else:  # a type checker does not evaluate these
+    Dtype = Literal[AUTO, *DTYPES]
+    Attention = Literal[ATTENTION]
+    SdpaBackend = Literal[SDPA_BACKENDS]
+    Subset = Literal[*SUBSETS, *_OWN_SUBSETS]
 
 
 def read_speedup(value: Any) -> float | str:

@@ -86,7 +86,8 @@ def _draw_map(figure: MplFigure, axes: Any, frame: Any) -> None:
     model, dataset, n, width = frame[["model", "dataset", "prompt_tokens", "width"]].iloc[0]
     picture = axes.imshow(
         cells, aspect="auto", interpolation="none", cmap="viridis",
-        extent=(0.5, n + 0.5, len(cells) + 0.5, 0.5), norm=LogNorm(_FAINTEST / n, cells.max(), clip=True),
+        extent=(0.5, n + 0.5, len(cells) + 0.5, 0.5),
+        norm=LogNorm(_FAINTEST / n, cells.max(), clip=True),
     )  # fmt: skip
     columns = f" (each column: the largest of {width} neighbours)" if width > 1 else ""
     axes.set(xlabel=f"prompt token{columns}", ylabel="layer")
