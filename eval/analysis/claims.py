@@ -1,10 +1,11 @@
 """The paper's claims about LazyLLM, in our words (arXiv 2407.14057v1), and what stored runs say of each.
 
-A claim is a row of eval/analysis/published/claims.csv: its text, the function here that measures it (`measure`, with
-`arguments`), the rows that it measures (`rows`, `method`: `Section.of`), what these must have for a verdict (`needs`),
-the paper's number by model (llama2, xgen), and how far ours may be from it (`tolerance`, in per cent of the number or in
-points), or the direction that each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `shown`,
-the table or figure to look at.
+A claim is a row of eval/analysis/published/claims.csv: its text, the function here that measures it
+(`measure`, with `arguments`), the rows that it measures (`rows`, `method`: `Section.of`), what
+these must have for a verdict (`needs`), the paper's number by model (llama2, xgen), and how far
+ours may be from it (`tolerance`, in per cent of the number or in points), or the direction that
+each part of the value must obey (`holds`); `digits`, `widest` (of `Column`), and `shown`, the table
+or figure to look at.
 """
 
 import csv
