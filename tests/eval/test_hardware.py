@@ -27,7 +27,7 @@ from tests.eval.made import stored
 from tests.eval.store.visits import visit
 from tests.helpers import prompt_of
 from tests.reference import random_model
-from tests.runs import measure, small_run
+from tests.runs import measured, small_config
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -141,7 +141,7 @@ def test_kernel_that_ran_is_told_by_its_operators(attention: str, kernel: str) -
 
 def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "_rate", lambda *_: 1e15)
-    run = measure(small_run(tmp_path / "run", limit=1, dataset={"lookup": True}, warmup=1))
+    run = measured(small_config(tmp_path / "run", limit=1, dataset="lookup", warmup=1))
     [one] = run.visits
     baseline = one.answers["baseline"]
     config: Any = load_config(ModelSpec("tiny"))
