@@ -22,6 +22,7 @@ from typing import Annotated, Any, cast
 import yaml
 from pydantic import Field, model_validator
 
+from eval.benchmarks.datasets import format_value
 from eval.config import ArmSettings, RunConfig
 from eval.run.check import check
 from eval.run.job import start
@@ -31,7 +32,7 @@ from lazyllm.engine.depth import Depth
 from lazyllm.engine.flops import nearest_ratio
 from lazyllm.errors import FailedExamplesError, UserError, require
 from lazyllm.files import write_whole
-from lazyllm.methods import Lazy, by_name
+from lazyllm.methods import Lazy, by_name, settings_of
 
 FILE = "tuned.yaml"  # of a study
 CUTS = 9  # the most pruning layers of a schedule
@@ -215,9 +216,15 @@ def tune(config: TuneConfig) -> Path:
         }
     about = {"schedule": best, "model": name, "target_speedup": target, **measured, **rows}
     text = yaml.safe_dump(about, sort_keys=False, default_flow_style=None, width=1000)
-    written = ", ".join(f"{layer}: {ratio}" for layer, ratio in best.items())
-    write_whole(
-        folder / FILE, f"# python run.py method=lazy 'method.schedule={{{written}}}'\n{text}"
-    )
+    write_whole(folder / FILE, f"# {command_of(config.arms[0], best)}\n{text}")
     print((folder / FILE).read_text(encoding="utf-8"), end="")
     return folder
+
+
+def command_of(arm: ArmSettings, schedule: Schedule) -> str:
+    """The begin of a command that runs the arm with a schedule."""
+    extra, defaults = arm.model_extra or {}, settings_of(by_name(arm.name))
+    changed = {key: value for key, value in extra.items() if value != defaults[key]}
+    words = [f"method.{key}={format_value(value)}" for key, value in changed.items()]
+    words.append(f"'method.schedule={format_value(schedule)}'")
+    return " ".join(["python run.py", f"method={arm.name}", *words])

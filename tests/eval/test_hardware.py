@@ -177,7 +177,7 @@ def test_run_stores_mfu_as_counted_by_hand_and_its_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measuring, "_rate", lambda *_: 1e15)
-    run = measured(small_config(tmp_path / "run", limit=1, dataset=["lookup"], warmup=1))
+    run = measured(small_config(tmp_path / "run", limit=1, dataset="lookup", warmup=1))
     [one] = run.visits
     baseline = one.answers["baseline"]
     config: Any = load_config(ModelSpec("tiny"))

@@ -1,5 +1,6 @@
 """The command `tune`: the schedules that it draws, by hand; its search of made-up KLs; and a study of real runs."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -10,15 +11,14 @@ import optuna
 import pytest
 import yaml
 
-import eval.run.decode
-from eval.run.config import compose_config, prepared, register_schema
-from eval.run.run import prepare
+import eval.run.bench
+from eval.compose import read, register
 from eval.store.folder import read_visits
-from eval.tune import Schedule, TuneConfig, draw, search, to_tune_config, tune
+from eval.tune import Schedule, TuneConfig, draw, search, tune
 from lazyllm.engine.depth import Depth
 from lazyllm.errors import UserError
 from lazyllm.methods import Lazy
-from tests.runs import run_of
+from tests.runs import prepared
 
 SHAPE = SimpleNamespace(
     num_hidden_layers=8, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
@@ -33,21 +33,23 @@ QUICK = (
     "trials=2",
     "target_speedup=2.0",
     "out=study",
+    "method=lazy",
+    "method.prune_generated=true",
 )
 
 
 def config_of(*overrides: str) -> TuneConfig:
     try:
-        return to_tune_config(compose_config(prepared(overrides, TuneConfig)))
+        return read(overrides, TuneConfig)
     finally:
-        register_schema()
+        register([])
 
 
-# -------------------------------------------------------------------------------------------------------------- drawing
+# ---------------------------------------------------------------------------------------- drawing
 
 
 def flops(counts: list[int]) -> int:
-    """q and o 16 x 16, k and v 16 x 8, the MLP three times 16 x 32; 4 * 16 a causal pair; one row of logits."""
+    """q and o 16 x 16, k and v 16 x 8, three times 16 x 32; 4 * 16 a causal pair; a row of logits."""
     weights = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32
     return sum(2 * weights * n + 4 * 16 * n * (n + 1) // 2 for n in counts) + 2 * 16 * 64
 
@@ -80,7 +82,9 @@ def drawn(target: float, **chosen: float) -> Schedule | None:
     ],
     ids=str,
 )
-def test_drawn_schedule_meets_the_target(target: float, chosen: dict[str, float], layers: list[int]) -> None:
+def test_drawn_schedule_meets_the_target(
+    target: float, chosen: dict[str, float], layers: list[int]
+) -> None:
     schedule = drawn(target, **chosen)
     assert schedule is not None
     assert [*schedule] == layers
@@ -108,12 +112,12 @@ def test_layers_that_cannot_meet_the_target_draw_nothing() -> None:
     assert drawn(3.0, cuts=2, first=6, last=7, slope=0.0) is None
 
 
-# -------------------------------------------------------------------------------------------------------------- search
+# ----------------------------------------------------------------------------------------- search
 
 DEFAULT = {2: 0.5, 4: 0.5, 7: 0.5}
 
 
-def found_by(study: optuna.Study, kls: Any, trials: int, default: Schedule = DEFAULT) -> Schedule:
+def found_by(study: Any, kls: Any, trials: int, default: Schedule = DEFAULT) -> Schedule:
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials), multivariate=True)
     return search(study, partial(draw, ideal, 1.2, Depth(8)), kls, default, trials)
 
@@ -144,14 +148,17 @@ def test_best_is_the_one_of_the_least_kl_of_the_answer_then_of_the_gold_one() ->
     best = found_by(optuna.create_study(), kls, 40)
     values = [(abs(min(schedule) - 5), schedule[min(schedule)]) for schedule in measured]
     assert values[measured.index(best)] == min(values) < values[0]
-    assert len({value for value, _ in values}) < len({*values})  # some are equal but for the gold answer
+    assert len({value for value, _ in values}) < len(
+        {*values}
+    )  # some are equal but for the gold answer
 
 
 def test_stopped_search_goes_on_and_begins_with_the_default(tmp_path: Path) -> None:
     def stopped(schedule: Schedule) -> tuple[float, float]:
         raise KeyboardInterrupt
 
-    load = partial(optuna.create_study, storage=f"sqlite:///{tmp_path}/study.db", study_name="s", load_if_exists=True)
+    storage = f"sqlite:///{tmp_path}/study.db"
+    load = partial(optuna.create_study, storage=storage, study_name="s", load_if_exists=True)
     with pytest.raises(KeyboardInterrupt):
         found_by(load(), stopped, 4)
     measured, kls = recorded(lambda schedule: (min(schedule), 0.0))
@@ -165,19 +172,17 @@ def test_stopped_search_goes_on_and_begins_with_the_default(tmp_path: Path) -> N
     assert found_by(load(), stopped, 4) == best  # nothing is left to do
 
 
-# ------------------------------------------------------------------------------------------------------------- command
+# ---------------------------------------------------------------------------------------- command
 
 
 @pytest.mark.slow
-def test_study_of_real_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_study_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert tune(config_of(*QUICK)) == Path("study")
     content = yaml.safe_load(Path("study/tuned.yaml").read_text())
-    keys = [" ".join(case.key) for case in prepare(run_of(*QUICK[:2])).cases]
+    keys = [" ".join(prompt.key) for prompt in prepared(*QUICK[:2]).prompts]
     assert content["rows"] + content["other_rows"] == [keys[0], keys[2], keys[1], keys[3]]
-    assert (content["layers"], content["model"], content["target_speedup"]) == (8, "tiny", 2.0)
+    assert (content["model"], content["target_speedup"]) == ("tiny", 2.0)
     out = capsys.readouterr().out
     assert all(key in out for key in keys)
     kls = dict[str, dict[str, list[float]]]()
@@ -185,22 +190,31 @@ def test_study_of_real_runs(
         for folder in Path("study", part).iterdir():
             visits = read_visits(folder)
             assert {" ".join(visit.key) for visit in visits} == {*content[part]}
-            fidelity: list[Any] = [visit.answers["tuned"][0].fidelity for visit in visits]
-            found = [mean(one.answer_kl for one in fidelity), mean(one.gold_kl for one in fidelity)]
+            answers: list[Any] = [visit.answers["tuned"] for visit in visits]
+            found = [mean(one.answer_kl for one in answers), mean(one.gold_kl for one in answers)]
             kls.setdefault(part, {})[folder.name] = found
     assert len(kls["rows"]) == 2
     best = min(kls["rows"], key=lambda name: kls["rows"][name])
     assert best == "-".join(f"{layer}_{ratio}" for layer, ratio in content["schedule"].items())
-    assert len(kls["other_rows"]) == (1 if content["tuned on rows"] == content["default on rows"] else 2)
+    is_default = content["tuned on rows"] == content["default on rows"]
+    assert len(kls["other_rows"]) == (1 if is_default else 2)
     for part, measured in kls.items():
         assert content[f"tuned on {part}"] == measured[best]
         assert content[f"default on {part}"] in measured.values()
-    run = run_of("method.schedule=tuned/study", "dataset=lookup", "limit=1")
+    # the file begins with the command that runs the schedule
+    command = Path("study/tuned.yaml").read_text().splitlines()[0]
+    _, _, _, *words = shlex.split(command)
+    arm = prepared(*words, "dataset=lookup", "limit=1").identity["arms"]["lazy"]
     schedule = {str(layer): ratio for layer, ratio in content["schedule"].items()}
-    assert prepare(run).identity["arms"]["lazy"]["method"]["schedule"] == schedule
-    monkeypatch.setattr(eval.run.decode, "generate", None)  # nothing is measured again
+    own = {"name": "lazy", "schedule": schedule, "prune_generated": True}
+    assert arm["method"] == own
+    monkeypatch.setattr(eval.run.bench, "generate", None)  # nothing is measured again
     tune(config_of(*QUICK))
     assert yaml.safe_load(Path("study/tuned.yaml").read_text()) == content
-    for changed, named in (("seed=1", "seed: 0 there"), ("limit=1", "rows: "), ("method.revive=false", "arms.")):
+    for changed, named in (
+        (["seed=1"], "seed: 0 there"),
+        (["limit=1"], "rows: "),
+        (["method.prune_generated=false"], "arms."),
+    ):
         with pytest.raises(UserError, match=named):
-            tune(config_of(*QUICK, changed))
+            tune(config_of(*QUICK, *changed))

@@ -1,12 +1,12 @@
-"""Kills a run on `tiny` by SIGKILL many times, and compares the result with the same run without kills.
+"""Kills a run on `tiny` by SIGKILL many times; compares the result with the same run without kills.
 
-python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together; 0: conversations of two
-                                                             turns, one by one
+python -m tests.eval.run.kill_run [KILLS] [SEED] [ROWS]      ROWS: answers that decode together
 
-Three arms answer each example; one of them fails at some. This process imports everything once and forks. Each fork is
-a job that calls `eval.run.loop.measure` and dies by SIGKILL: half of them after a random time, the others after writing
-a random number of bytes (RLIMIT_FSIZE cuts a write at the limit), which leaves incomplete lines. A job is started again
-until its run is done; then the next run begins, until the number of kills is reached. Prints its counts as JSON.
+Three arms answer each example; one of them fails at some. This process imports everything once and
+forks. Each fork is a job that calls `eval.run.loop.measure` and dies by SIGKILL: half of them after
+a random time, the others after writing a random number of bytes (RLIMIT_FSIZE cuts a write at the
+limit), which leaves incomplete lines. A job is started again until its run is done; then the next
+run begins, until the number of kills is reached. Prints its counts as JSON.
 """
 
 import gc
@@ -30,56 +30,40 @@ from typing import Any
 import pandas as pd
 import torch
 
-import eval.run.loop
-from eval.benchmarks.datasets import load
-from eval.run.asked import Asked
-from eval.run.run import prepare
+from eval.config import RunConfig
+from eval.run.check import choose_data, read_rows
 from eval.store.folder import read_visits
-from lazyllm.methods import StaticPruning
-from tests.eval.store.visits import flat
-from tests.runs import small_run
+from tests.runs import failing_sometimes, measured, small_config
 
 EXAMPLES = 8  # of each of two datasets
-ARMS: dict[str, dict[str, Any]] = {
-    "lazy": {"name": "lazy", "schedule": {2: 0.5}},
-    "fails": {"name": "static_pruning", "layer": 2, "keep": 0.5},
-}
+ARMS = [
+    {"name": "lazy", "schedule": {2: 0.5}},
+    {"name": "static_pruning", "label": "fails", "layer": 2, "keep": 0.5},
+]
 # Columns with times, current memory, or values derived from them
-TIMES = re.compile(r"run$|(ttft|total_s|step_s|scoring_s|peak_|prefill_mfu)|(generation|equal_length|step)_speedup")
+TIMES = re.compile(
+    r"run$|(ttft|total_s|step_s|scoring_s|peak_|prefill_mfu)|(generation|equal_length|step)_speedup"
+)
 HANG_S = 120  # a job that takes longer hangs
 
 
 @dataclass
 class Counts:
-    """kills: jobs that died by SIGKILL and were started again. half_lines: of these, left an incomplete visit.
-    runs: finished run folders, equal to the undisturbed one."""
+    """kills: jobs that died by SIGKILL and were started again. half_lines: of these, left an
+    incomplete visit. runs: finished run folders, equal to the undisturbed one."""
 
     kills: int = 0
     half_lines: int = 0
     runs: int = 0
 
 
-def quick_run(rows: int) -> Asked:
-    settings: dict[str, Any] = {"batch_size": rows}
-    if rows == 0:
-        settings = {"batch_size": 1, "turns": 2, "dataset": {"lookup": True, "hops": True}}
-    return small_run("run", warmup=1, limit=EXAMPLES, max_new_tokens=4, compare=ARMS, **settings)
-
-
-def fail_sometimes() -> None:
-    """From now on, the arm `fails` does so at about every third prompt, always the same ones."""
-    original = StaticPruning.start
-
-    def start(self: StaticPruning, decoder: Any, prompt: Any, max_new_tokens: int) -> Any:
-        if sum(prompt.token_ids.tolist()) % 3 == 0:
-            raise RuntimeError("it fails here")
-        return original(self, decoder, prompt, max_new_tokens)
-
-    StaticPruning.start = start  # type: ignore[method-assign]
+def quick_run(rows: int) -> RunConfig:
+    changes: Any = {"limit": EXAMPLES, "max_new_tokens": 4, "batch_size": rows, "warmup": 1}
+    return small_config("run", arms=ARMS, **changes)
 
 
 def job(folder: Path, rows: int, before: Callable[[], None] = lambda: None) -> int:
-    """Fork a job that makes the run in `folder`/run, and return its pid. before: called first in the job."""
+    """Fork a job that makes the run in `folder`/run, and return its pid. before: called first."""
     pid = os.fork()
     if pid:
         return pid
@@ -87,14 +71,14 @@ def job(folder: Path, rows: int, before: Callable[[], None] = lambda: None) -> i
     try:
         os.chdir(folder)
         before()
-        eval.run.loop.measure(prepare(quick_run(rows)), show=False)
+        measured(quick_run(rows))
         status = 0
     finally:
         os._exit(status)
 
 
 def ended_by(pid: int) -> int:
-    """Wait for a job. Returns 0, or the signal that killed it; raises AssertionError for any other end."""
+    """Wait for a job. Returns 0, or SIGKILL; raises AssertionError for another end."""
     watch = threading.Timer(HANG_S, os.kill, (pid, signal.SIGKILL))
     watch.start()
     started = time.monotonic()
@@ -110,7 +94,8 @@ def ended_by(pid: int) -> int:
 def wait_at_most(pid: int, seconds: float) -> None:
     """Wait until the job has ended or the time is over, without reaping the job."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    unreaped = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while time.monotonic() < until and os.waitid(os.P_PID, pid, unreaped) is None:
         time.sleep(0.002)
 
 
@@ -120,14 +105,10 @@ def die_at_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def ends_in_half(folder: Path) -> bool:
-    """Whether a file of visits ends in an incomplete line."""
-    return any(not file.read_bytes().endswith(b"\n") for file in folder.glob("visits.jsonl") if file.stat().st_size)
-
-
-def whole_lines(folder: Path) -> dict[str, list[bytes]]:
-    """{file: its whole lines}"""
-    return {file.name: file.read_bytes().split(b"\n")[:-1] for file in folder.glob("visits.jsonl")}
+def lines_of(folder: Path) -> list[bytes]:
+    """List the lines of the visits; the last one is empty, or incomplete."""
+    file = folder / "visits.jsonl"
+    return file.read_bytes().split(b"\n") if file.exists() else [b""]
 
 
 def without_times(folder: Path) -> str:
@@ -137,25 +118,25 @@ def without_times(folder: Path) -> str:
 
 
 def outcomes(folder: Path) -> dict[tuple[str, str, str], Any]:
-    """{(dataset, id, arm): its first answers, without times}"""
+    """{(dataset, id, arm): its first answer, without times}"""
     found: dict[tuple[str, str, str], Any] = {}
     for visit in read_visits(folder):
-        prompts = [(turn.sha256, turn.answers) for turn in visit.turns]
-        for label, answers in visit.answers.items():
-            own = map(flat, answers)
-            outcome = [(one.text, one.token_ids, one.score, one.computed, one.same_answer) for one in own]
-            found.setdefault((*visit.key, label), (prompts, outcome))
+        for label, own in visit.answers.items():
+            answer = own.text, own.token_ids, own.score, own.computed, own.same_answer
+            about = visit.prompt_sha256, visit.gold
+            found.setdefault((*visit.key, label), (about, answer))
     return found
 
 
 def doubled(folder: Path) -> list[tuple[str, str, str]]:
-    """The (dataset, id, arm) that were answered more than once; the baseline may be, beside an arm that failed."""
-    answered = Counter((*visit.key, label) for visit in read_visits(folder) for label in visit.answers)
+    """The (dataset, id, arm) answered more than once; the baseline may be, with a failed arm."""
+    visits = read_visits(folder)
+    answered = Counter((*visit.key, label) for visit in visits for label in visit.answers)
     return [key for key, number in answered.items() if number > 1 and key[2] != "baseline"]
 
 
 def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
-    """Kill runs below `folder` N times. Raises AssertionError if something is lost, repeated or changed."""
+    """Kill runs below `folder` N times. Raises AssertionError if something is lost or repeated."""
     rng, counts = random.Random(seed), Counts()
     undisturbed = folder / "undisturbed" / "run"
     undisturbed.parent.mkdir()
@@ -165,17 +146,17 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
     assert ended_by(job(folder / "again", rows)) == 0
     whole_s = time.monotonic() - started
     whole, expected = without_times(undisturbed), outcomes(undisturbed)
-    longest = max(len(line) for lines in whole_lines(undisturbed).values() for line in lines) + 1
+    longest = max(map(len, lines_of(undisturbed))) + 1
     assert 4 * EXAMPLES < len(expected) < 6 * EXAMPLES  # one arm fails at some
 
-    def next_job(parent: Path, lines: dict[str, list[bytes]]) -> int:
+    def next_job(parent: Path, lines: list[bytes]) -> int:
         if counts.kills == kills:
             return job(parent, rows)
         if rng.random() < 0.5:
-            size = max((sum(len(line) + 1 for line in of_file) for of_file in lines.values()), default=0)
+            size = sum(len(line) + 1 for line in lines)
             return job(parent, rows, lambda: die_at_size(size + rng.randrange(3 * longest)))
         pid = job(parent, rows)
-        done = sum(map(len, lines.values())) / (2 * EXAMPLES)
+        done = len(lines) / (2 * EXAMPLES)
         wait_at_most(pid, rng.uniform(0, whole_s * (0.3 + 0.7 * (1 - min(done, 1)))))
         os.kill(pid, signal.SIGKILL)  # a job that has ended remains until it is reaped
         return pid
@@ -185,16 +166,15 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
         out.parent.mkdir()
         done = False
         while not done:
-            lines = whole_lines(out)
+            *lines, _ = lines_of(out)
             signal_number = ended_by(next_job(out.parent, lines))
             done = signal_number == 0
             whole_s *= 0.8 if done else 1.05  # even on a busy machine, most kills come in time
-            now = whole_lines(out)
-            for name, before in lines.items():
-                assert now[name][: len(before)] == before, f"{out / name}: a finished visit was changed or lost"
+            now = lines_of(out)
+            assert now[: len(lines)] == lines, f"{out}: a finished visit was changed or lost"
             if not done:
                 counts.kills += 1
-                counts.half_lines += ends_in_half(out)
+                counts.half_lines += now[-1] != b""
         assert not doubled(out), f"{out}: {doubled(out)[0]} was answered twice"
         counts.runs += 1
         assert outcomes(out) == expected, f"{out}: other answers than the undisturbed run's"
@@ -206,12 +186,10 @@ def kill_run(folder: Path, kills: int, seed: int, rows: int) -> Counts:
 def main(kills: int = 100, seed: int = 0, rows: int = 1) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    fail_sometimes()
-    quick = quick_run(rows)
-    for dataset in quick.datasets:  # making the rows would take most of a job's time: it is done once, before the fork
-        load(dataset, quick.data)
+    # making the rows would take most of a job's time: it is done once, before the fork
+    read_rows(quick_run(rows), *choose_data(quick_run(rows)))
     gc.freeze()  # nor does a job look through all modules for garbage
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, failing_sometimes():
         counts = kill_run(Path(folder), kills, seed, rows)
     print(json.dumps(asdict(counts)))
 

@@ -1,4 +1,4 @@
-"""After 10 kills nothing is lost: `tests.eval.run.kill_run` in a separate process, which can fork safely.
+"""After 10 kills nothing is lost: `tests.eval.run.kill_run` in a process that can fork safely.
 
 `python -m tests.eval.run.kill_run 100` kills more often.
 """
@@ -16,7 +16,7 @@ KILLS = 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 4, 0])
+@pytest.mark.parametrize("rows", [1, 4])
 def test_killed_run_ends_as_if_it_had_not_been(rows: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.eval.run.kill_run", str(KILLS), "1", str(rows)],
@@ -30,5 +30,7 @@ def test_killed_run_ends_as_if_it_had_not_been(rows: int) -> None:
     counts = json.loads(done.stdout)
     print(counts)
     assert counts["kills"] == KILLS
-    assert counts["half_lines"] >= 2  # every other kill is in the middle of a write, though not always a record's
+    assert (
+        counts["half_lines"] >= 2
+    )  # every other kill is in the middle of a write, though not always a record's
     assert counts["runs"] >= 1
