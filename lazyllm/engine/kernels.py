@@ -193,8 +193,8 @@ def attend_in_chunks(
     chunks, kv_heads, width = mask.shape[0], key.shape[1], value.shape[-1]
     packed = query.reshape(1, kv_heads, -1, d).expand(chunks, -1, -1, -1)
     # [1, g, s, d] -> [g, c, d, k] -> [c, g, k, d], views of K and V
-    parts = (_in_chunks(part[0], chunks, dim=1).permute(1, 0, 3, 2) for part in (key, value))
-    attended, sums = attend_with_lse(packed, *parts, mask, scaling)
+    keys, values = (_in_chunks(part[0], chunks, dim=1).permute(1, 0, 3, 2) for part in (key, value))
+    attended, sums = attend_with_lse(packed, keys, values, mask, scaling)
     # [g, h/g * m, d], in the dtype of `sums`
     joined = (attended * sums.softmax(dim=0)[..., None]).sum(dim=0)
     out = query.new_empty(1, m, kv_heads, heads // kv_heads, width)
