@@ -44,19 +44,8 @@ def way_to_attend(
     chunks: the same, with the keys in chunks that run side by side (`attend_in_chunks`).
     sort: K and V are copied by position, so that few keys need a mask (`attend_in_order`).
 
-    In ms for a layer of 32 heads in bfloat16 on an H200, 70 % of the tokens (results/gpu). Chunks
-    are not yet timed on a GPU.
-
-    | key heads | stored | m     | copy | mask | sort |
-    |-----------|--------|-------|------|------|------|
-    | 8         | 4,000  | 1     | 0.08 | 0.19 |      |
-    | 8         | 32,000 | 1     | 0.28 | 1.33 |      |
-    | 8         | 32,000 | 512   |      | 0.81 | 1.74 |
-    | 8         | 32,000 | 1,024 |      | 3.08 | 2.44 |
-    | 8         | 8,000  | 2,000 |      | 0.85 | 1.43 |
-    | 8         | 8,000  | 5,000 |      | 2.52 | 2.40 |
-    | 32        | 32,000 | 2,000 |      | 3.01 | 3.73 |
-    | 32        | 32,000 | 5,000 |      | 10.1 | 6.37 |
+    The limits are where times of a layer of 32 heads on an H200 cross (results/gpu). Chunks are not
+    yet timed on a GPU.
     """
     if m == 1:
         return "copy" if device.type in COPIES else "mask"
