@@ -81,31 +81,18 @@ def checks() -> Iterator[tuple[str, Callable[..., object], PreTrainedModel, list
 
     whole = [1 + (7 * position + position**2) % 96 for position in range(TOKENS)]
     prompts = [whole[:n] for n in (1, 2, 3, TOKENS)]
+    exact: dict[str, Callable[..., object]] = {
+        "keeping every token gives the model's own output": invariants.can_keep_everything,
+        "counts are those declared and run": invariants.counts_what_it_computes,
+        "no state between prompts": invariants.has_no_state,
+        "in a batch and in model.generate as alone": invariants.runs_batches_row_by_row,
+    }
     for name in MODELS:
-        exact, half = random_model(name, "float64"), random_model(name, "bfloat16")
-        for what, invariant, model, given in (
-            (
-                "keeping every token gives the model's own output",
-                invariants.can_keep_everything,
-                exact,
-                prompts,
-            ),
-            (
-                "counts are those declared and run",
-                invariants.counts_what_it_computes,
-                exact,
-                prompts,
-            ),
-            ("no state between prompts", invariants.has_no_state, exact, prompts),
-            (
-                "in a batch and in model.generate as alone",
-                invariants.runs_batches_row_by_row,
-                exact,
-                prompts[1:],
-            ),
-            ("finite logits in bfloat16", invariants.gives_finite_logits, half, prompts),
-        ):
-            yield f"{name}: {what}", invariant, model, given
+        model = random_model(name, "float64")
+        for what, invariant in exact.items():
+            yield f"{name}: {what}", invariant, model, prompts
+        half = random_model(name, "bfloat16")
+        yield f"{name}: finite logits in bfloat16", invariants.gives_finite_logits, half, prompts
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -108,7 +108,7 @@ def runs_batches_row_by_row(model: PreTrainedModel, method: Method, prompt: Sequ
     """A prompt that decodes beside a shorter one gives what it gives alone or in `generate`."""
     from lazyllm import using
 
-    rows = [list(prompt[: len(prompt) // 2]), list(prompt)]
+    rows = [list(prompt[: max(1, len(prompt) // 2)]), list(prompt)]
     alone = [generate(model, row, method, _STEPS, ()) for row in rows]
     if method.can_batch:
         for number, found in generate_many(model, rows, method, _STEPS, ()):

@@ -147,8 +147,8 @@ class RecordingAttention:
         sizes = [size for _, size in self.running]
         parts = (part.split(sizes, dim=2) for part in (query, key, value))
         out = [
-            self._attend(context, module, *tensors, kwargs)
-            for (context, _), *tensors in zip(self.running, *parts, strict=True)
+            self._attend(context, module, q, k, v, kwargs)
+            for (context, _), q, k, v in zip(self.running, *parts, strict=True)
         ]
         return torch.cat(out, dim=1), None
 

@@ -44,19 +44,8 @@ def way_to_attend(
     chunks: the same, with the keys in chunks that run side by side (`attend_in_chunks`).
     sort: K and V are copied by position, so that few keys need a mask (`attend_in_order`).
 
-    In ms for a layer of 32 heads in bfloat16 on an H200, 70 % of the tokens (results/gpu). Chunks
-    are not yet timed on a GPU.
-
-    | key heads | stored | m     | copy | mask | sort |
-    |-----------|--------|-------|------|------|------|
-    | 8         | 4,000  | 1     | 0.08 | 0.19 |      |
-    | 8         | 32,000 | 1     | 0.28 | 1.33 |      |
-    | 8         | 32,000 | 512   |      | 0.81 | 1.74 |
-    | 8         | 32,000 | 1,024 |      | 3.08 | 2.44 |
-    | 8         | 8,000  | 2,000 |      | 0.85 | 1.43 |
-    | 8         | 8,000  | 5,000 |      | 2.52 | 2.40 |
-    | 32        | 32,000 | 2,000 |      | 3.01 | 3.73 |
-    | 32        | 32,000 | 5,000 |      | 10.1 | 6.37 |
+    The limits are where times of a layer of 32 heads on an H200 cross (results/gpu). Chunks are not
+    yet timed on a GPU.
     """
     if m == 1:
         return "copy" if device.type in COPIES else "mask"
@@ -193,8 +182,8 @@ def attend_in_chunks(
     chunks, kv_heads, width = mask.shape[0], key.shape[1], value.shape[-1]
     packed = query.reshape(1, kv_heads, -1, d).expand(chunks, -1, -1, -1)
     # [1, g, s, d] -> [g, c, d, k] -> [c, g, k, d], views of K and V
-    parts = (_in_chunks(part[0], chunks, dim=1).permute(1, 0, 3, 2) for part in (key, value))
-    attended, sums = attend_with_lse(packed, *parts, mask, scaling)
+    keys, values = (_in_chunks(part[0], chunks, dim=1).permute(1, 0, 3, 2) for part in (key, value))
+    attended, sums = attend_with_lse(packed, keys, values, mask, scaling)
     # [g, h/g * m, d], in the dtype of `sums`
     joined = (attended * sums.softmax(dim=0)[..., None]).sum(dim=0)
     out = query.new_empty(1, m, kv_heads, heads // kv_heads, width)

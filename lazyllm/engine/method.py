@@ -153,8 +153,8 @@ class Method(ABC):
             return
         who, instead = "every layer", ""
         if depth.window(depth.full[0]) is None:
-            one = len(blind) == 1
-            who = f"layer {blind[0]}" if one else f"each of layers {', '.join(map(str, blind))}"
+            who = f"each of layers {', '.join(map(str, blind))}"
+            who = f"layer {blind[0]}" if len(blind) == 1 else who
             instead = f"; full-attention layers are {', '.join(map(str, depth.full))}"
         reach = f"sees {depth.window(blind[0])} tokens"
         warn_once(
@@ -224,7 +224,8 @@ def _validator(kind: type[Method]) -> Any:
     from pydantic import ConfigDict, TypeAdapter
     from typing_extensions import TypedDict
 
-    settings: Any = TypedDict(kind.__name__, _hints(kind), total=False)
+    make: Any = TypedDict  # from fields that no checker can read
+    settings = make(kind.__name__, _hints(kind), total=False)
     settings.__pydantic_config__ = ConfigDict(
         strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
     )

@@ -112,9 +112,7 @@ def title_of(spec: ModelSpec) -> str:
 
 
 def _on_hub(spec: ModelSpec, files: Iterable[str]) -> Path:
-    instead = (
-        "Give a folder with the checkpoint in its place (of the model itself: model=FOLDER)"
-    )
+    instead = "Give a folder with the checkpoint in its place (of the model itself: model=FOLDER)"
     if spec.name in PRESETS:
         instead += ", or time random weights with model.load_format=dummy"
     return hub_folder(spec.source, files, spec.revision, instead)

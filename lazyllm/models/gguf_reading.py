@@ -25,9 +25,7 @@ from transformers import (
     GenerationConfig,
     modeling_gguf_pytorch_utils,
 )
-from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from lazyllm.errors import UserError, reason_of
@@ -152,13 +150,6 @@ def _checked(file: Path) -> Any:
         raise UserError(
             f"{file} is one of {parts} parts: join them with llama.cpp's `llama-gguf-split --merge`"
         )
-    architecture = _value(reader, "general.architecture")
-    if architecture not in _architectures():
-        known = ", ".join(sorted(_architectures()))
-        raise UserError(
-            f"{file}: {_TRANSFORMERS} reads no GGUF files of the architecture {architecture!r}, "
-            f"but of {known}"
-        )
     for tensor in reader.tensors:
         if tensor.tensor_type not in _readable():
             known = ", ".join(kind.name for kind in sorted(_readable()))
@@ -167,16 +158,6 @@ def _checked(file: Path) -> Any:
                 f"{known}"
             )
     return reader
-
-
-def _architectures() -> list[str]:
-    """List the architectures of language models whose GGUF files transformers reads."""
-    kinds = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
-    return [
-        name
-        for name in GGUF_SUPPORTED_ARCHITECTURES
-        if kinds.get(name, name) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    ]
 
 
 @cache

@@ -62,9 +62,8 @@ class Schedule:
         if isinstance(given, str):
             given = {} if given == "none" else _mapping_of(given)
         given = cls(given).keep
-        shares = [layer for layer in given if isinstance(layer, str)]
         keep = {
-            depth.at_share(_share(layer)) if layer in shares else layer: ratio
+            depth.at_share(_share(layer)) if isinstance(layer, str) else layer: ratio
             for layer, ratio in given.items()
         }
         if len(keep) < len(given):
@@ -79,7 +78,7 @@ class Schedule:
                 f"the schedule prunes after layer {beyond[0]}, but the model has only "
                 f"{depth.count} layers; the paper's would be {dict(cls.paper(depth).keep)}"
             )
-        return cls(keep)
+        return cls({**keep})
 
 
 def _mapping_of(text: str) -> dict[str, float]:
