@@ -154,7 +154,7 @@ def tune(config: TuneConfig) -> Path:
     from eval.run.device import held_and_released
     from eval.run.loop import measure
     from eval.run.prepare import prepare
-    from lazyllm.models.load import as_device, shape_of
+    from lazyllm.models.config import as_device, shape_of
 
     run, target = prepare(config), config.target_speedup
     require(

@@ -29,7 +29,8 @@ from lazyllm.errors import UserError
 from lazyllm.measuring import attention_events, attention_kernel, read_peak, reset_peak
 from lazyllm.methods import Method
 from lazyllm.methods.support.other_models import HELPERS
-from lazyllm.models.load import as_device, load_weights, unapplied_settings
+from lazyllm.models.config import as_device, unapplied_settings
+from lazyllm.models.load import load_weights
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,8 @@ def fetched(config: RunConfig) -> Iterator[str]:
     models, (datasets, data) = models_of(config), choose_data(config)
     for spec in models:
         read_config(spec)  # what the hub refuses is reported before torch is imported
-    from lazyllm.models.load import check_loading, load_tokenizer_of, with_dtype
+    from lazyllm.models.config import check_loading, with_dtype
+    from lazyllm.models.tokenizers import load_tokenizer_of
 
     for spec in models:
         check_loading(spec)

@@ -12,10 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from eval.arms import Arm
 from eval.benchmarks.chat_format import ChatFormat
@@ -26,10 +25,13 @@ from lazyllm.machine import device_name, git_commit, version_of
 from lazyllm.methods import Method, by_name, code_of
 from lazyllm.methods.support.schedule import Schedule
 from lazyllm.models.checkpoint import gguf_of, title_of
+from lazyllm.models.config import as_device, load_config, load_end_ids, quantised_by
 from lazyllm.models.gguf_file import quantisation_of
 from lazyllm.models.gguf_file import sha256_of as sha256_of_file
-from lazyllm.models.load import as_device, load_config, load_end_ids, quantised_by
 from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PACKAGES = ("lazyllm-bench", "torch", "transformers", "tokenizers", "rouge-score", "fuzzywuzzy")
 # The code that can change a number of any run

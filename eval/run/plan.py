@@ -143,7 +143,7 @@ def estimated_groups(config: RunConfig) -> list[Group]:
 def _limit(config: RunConfig) -> int:
     """Tokens of a prompt."""
     from eval.run.prepare import limit_of_prompts
-    from lazyllm.models.load import shape_of
+    from lazyllm.models.config import shape_of
 
     datasets, data = choose_data(config)
     positions = shape_of(spec_of(config)).max_position_embeddings
@@ -203,7 +203,7 @@ def device_of(config: RunConfig) -> Accelerator:
     import torch
 
     from lazyllm.measuring import this_machine
-    from lazyllm.models.load import as_device, shape_of
+    from lazyllm.models.config import as_device, shape_of
 
     spec = spec_of(config)
     try:

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from eval.arms import Arm, OutOfReachError, check_distinct, expand
 from eval.benchmarks.chat_format import ChatFormat
@@ -25,16 +24,13 @@ from lazyllm.errors import UserError
 from lazyllm.machine import device_name
 from lazyllm.measuring import memory_of
 from lazyllm.methods import Method, about_the_method, name_of
+from lazyllm.models.config import as_device, check_loading, load_end_ids, shape_of
 from lazyllm.models.dtype import choose_dtype
-from lazyllm.models.load import (
-    as_device,
-    check_fits,
-    check_loading,
-    load_end_ids,
-    load_tokenizer_of,
-    shape_of,
-)
+from lazyllm.models.tokenizers import check_fits, load_tokenizer_of
 from lazyllm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ class Model:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from lazyllm.models.load import shape_of
+        from lazyllm.models.config import shape_of
 
         config = shape_of(spec)
         with torch.device("meta"):

@@ -43,15 +43,9 @@ from lazyllm.engine.generation import BATCH_SIZE, Forced, Generation, answer_man
 from lazyllm.engine.inputs import Prompt
 from lazyllm.integrations.transformers_generate import using
 from lazyllm.methods import about_the_method, code_of, make
-from lazyllm.models.load import (
-    as_device,
-    check_fits,
-    check_loading,
-    load_config,
-    load_tokenizer_of,
-    load_weights,
-    with_dtype,
-)
+from lazyllm.models.config import as_device, check_loading, load_config, with_dtype
+from lazyllm.models.load import load_weights
+from lazyllm.models.tokenizers import check_fits, load_tokenizer_of
 from lazyllm.spec import AUTO, ModelSpec
 
 _HFLM: Any = huggingface.HFLM  # its decorator hides its type

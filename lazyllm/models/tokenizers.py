@@ -8,6 +8,7 @@ the repository's code; `xgen_tokenizer.py` replaces it.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,15 @@ from lazyllm.spec import GGUF, ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 _CONFIG = "tokenizer_config.json"
 # Files of a hub repository that determine ids, texts or chat prompts
 FILES = (
     "tokenizer.json", "tokenizer.model", _CONFIG, "special_tokens_map.json", "added_tokens.json",
     "config.json", "chat_template.*", "additional_chat_templates/*",
 )  # fmt: skip
+LEAST_SHARE = 0.9  # of a model's tokens that its tokenizer has: models round their numbers up
 _SPACE = "▁"  # how sentencepiece writes a space
 _BPE = 2  # sentencepiece's TrainerSpec.ModelType
 _SPECIAL = ("unk", "bos", "eos")
@@ -196,3 +200,28 @@ def _sentencepiece_proto(model_file: Path) -> Any:
             "fallback and no normalisation); give a folder with tokenizer.json"
         )
     return proto
+
+
+def load_tokenizer_of(spec: ModelSpec) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer that `load_model` gives, without the model."""
+    if spec.is_dummy and spec.tokenizer is None and not spec.is_local:
+        return None  # "dummy" downloads nothing
+    return load_tokenizer(*tokenizer_of(spec))
+
+
+def check_fits(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
+    """Refuse a tokenizer with more tokens than the model; log one that may be another's."""
+    from lazyllm.models.config import load_end_ids, shape_of  # not at the top: it imports torch
+
+    known = shape_of(spec).get_text_config().vocab_size
+    tokens = tokenizer.vocab_size  # without tokens that were added later
+    source = spec.tokenizer or f"of {spec.name}"
+    held = f"tokenizer {source}: it has {tokens:,} tokens, the model {known:,}"
+    if tokens > known:
+        raise UserError(f"{held}: give the model's own (in a run model.tokenizer=FOLDER)")
+    if tokens < LEAST_SHARE * known:
+        log.warning("%s: is it the model's own?", held)
+    ends = () if spec.tokenizer is None else load_end_ids(spec)
+    if ends and tokenizer.eos_token_id not in ends:
+        end = tokenizer.eos_token_id
+        log.warning("%s; it ends a text by token %s, the model by %s", held, end, [*ends])

@@ -22,7 +22,7 @@ from lazyllm.errors import UserError
 from lazyllm.machine import ACCELERATORS, FLASH_2, accelerator, machine_warnings
 from lazyllm.measuring import attention_events, attention_kernel, utilisation
 from lazyllm.methods import Baseline
-from lazyllm.models.load import load_config
+from lazyllm.models.config import load_config
 from lazyllm.spec import ModelSpec
 from tests.eval.made import stored
 from tests.eval.store.visits import visit

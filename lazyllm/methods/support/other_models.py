@@ -15,7 +15,9 @@ from lazyllm.engine.decoder import Decoder, open_decoder
 from lazyllm.engine.devices import main_device
 from lazyllm.engine.inputs import Prompt
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_tokenizer_of, load_weights, shape_of
+from lazyllm.models.config import shape_of
+from lazyllm.models.load import load_weights
+from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 
 

@@ -14,7 +14,7 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.store.results import Results
 from lazyllm.errors import UserError
-from lazyllm.models.load import load_tokenizer_of
+from lazyllm.models.tokenizers import load_tokenizer_of
 from lazyllm.spec import ModelSpec
 from tests.eval import official
 from tests.eval.made import stored

@@ -23,7 +23,7 @@ from eval.benchmarks.prompts import build_prompt
 from eval.benchmarks.suite import DataSettings
 from eval.cli import main
 from lazyllm.errors import UserError
-from lazyllm.models.load import shape_of
+from lazyllm.models.config import shape_of
 from lazyllm.spec import ModelSpec
 from tests.helpers import tiny
 

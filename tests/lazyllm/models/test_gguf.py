@@ -19,7 +19,8 @@ import lazyllm
 from lazyllm.errors import UserError
 from lazyllm.models import gguf_file, gguf_reading
 from lazyllm.models.checkpoint import title_of
-from lazyllm.models.load import load_end_ids, load_model, load_weights, unapplied_settings
+from lazyllm.models.config import load_end_ids, unapplied_settings
+from lazyllm.models.load import load_model, load_weights
 from lazyllm.presets import PRESETS, Preset
 from lazyllm.spec import ModelSpec
 from tests.gguf_files import END, TEMPLATE, TURN, model_of, write_gguf
