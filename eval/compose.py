@@ -28,9 +28,8 @@ from lazyllm.errors import UserError, nearest
 from lazyllm.methods import by_name, is_file, known, settings_of
 from lazyllm.presets import PRESETS, is_sizes
 
-CONF = (
-    Path(__file__).resolve().parent / "conf"
-)  # a link to the folder at the top level; a wheel holds it here
+# a link to the folder at the top level; a wheel holds it here
+CONF = Path(__file__).resolve().parent / "conf"
 
 # Launcher -> (the plugin's package, the extra of pyproject.toml that installs it)
 LAUNCHERS = {

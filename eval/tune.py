@@ -112,9 +112,8 @@ def search(
 
     def objective(trial: optuna.Trial) -> float:
         schedule = drawn(trial)
-        schedule = (
-            schedule if done() else default
-        )  # what is drawn first is enqueued as the nearest to it
+        # what is drawn first is enqueued as the nearest to it
+        schedule = schedule if done() else default
         if schedule is None:
             raise optuna.TrialPruned
         measured = kls(schedule)

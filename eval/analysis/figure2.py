@@ -27,9 +27,8 @@ def importance_frame(trace: Trace) -> pd.DataFrame:
     n = scores.shape[1]
     width = -(-n // COLUMNS)
     starts = np.arange(0, n, width)
-    columns = np.maximum.reduceat(
-        scores, starts, axis=1
-    )  # a mean would hide peaks, which are one token wide
+    # a mean would hide peaks, which are one token wide
+    columns = np.maximum.reduceat(scores, starts, axis=1)
     layer, column = np.indices(columns.shape).reshape(2, -1)
     of_map = {
         "part": "map",

@@ -183,9 +183,8 @@ def _undominated(settings: Any) -> np.ndarray:
     scores = settings.sort_values(["ttft_speedup", "relative_score"], ascending=False)[
         "relative_score"
     ]
-    is_beaten = scores.le(
-        scores.cummax().shift(fill_value=-np.inf)
-    )  # a share of nothing (NaN) is not
+    # a share of nothing (NaN) is not
+    is_beaten = scores.le(scores.cummax().shift(fill_value=-np.inf))
     return ~is_beaten.reindex(settings.index).to_numpy()
 
 

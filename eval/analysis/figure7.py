@@ -130,9 +130,8 @@ def _curves(answers: Sequence[tuple[int, Answer]]) -> pd.DataFrame:
     shares = np.empty((len(starts), len(steps), len(examples)))
     for number, (n, own_starts, computed) in enumerate(examples):
         groups = np.searchsorted(own_starts, starts, side="right") - 1
-        rows = np.array(computed)[
-            np.minimum(steps, len(computed) - 1)
-        ]  # an ended example keeps its last value
+        # an ended example keeps its last value
+        rows = np.array(computed)[np.minimum(steps, len(computed) - 1)]
         shares[:, :, number] = 100 * rows[:, groups].T / n
     names = [f"layers {a}\u2013{b - 1}" if b > a + 1 else f"layer {a}" for a, b in pairwise(starts)]
     names.append(f"layers {starts[-1]} and up" if names else "all layers")

@@ -18,9 +18,8 @@ from eval.analysis.table import as_figure
 from eval.store.results import Results
 from eval.store.trace import Trace
 
-State = IntEnum(
-    "State", "FUTURE PRUNED STORED CACHED COMPUTED REVIVED", start=0
-)  # of a token in a layer in a step
+# of a token in a layer in a step
+State = IntEnum("State", "FUTURE PRUNED STORED CACHED COMPUTED REVIVED", start=0)
 _LOOKS: dict[
     State, tuple[str, str, dict[str, Any]]
 ] = {  # fills of different lightness, and marks: more than hues
@@ -39,10 +38,8 @@ _LOOKS: dict[
     State.PRUNED: ("pruned: no K and V in this layer", "#FFFFFF", {}),
 }
 STANDARD, PRUNED = "Standard LLM", "LazyLLM"  # the two kinds of panels, as in the paper's Figure 3
-STANDARD_STEPS, STEPS = (
-    2,
-    4,
-)  # the prefill and decoding steps; a standard LLM's later ones look like the second
+# the prefill and decoding steps; a standard LLM's later ones look like the second
+STANDARD_STEPS, STEPS = (2, 4)
 _CORNERS = np.array([[-0.42, -0.42], [0.42, -0.42], [0.42, 0.42], [-0.42, 0.42]])  # of a cell
 WINDOW = 44  # prompt tokens shown; more texts would not be legible side by side
 
@@ -58,9 +55,8 @@ def token_states(trace: Trace) -> np.ndarray:
         for layer in range(layers):
             present = selected.get(layer, present)
             in_set[step, layer, present] = True
-    held = np.logical_or.accumulate(
-        np.concatenate([np.zeros_like(in_set[:1]), in_set])
-    )  # before each step, and after
+    # before each step, and after
+    held = np.logical_or.accumulate(np.concatenate([np.zeros_like(in_set[:1]), in_set]))
     counted = np.repeat(np.array(trace.computed), trace.group_layers, axis=1)
     if (held[1:, :, :n].sum(axis=2) != counted).any():
         raise ValueError(
@@ -153,9 +149,8 @@ def plot(frame: Any) -> MplFigure:
     layers, n = int(frame["layer"].max()), frame["prompt_tokens"].iloc[0]
     shown = list(frame.groupby(["panels", "step"], sort=False))
     tokens = frame.drop_duplicates("position").sort_values("position").set_index("position")
-    columns = pd.Series(
-        np.arange(len(tokens)) + (tokens["kind"] == "generated"), tokens.index
-    )  # with a gap
+    # with a gap
+    columns = pd.Series(np.arange(len(tokens)) + (tokens["kind"] == "generated"), tokens.index)
     panel, end = min(max(1.0, 0.115 * layers), 2.0), columns.max() + 0.6
     mark = min(3.0, 0.6 * 72 * panel / layers)  # points; cells are lower with many layers
     figure = new_figure(min(11.0, 2.6 + 0.165 * end), 1.5 + len(shown) * (panel + 0.3))

@@ -42,9 +42,8 @@ NEAR = 0.05  # of the baseline's bytes: settings that differ by more are not at 
 END, PREFILL = "end", "prefill"
 _STEP_ENDS = (1, 4, 16, 64, 256)  # upper ends of the ranges of decoding steps
 _RANGES = [PREFILL, "1", *range_names(_STEP_ENDS)[1:]]
-_GOOD = {"score": 1, "gold_log_likelihood": 1} | dict.fromkeys(
-    KLS, -1
-)  # the sign of what is better
+# the sign of what is better
+_GOOD = {"score": 1, "gold_log_likelihood": 1} | dict.fromkeys(KLS, -1)
 # {a lead: the value that it is of}; that in nats is of the first KL that was measured
 _LEADS = {"lead_kl": "", "lead_log_likelihood": "gold_log_likelihood", "lead_score": "score"}
 _BYTES = (

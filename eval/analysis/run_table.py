@@ -133,9 +133,8 @@ def run_json(table: Table, about: Mapping[str, Any]) -> str:
             mean, low, high = (row.pop(form) for form in forms(name))
             row[name] = None if pd.isna(mean) else {"mean": mean, "low": low, "high": high}
     text = json.dumps({"rows": rows, **about}, sort_keys=True, default=str)
-    return (
-        json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + "\n"
-    )  # NaN is no JSON
+    # NaN is no JSON
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + "\n"
 
 
 def row_name(arm: StoredArm) -> str:

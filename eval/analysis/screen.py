@@ -100,9 +100,8 @@ def summary(results: Results, by: str | None = None) -> pd.DataFrame:
         counting = results.counting.assign(part=range_of(results.counting["prompt_tokens"]))
         lengths: Any = pd.DataFrame(rows_by(counting, "part", results.frame))
         table = pd.concat([table, lengths[lengths["level"] == "all"]])
-        table["seeds"] = (
-            table.groupby(SETTING)["seeds"].transform("max").astype(int)
-        )  # lengths have none
+        # lengths have none
+        table["seeds"] = table.groupby(SETTING)["seeds"].transform("max").astype(int)
     unfinished, keys = (
         _unfinished(results),
         zip(table["model"], table["suite"], table["label"], strict=True),

@@ -14,12 +14,8 @@ from eval.analysis.table import LABEL, MODEL, Column, Rows, as_table, cells, for
 from eval.store.results import Results
 from eval.store.summary import match_baselines
 
-_ANSWER_ENDS = (
-    4,
-    16,
-    64,
-    256,
-)  # upper ends of the ranges of answer lengths, the end token included
+# upper ends of the ranges of answer lengths, the end token included
+_ANSWER_ENDS = (4, 16, 64, 256)
 _LENGTHS = ["prompt_tokens", "answer_tokens"]
 _COSTS = (
     Column("prefill_saved", "prefill saves", 1, optional=True),

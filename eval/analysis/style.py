@@ -45,11 +45,8 @@ GREY = "#6E6E6E"
 MOST = 3  # models and suites in a figure
 TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10)  # of speedups
 _IN_A_ROW = 4  # panels of tasks
-REFERENCE: Any = {
-    "color": GREY,
-    "linewidth": 0.8,
-    "linestyle": (0, (1, 2)),
-}  # a line to compare with
+# a line to compare with
+REFERENCE: Any = {"color": GREY, "linewidth": 0.8, "linestyle": (0, (1, 2))}
 
 _FILES: Any = {
     "svg.fonttype": "path",  # the same in every browser, whatever its fonts

@@ -29,9 +29,8 @@ _BARS = (
     "pct_prompt_tokens_computed", "kv_bytes",
     "aux_bytes",
 )  # fmt: skip
-Block = dict[
-    str, Any
-]  # "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
+# "kind": a class of wandb_workspaces.reports.v2; the others are its arguments
+Block = dict[str, Any]
 
 
 def specification(
@@ -40,9 +39,8 @@ def specification(
     """Describe the report. The same runs give the same one. content: the tables and pictures to
     show.
     """
-    wide = dict(
-        kind="Layout", w=24, h=16
-    )  # a line of W&B's grid; other panels take the next free place
+    # a line of W&B's grid; other panels take the next free place
+    wide = dict(kind="Layout", w=24, h=16)
     place = {"entity": entity, "project": project} if entity else {}
     prints = [run.about["fingerprint"] for run in results.runs]
 

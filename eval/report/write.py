@@ -130,9 +130,8 @@ def write_table(table: Table, out: Path, formats: Sequence[str]) -> dict[str, Pa
 
 
 def _write_picture(picture: Picture, out: Path, formats: Sequence[str]) -> dict[str, Path]:
-    from eval.analysis.style import (
-        save,
-    )  # not at the top: importing matplotlib is slow and writes caches
+    # not at the top: importing matplotlib is slow and writes caches
+    from eval.analysis.style import save
 
     stem = out / "figures" / picture.name
     suffixes = [suffix for suffix in formats if suffix in ("svg", "pdf", "png")]

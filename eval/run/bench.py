@@ -39,9 +39,8 @@ Visited = tuple[Prompt, Sequence[Arm]]  # a prompt, and the arms that answer it,
 Pair = tuple[Prompt, Arm]
 Load = Callable[[], PreTrainedModel]
 Ended = tuple[Prompt, Arm, Measured | Failure]
-Outcomes = dict[
-    str, Measured | Failure
-]  # {label of an arm: what it did with a prompt, or why it failed}
+# {label of an arm: what it did with a prompt, or why it failed}
+Outcomes = dict[str, Measured | Failure]
 
 
 @dataclass

@@ -27,10 +27,8 @@ from lazyllm.spec import ModelSpec
 log = logging.getLogger(__name__)
 
 RUNS = Path("runs")  # and `hydra.sweep.dir` of conf/config.yaml
-QUIET = {
-    "WANDB_ERROR_REPORTING": "false",
-    "WANDB_SILENT": "true",
-}  # environment; W&B reports even if offline
+# environment; W&B reports even if offline
+QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 
 
 def check(config: RunConfig, folder: Path) -> None:
@@ -186,9 +184,8 @@ def _check_tracker(config: RunConfig) -> None:
 
 def _check_models(spec: ModelSpec, arms: tuple[Arm, ...]) -> None:
     """Refuse models whose configs are not here, and methods that do not fit the model's depth."""
-    layers: int | None = read_config(spec).get(
-        "num_hidden_layers"
-    )  # of a nested config, transformers finds it
+    # of a nested config, transformers finds it
+    layers: int | None = read_config(spec).get("num_hidden_layers")
     for arm in arms:
         for other in arm.sample().models():
             try:
@@ -205,9 +202,8 @@ def _check_models(spec: ModelSpec, arms: tuple[Arm, ...]) -> None:
                 reason = error.reason.removeprefix(f"{other.name}: ")
                 raise UserError(f"{given}: {reason}; give a folder with the checkpoint") from error
         if layers is not None:
-            depth = Depth(
-                layers
-            )  # without windows, which may not be in the file: what it refuses, they do too
+            # without windows, which may not be in the file: what it refuses, they do too
+            depth = Depth(layers)
             with about_the_method(arm.label):
                 arm.at(depth).sample().tokens_per_layer(depth, 1)
 

@@ -44,9 +44,8 @@ CUDA = {
     13: (580, "torch", "cu130"),
 }
 
-State = tuple[
-    str, str
-]  # `OK`, `MISSING` or `NOT_NEEDED`, and a sentence: what was found, or how to fix it
+# `OK`, `MISSING` or `NOT_NEEDED`, and a sentence: what was found, or how to fix it
+State = tuple[str, str]
 
 
 def check_torch(gpu: list[str] | None) -> State:

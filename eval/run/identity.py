@@ -109,9 +109,8 @@ def method_code(name: str) -> str:
             for part in vars(kind).values()
         ]
         functions = [inspect.unwrap(part) for part in notebook if inspect.isfunction(part)]
-        own = [
-            part for part in functions if part.__code__.co_filename != "<string>"
-        ]  # not those of `dataclass`
+        # not those of `dataclass`
+        own = [part for part in functions if part.__code__.co_filename != "<string>"]
         codes = [sha256_of([inspect.getsource(part) for part in own])[:16]]
     if methods := shipped - {*ENGINE}:
         codes.append(code_sha256(tuple(sorted(methods))))

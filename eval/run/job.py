@@ -59,9 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         folder = _sweep_folder()
         check(config, folder)
         logging.info("loading torch and transformers")
-        from eval.run.loop import (
-            measure,
-        )  # not at the top: imports torch, only after the arguments are checked
+        # not at the top: imports torch, only after the arguments are checked
+        from eval.run.loop import measure
         from eval.run.prepare import prepare
 
         finished.append(measure(prepare(config, folder)))
@@ -117,9 +116,8 @@ def _do(
     try:
         _through_hydra(job_of, arguments, kind)
     finally:
-        (runs / "multirun.yaml").unlink(
-            missing_ok=True
-        )  # Hydra's; each run has its settings in run.json
+        # Hydra's; each run has its settings in run.json
+        (runs / "multirun.yaml").unlink(missing_ok=True)
 
 
 def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
@@ -141,9 +139,8 @@ def jobs_of(arguments: Sequence[str]) -> list[RunConfig]:
     with TemporaryDirectory() as folder:  # Hydra writes the sweep's settings there
         quiet = ["hydra/hydra_logging=none", f"hydra.sweep.dir={folder}"]
         _through_hydra(jobs.append, ["-m", *own, *quiet])
-    return [
-        to_settings(config) for config in jobs
-    ]  # not in Hydra's jobs, which print a line before an error
+    # not in Hydra's jobs, which print a line before an error
+    return [to_settings(config) for config in jobs]
 
 
 def _through_hydra(
@@ -199,7 +196,6 @@ def job() -> Iterator[None]:
                 type(error).__name__,
                 error,
             )
-            traceback.clear_frames(
-                error.__traceback__
-            )  # Hydra keeps the error, whose frames hold the model
+            # Hydra keeps the error, whose frames hold the model
+            traceback.clear_frames(error.__traceback__)
         raise

@@ -30,9 +30,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 10.0  # between lines of progress
 
-Untraced = dict[
-    tuple[str, str], tuple[Prompt, set[str]]
-]  # {key of a prompt: it, and labels of arms}
+# {key of a prompt: it, and labels of arms}
+Untraced = dict[tuple[str, str], tuple[Prompt, set[str]]]
 
 
 def measure(run: Run, show: bool = True, load: Load | None = None) -> StoredRun:

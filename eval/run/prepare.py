@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_THREADS = (
-    torch.get_num_threads()
-)  # restored in a sweep, where an earlier job may have set its own number
+# restored in a sweep, where an earlier job may have set its own number
+DEFAULT_THREADS = torch.get_num_threads()
 
 Methods = Mapping[tuple[str, str], Method]  # {(label of an arm, name of a dataset): its method}
 
@@ -153,9 +152,8 @@ def _about(
     return {
         "config": written,
         "provenance": provenance_of(device),
-        "examples": {
-            loaded.dataset.name: loaded.total for loaded in rows
-        },  # `limit` chooses from these
+        # `limit` chooses from these
+        "examples": {loaded.dataset.name: loaded.total for loaded in rows},
         **({"descriptions": descriptions} if descriptions else {}),
     }
 

@@ -25,9 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     config = read(arguments)
     datasets, data = choose_data(config)
     if config.out is None:
-        from eval.run.prepare import (
-            prompts_of,
-        )  # not at the top: imports torch, once the arguments are checked
+        # not at the top: imports torch, once the arguments are checked
+        from eval.run.prepare import prompts_of
 
         limit = config.limit or 1
         for prompt in prompts_of(config.model_copy(update={"limit": limit})):

@@ -86,10 +86,8 @@ def _status(folder: Path) -> Status:
             (state for state in (RUNNING, UNCLEAR, FAILED) if state in dict(findings)), INCOMPLETE
         )
         if planned is not None and not missing and state != RUNNING:
-            made = [
-                *folder.glob("summary.md"),
-                *folder.glob("visits*.gz"),
-            ]  # a campaign's tables lie elsewhere
+            # a campaign's tables lie elsewhere
+            made = [*folder.glob("summary.md"), *folder.glob("visits*.gz")]
             state, findings = (
                 DONE,
                 [] if made else [(DONE, "without a table: the same command makes it")],

@@ -18,9 +18,8 @@ from lazyllm.spec import ModelSpec
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number
 WARMUP_TOKENS = 4  # for a prefill, a decoding step that revives, and a step after it
 LARGEST_BATCH = 8  # the most answers that decode together, unless the settings give a number
-FURTHER = (
-    1 / 8
-)  # of a layer's start, for each further answer of a batch: 0.09 to 0.23 on an H200 (results/gpu)
+# of a layer's start, for each further answer of a batch: 0.09 to 0.23 on an H200 (results/gpu)
+FURTHER = 1 / 8
 USABLE = 0.9  # share of a device's memory
 
 

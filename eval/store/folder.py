@@ -341,9 +341,8 @@ def read_about(file: Path) -> dict[str, Any]:
         version = content["schema"]
         if not isinstance(content["identity"], dict):
             raise TypeError(f"identity is {_short(content['identity'])}")
-        add_own(
-            content.get("descriptions", {})
-        )  # a user's own datasets, which visits and tables then name
+        # a user's own datasets, which visits and tables then name
+        add_own(content.get("descriptions", {}))
     except (OSError, *NO_LINE) as error:
         raise UserError(
             f"{file}: cannot be read as a run's description ({type(error).__name__}: {error}). "
