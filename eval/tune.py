@@ -11,13 +11,13 @@ schedule, and `tuned.yaml` with the best one and the rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import yaml
 from pydantic import Field, model_validator
@@ -33,6 +33,10 @@ from lazyllm.engine.flops import nearest_ratio
 from lazyllm.errors import FailedExamplesError, UserError, require
 from lazyllm.files import write_whole
 from lazyllm.methods import Lazy, by_name, settings_of
+
+if TYPE_CHECKING:
+    from eval.benchmarks.prompts import Prompt
+    from eval.run.bench import Load
 
 FILE = "tuned.yaml"  # of a study
 CUTS = 9  # the most pruning layers of a schedule
@@ -147,11 +151,9 @@ def tune(config: TuneConfig) -> Path:
             "the search needs the package optuna: pip install --editable '.[tune]' in the "
             "repository"
         )
-    import optuna  # this and others not at the top: arguments are checked first
-
+    # not at the top: arguments are checked first
     from eval.run.bench import load_model
     from eval.run.device import held_and_released
-    from eval.run.loop import measure
     from eval.run.prepare import prepare
     from lazyllm.models.config import as_device, shape_of
 
@@ -175,31 +177,10 @@ def tune(config: TuneConfig) -> Path:
     name = Path(config.model.name).name
     folder = Path(config.out or f"studies/{name}-{target:g}x-{fingerprint(identity)[:8]}")
     folder.mkdir(parents=True, exist_ok=True)
-    study = optuna.create_study(
-        storage=f"sqlite:///{folder}/study.db", study_name="schedules", load_if_exists=True
-    )
-    check_same(folder, "study", study.user_attrs.get("identity", identity), identity)
-    study.set_user_attr("identity", identity)
-    study.sampler = optuna.samplers.TPESampler(
-        seed=config.seed + len(study.trials), multivariate=True
-    )
+    study = open_study(folder, identity, config.seed)
     load = cache(partial(load_model, run))
+    kls = partial(_measure, config, folder, prompts, load)
     with held_and_released(as_device(run.spec.device)):
-
-        def kls(part: str, schedule: Schedule) -> KLs:
-            out = folder / part / "-".join(f"{layer}_{ratio}" for layer, ratio in schedule.items())
-            extra = config.arms[0].model_extra or {}
-            given = {"name": config.arms[0].name, "label": "tuned", **extra, "schedule": schedule}
-            arm = ArmSettings.model_validate(given)
-            trial = prepare(config.model_copy(update={"arms": [arm], "out": str(out)}))
-            measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
-            if measured.failed:
-                raise FailedExamplesError(measured.failures)
-            found: Any = [
-                visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers
-            ]
-            return mean(one.answer_kl for one in found), mean(one.gold_kl for one in found)
-
         drawn = partial(
             draw,
             lambda one: replace(method, schedule=one).ideal_speedup(shape, tokens),
@@ -218,6 +199,43 @@ def tune(config: TuneConfig) -> Path:
     write_whole(folder / FILE, f"# {command_of(config.arms[0], best)}\n{text}")
     print((folder / FILE).read_text(encoding="utf-8"), end="")
     return folder
+
+
+def open_study(folder: Path, identity: dict[str, Any], seed: int) -> Any:
+    """Open Optuna's study in the folder, or begin it. Raises UserError for another identity's."""
+    import optuna
+
+    study = optuna.create_study(
+        storage=f"sqlite:///{folder}/study.db", study_name="schedules", load_if_exists=True
+    )
+    check_same(folder, "study", study.user_attrs.get("identity", identity), identity)
+    study.set_user_attr("identity", identity)
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials), multivariate=True)
+    return study
+
+
+def _measure(
+    config: TuneConfig,
+    folder: Path,
+    prompts: Mapping[str, Sequence[Prompt]],
+    load: Load,
+    part: str,
+    schedule: Schedule,
+) -> KLs:
+    """Measure a schedule on a part of the rows, in a run of its own below the study's folder."""
+    from eval.run.loop import measure
+    from eval.run.prepare import prepare
+
+    out = folder / part / "-".join(f"{layer}_{ratio}" for layer, ratio in schedule.items())
+    extra = config.arms[0].model_extra or {}
+    given = {"name": config.arms[0].name, "label": "tuned", **extra, "schedule": schedule}
+    arm = ArmSettings.model_validate(given)
+    trial = prepare(config.model_copy(update={"arms": [arm], "out": str(out)}))
+    measured = measure(replace(trial, prompts=prompts[part]), show=False, load=load)
+    if measured.failed:
+        raise FailedExamplesError(measured.failures)
+    answers: Any = [visit.answers["tuned"] for visit in measured.visits if "tuned" in visit.answers]
+    return mean(one.answer_kl for one in answers), mean(one.gold_kl for one in answers)
 
 
 def command_of(arm: ArmSettings, schedule: Schedule) -> str:

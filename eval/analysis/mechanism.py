@@ -40,6 +40,11 @@ _LOOKS: dict[
 STANDARD, PRUNED = "Standard LLM", "LazyLLM"  # the two kinds of panels, as in the paper's Figure 3
 # the prefill and decoding steps; a standard LLM's later ones look like the second
 STANDARD_STEPS, STEPS = (2, 4)
+_EDGE = "#C4C4C4"  # of a cell
+_NAMES: Any = {
+    "fontsize": 7, "family": "monospace", "rotation": 90, "rotation_mode": "anchor", "ha": "right",
+    "va": "center", "parse_math": False,
+}  # fmt: skip
 _CORNERS = np.array([[-0.42, -0.42], [0.42, -0.42], [0.42, 0.42], [-0.42, 0.42]])  # of a cell
 WINDOW = 44  # prompt tokens shown; more texts would not be legible side by side
 
@@ -164,19 +169,7 @@ def plot(frame: Any) -> MplFigure:
                 f"\u201c{_shown(rows.loc[rows['position'].idxmax(), 'text'])}\u201d"
             )
         axes.set_title(title, fontweight="bold", parse_math=False)  # a token may be a dollar sign
-        for state, cells in rows.groupby("state"):
-            _, fill, look = _LOOKS[State[str(state).upper()]]
-            x, y = cells["position"].map(columns), cells["layer"]
-            outline = Outline.make_compound_path_from_polys(
-                np.stack([x, y], axis=1)[:, None] + _CORNERS
-            )
-            axes.add_patch(
-                patches.PathPatch(outline, facecolor=fill, edgecolor="#C4C4C4", linewidth=0.4)
-            )
-            if look:
-                axes.plot(
-                    x, y, linestyle="none", markersize=mark, markeredgewidth=0.3 * mark, **look
-                )
+        _draw_tokens(axes, rows, columns, mark)
         _draw_groups(axes, rows, end)
         axes.set(xlim=(-0.6, end), ylim=(layers + 0.6, 0.4), xticks=[])
         axes.spines[:].set_visible(False)
@@ -186,36 +179,37 @@ def plot(frame: Any) -> MplFigure:
         f"prompt tokens computed so far, of {n}", loc="right", color=GREY, fontsize=8
     )
     names = map(_shown, tokens["text"]) if has_texts else [str(place + 1) for place in tokens.index]
-    look: Any = {
-        "rotation": 90,
-        "rotation_mode": "anchor",
-        "ha": "right",
-        "va": "center",
-        "parse_math": False,
-    }
-    panels[-1].set_xticks(columns, names, fontsize=7, family="monospace", **look)
+    panels[-1].set_xticks(columns, names, **_NAMES)
     last = tokens.index[tokens["kind"] == "prompt"][-1] + 1
     window = f"prompt tokens {tokens.index[0] + 1} to {last} of {n}, then the generated tokens"
     panels[-1].set_xlabel(window if has_texts else f"{window} (texts not stored)")
-    squares = [
-        patches.Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#C4C4C4")
-        for _, fill, _ in _LOOKS.values()
-    ]
-    marks = [lines.Line2D([], [], linestyle="none", **look) for _, _, look in _LOOKS.values()]
-    handles: Any = list(zip(squares, marks, strict=True))
-    legend: Any = {
-        "handler_map": {tuple: HandlerTuple(ndivide=1, pad=0)},
-        "handlelength": 1.4,
-        "handleheight": 1.2,
-    }
-    figure.legend(
-        handles,
-        [name for name, _, _ in _LOOKS.values()],
-        loc="outside lower center",
-        ncols=3,
-        **legend,
-    )
+    _draw_legend(figure)
     return figure
+
+
+def _draw_tokens(axes: Any, rows: Any, columns: Any, mark: float) -> None:
+    """Draw a step's cells. columns: {position: place on the x axis}; mark: its size in points."""
+    for state, cells in rows.groupby("state"):
+        _, fill, look = _LOOKS[State[str(state).upper()]]
+        x, y = cells["position"].map(columns), cells["layer"]
+        corners = np.stack([x, y], axis=1)[:, None] + _CORNERS
+        outline = Outline.make_compound_path_from_polys(corners)
+        axes.add_patch(patches.PathPatch(outline, facecolor=fill, edgecolor=_EDGE, linewidth=0.4))
+        if look:
+            axes.plot(x, y, linestyle="none", markersize=mark, markeredgewidth=0.3 * mark, **look)
+
+
+def _draw_legend(figure: MplFigure) -> None:
+    """Draw the sign of each state of a token."""
+    names, fills, looks = zip(*_LOOKS.values(), strict=True)
+    squares = [patches.Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor=_EDGE) for fill in fills]
+    marks = [lines.Line2D([], [], linestyle="none", **look) for look in looks]
+    handles: Any = list(zip(squares, marks, strict=True))
+    overlaid: Any = {tuple: HandlerTuple(ndivide=1, pad=0)}
+    figure.legend(
+        handles, names, loc="outside lower center", ncols=3,
+        handler_map=overlaid, handlelength=1.4, handleheight=1.2,
+    )  # fmt: skip
 
 
 def _draw_groups(axes: Any, rows: Any, end: float) -> None:

@@ -1,7 +1,7 @@
 """Measured values beside the paper's: its Tables 1 and 2."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,8 @@ def table2(results: Results) -> Rows:
     return _with_published(results, _TABLE2)
 
 
-def _with_published(results: Results, values: Sequence[Column]) -> Rows:
+def _measured(results: Results, methods: Collection[str]) -> list[dict[str, Any]]:
+    """Collect the means over tasks of the methods, with their parameters and status."""
     parameters = {
         (run.model, arm.method, arm.settings, dataset): canonical_json(resolved)
         for run in results.runs
@@ -120,34 +121,17 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
     sizes = {
         name: size for run in results.runs for name, size in run.about.get("examples", {}).items()
     }
-    both = [value for value in values if value.name in _PAPER]
-    published: Any = (
-        pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
-    )
-    published = (
-        published[[value.name for value in both]]
-        .dropna(how="all")
-        .add_prefix("paper_")
-        .reset_index()
-    )
     means: Any = results.by_task
     is_preset = means["speedup"] == PAPER_SPEEDUP
-    # the baseline stands beside the arms that were solved for the paper's speedups, or alone
+    # the baseline stands next to the arms that were solved for the paper's speedups, or alone
     has_preset = is_preset.groupby(means["model"]).transform("any")
     is_alone = means.groupby("model")["method"].transform("nunique") == 1
     is_shown = is_preset | ((means["label"] == BASELINE) & (has_preset | is_alone))
-    means = means[
-        (means["level"] == "task")
-        & means["method"].isin(published["method"])
-        & is_shown.astype(bool)
-    ]
+    is_asked = (means["level"] == "task") & means["method"].isin(methods)
     rows = []
-    for row in means.to_dict("records"):
-        names = [
-            name
-            for name, of in DATASETS.items()
-            if (of.task, of.suite) == (row["task"], row["suite"])
-        ]
+    for row in means[is_asked & is_shown.astype(bool)].to_dict("records"):
+        task = (row["task"], row["suite"])
+        names = [name for name, of in DATASETS.items() if (of.task, of.suite) == task]
         if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
             row["paper_model"] = None
         # a task has one target, so all its datasets have the same parameters
@@ -159,6 +143,21 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
         else:
             row["status"] = "measured" if row["examples"] >= examples else f"of {examples}"
         rows.append(row)
+    return rows
+
+
+def _with_published(results: Results, values: Sequence[Column]) -> Rows:
+    both = [value for value in values if value.name in _PAPER]
+    published: Any = (
+        pd.Series(paper_values()).unstack().rename_axis(["paper_model", "task", "method"])
+    )
+    published = (
+        published[[value.name for value in both]]
+        .dropna(how="all")
+        .add_prefix("paper_")
+        .reset_index()
+    )
+    rows = _measured(results, set(published["method"]))
     columns = [*_KEYS, *forms(*(value.name for value in values))]
     frame: Any = pd.DataFrame(rows, columns=columns).merge(
         published, "left", ["paper_model", "task", "method"]

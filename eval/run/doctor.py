@@ -319,9 +319,7 @@ def examine(arguments: Sequence[str]) -> dict[str, State]:
     for thing, check in checks.items():
         try:
             states[thing] = check()
-        except (
-            Exception
-        ) as error:  # a broken driver or HF_HOME raises here: that is what the check reports
+        except Exception as error:  # from a broken driver or HF_HOME: the check reports it
             states[thing] = MISSING, f"could not be examined ({type(error).__name__}: {error})"
     return states
 

@@ -173,10 +173,8 @@ def _trace(bench: Bench, run: Run, untraced: Untraced, store: RunStore) -> None:
         try:
             for trace in traces_of(bench, prompt, arms) if arms else ():
                 write_whole(_trace_file(store, prompt, trace.arm), trace.to_json())
-        except (
-            RuntimeError,
-            FloatingPointError,
-        ) as error:  # out of memory: a trace has data of all layers
+        # out of memory, for example: a trace has data of all layers
+        except (RuntimeError, FloatingPointError) as error:
             log.warning("%s, row %s: no trace (%s)", *prompt.key, reason_of(error))
 
 

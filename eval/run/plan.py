@@ -249,37 +249,36 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+_HEADINGS = (
+    "model", "arm", "examples", "prompt tokens", "longest", "answer tokens", "PFLOP", "TB read",
+    "GB", "time",
+)  # fmt: skip
+
+
+def _cells(cost: Cost) -> list[str]:
+    """A row of the table, under `_HEADINGS`."""
+    return [
+        cost.run,
+        cost.arm,
+        str(cost.examples),
+        f"{cost.prompt_tokens:,}",
+        f"{cost.longest:,}",
+        f"{cost.answer_tokens:,}",
+        amount(cost.work.flops / 1e15),
+        amount(cost.work.read / 1e12),
+        f"{cost.peak / 1e9:.3g}",
+        duration(cost.seconds),
+    ]
+
+
 def as_text(planned: Sequence[Cost]) -> str:
     """A Markdown table, and the assumptions below it."""
     from eval.analysis.table import markdown_lines  # not at the top: it imports pandas
 
-    headings = [
-        "model",
-        "arm",
-        "examples",
-        "prompt tokens",
-        "longest",
-        "answer tokens",
-        "PFLOP",
-        "TB read",
-        "GB",
-    ]
-    rows = [
-        [
-            *(one.run, one.arm, str(one.examples), f"{one.prompt_tokens:,}", f"{one.longest:,}"),
-            *(
-                f"{one.answer_tokens:,}",
-                amount(one.work.flops / 1e15),
-                amount(one.work.read / 1e12),
-            ),
-            *(f"{one.peak / 1e9:.3g}", duration(one.seconds)),
-        ]
-        for one in planned
-    ]
     largest = max(planned, key=lambda one: one.peak)
     parts = ", ".join(f"{part} {size / 1e9:.3g}" for part, size in largest.memory.items() if size)
     total = sum((one.work for one in planned), Work(0, 0, 0))
-    lines = [*markdown_lines([*headings, "time"], rows, 2), ""]
+    lines = [*markdown_lines(_HEADINGS, [_cells(cost) for cost in planned], 2), ""]
     lines.append(
         f"{counted(len(planned), 'arm')} of {counted(len({one.run for one in planned}), 'model')}: "
         f"{amount(total.flops / 1e15)} PFLOP, {amount(total.read / 1e12)} TB read"
