@@ -128,7 +128,7 @@ def _with_published(results: Results, values: Sequence[Column]) -> Rows:
     rows = []
     for row in means.to_dict("records"):
         names = [name for name, of in DATASETS.items() if (of.task, of.suite) == (row["task"], row["suite"])]
-        if row["paper_model"] not in PAPER_MODELS or not SUITES[row["suite"]].in_paper:
+        if row["paper_model"] not in PAPER_MODELS or SUITES[row["suite"]].published is None:
             row["paper_model"] = None
         # a task has one target, so all its datasets have the same parameters
         places = ((row["model"], row["method"], row["settings"], name) for name in names)
