@@ -23,9 +23,7 @@ def given_file(folder: Path, name: str, give: str) -> Path:
     """
     file = folder.expanduser() / name
     if not file.is_file():
-        packed = f" ({name}.gz is there: gunzip it)" if Path(f"{file}.gz").is_file() else ""
-        instead = f"give data.dir=FOLDER with {give}"
-        raise UserError(f"data.dir={folder}: {name} is missing{packed}; {instead}")
+        raise UserError(f"data.dir={folder}: {name} is missing; give data.dir=FOLDER with {give}")
     return file
 
 
@@ -137,7 +135,8 @@ def find_split(repository: str, configuration: str | None, split: str) -> tuple[
 
     before, reason = config.HF_HUB_OFFLINE, ""
     try:
-        for config.HF_HUB_OFFLINE in dict.fromkeys((True, before or is_offline())):
+        for only_cache in dict.fromkeys((True, before or is_offline())):
+            config.HF_HUB_OFFLINE = only_cache
             try:
                 return load_dataset(repository, configuration, split=split), None
             except (OSError, ValueError, DatasetsError) as error:

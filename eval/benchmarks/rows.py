@@ -33,24 +33,17 @@ def is_texts(value: Any) -> bool:
 
 
 TEXT: Check = is_text, "a string"
-FILLED: Check = (
-    lambda value: is_text(value) and bool(value.strip()),
-    "a string that is not empty",
-)
+FILLED: Check = lambda value: is_text(value) and value.strip(), "a string that is not empty"
 TEXTS: Check = is_texts, "a list of strings"
-ANSWERS: Check = (
-    lambda value: is_texts(value) and any(map(str.strip, value)),
-    "a list of strings, not all of them empty",
-)
-CLASSES: Check = (
-    lambda value: value is None or is_texts(value),
-    "a list of strings or null",
-)
+CLASSES: Check = lambda value: value is None or is_texts(value), "a list of strings or null"
 
 _FIELDS: dict[str, Check] = {
     "input": TEXT,
     "context": FILLED,
-    "answers": ANSWERS,
+    "answers": (
+        lambda value: is_texts(value) and any(map(str.strip, value)),
+        "a list of strings, not all of them empty",
+    ),
     "length": (lambda value: type(value) is int and value >= 0, "a whole number"),
     "dataset": TEXT,
     "language": TEXT,
@@ -146,9 +139,7 @@ def loaded(
     if skipped and on_error == "raise":
         raise UserError(_name_rows(skipped))
     if not examples:
-        first = ""
-        if skipped:
-            first = ": {} skipped, the first, {}, for: {}".format(len(skipped), *skipped[0])
+        first = f": {len(skipped)} skipped, the first {': '.join(skipped[0])}" if skipped else ""
         raise UserError(f"{source}: no usable row{first}; give other rows")
     return LoadedDataset(
         dataset,
