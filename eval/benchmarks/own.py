@@ -115,7 +115,7 @@ def _places(template: str) -> list[str]:
         parts = [*string.Formatter().parse(template)]
     except ValueError:
         return []
-    return [place for _, place, _, _ in parts if place is not None] if is_text(template) else []
+    return [place for _, place, _, _ in parts if place is not None]
 
 
 def _is_pattern(text: str) -> bool:
@@ -153,6 +153,8 @@ def own_dataset(name: str, description: Mapping[str, Any], key: str = "") -> Own
         if item not in _KEYS:
             known = nearest(item, _KEYS, "docs/suites.md")
             raise UserError(f"{key}.{item}={value}: no such key: {known}")
+        is_whole = not isinstance(value, str) or is_text(value)
+        require(is_whole, f"{key}.{item}", ascii(value), "a text without half a surrogate pair")
     given = {**description, "name": name, "suite": description.get("suite") or name}
     if isinstance(folder := description.get("folder"), dict):
         alike = {item: value for item, value in description.items() if item not in _OF_THE_HUB}

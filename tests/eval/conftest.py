@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from eval.benchmarks.datasets import DATASETS, SUITES
-from eval.store import aggregate
+from eval.store import summary
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +22,10 @@ def _registers() -> Iterator[None]:
 @pytest.fixture
 def two_have_an_interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two examples of a dataset have an interval, so that made runs may be small."""
-    monkeypatch.setattr(aggregate, "FEWEST", 2)
-    aggregate._weights.cache_clear()
+    monkeypatch.setattr(summary, "FEWEST", 2)
+    summary._weights.cache_clear()
     yield
-    aggregate._weights.cache_clear()
+    summary._weights.cache_clear()
 
 
 @pytest.fixture
